@@ -1,0 +1,216 @@
+"""The console command `headrace`: the front door, which loads the one command that is asked for.
+
+To add a command, add an entry to `_COMMANDS`. Its target is a plain function whose parameters carry
+`typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code.
+
+Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted. A failure is one line on stderr, an
+interruption is silent. With `HEADRACE_DEBUG=1` in the environment both end in a traceback instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from headrace import __version__
+from headrace.schemas.errors import HeadraceError
+
+__all__ = ["main"]
+
+_EXIT_ERROR = 1
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """One command: `target` is `module:function`, `extras` are the optional dependencies it needs."""
+
+    name: str
+    target: str
+    help: str
+    extras: tuple[str, ...] = ()
+
+
+# Listed in this order by `headrace --help`. The help stands here, so that the list imports none of them.
+_COMMANDS = (
+    _Entry(
+        name="serve",
+        target="headrace.paramserver.serve_command:serve",
+        help="Run a parameter server: a supervisor and one process a shard.",
+    ),
+    _Entry(
+        name="status",
+        target="headrace.paramserver.status_command:status",
+        help="Show what a running server holds.",
+    ),
+    _Entry(
+        name="demo",
+        target="headrace.scripts.demo:demo",
+        help="Train a real model, stream it, and compare every row with the server's.",
+        extras=("torchrec", "bench"),
+    ),
+)
+
+# Modules that come with an extra. Any other missing module is our bug and stays a traceback.
+_OPTIONAL_MODULES = frozenset(
+    {
+        "fbgemm_gpu",
+        "grpc",
+        "iopath",
+        "matplotlib",
+        "pyre_extensions",
+        "redis",
+        "tensordict",
+        "torch",
+        "torchmetrics",
+        "torchrec",
+        "tqdm",
+    }
+)
+
+# Sections of a Google docstring are for who calls the function, not for who types the command.
+_DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation|Thread|Source|Example|Note)s?:", re.MULTILINE)
+
+
+class _LazyCommand(typer.core.TyperCommand):
+    """Stands for a command in the list; becomes the real one when its arguments are parsed.
+
+    Parsing is the first thing that needs the options, also for `--help`, so the module is imported there.
+    """
+
+    def __init__(self, entry: _Entry) -> None:
+        super().__init__(name=entry.name, help=entry.help)
+        self._entry = entry
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return _load(self._entry).make_context(info_name, args, parent=parent, **extra)
+
+
+def _load(entry: _Entry) -> Any:
+    """Import the command's function and return it as a click command."""
+    module_name, _, function_name = entry.target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or entry.help)[0].strip()
+    app = typer.Typer(add_completion=False)
+    app.command(entry.name, help=text)(function)
+    return typer.main.get_command(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {__version__}")
+        raise typer.Exit
+
+
+def _front_door(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Stream embedding updates from PyTorch trainers to a sharded parameter server."""
+    del version  # its callback has done the work
+    if context.invoked_subcommand is None:
+        text = context.get_help()  # with rich it is printed already, and nothing is left to print
+        if text:
+            typer.echo(text)
+        raise typer.Exit(_EXIT_USAGE)
+
+
+def _build(entries: Sequence[_Entry]) -> Any:
+    """Return the click group of all commands."""
+    # No shell completion: its two options would crowd a help page of three commands.
+    app = typer.Typer(add_completion=False, invoke_without_command=True)
+    app.callback()(_front_door)
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for entry in entries:
+        group.add_command(_LazyCommand(entry))
+    return group
+
+
+def _fail(message: str, exit_code: int) -> int:
+    """Print the message as one line on stderr and return the exit code."""
+    print(f"headrace: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    return exit_code
+
+
+def _missing_dependency(module: str, entry: _Entry) -> str:
+    """Return the line that says how to get what the command needs."""
+    hint = f"pip install 'headrace[{','.join(entry.extras)}]'"
+    if "torchrec" in entry.extras:
+        # An extra cannot say --no-deps, and with its dependencies torchrec asks for the CUDA build of fbgemm.
+        hint += ", then pip install --no-deps torchrec==1.8.0"
+    return f"`headrace {entry.name}` needs {module}, which is not installed: {hint}"
+
+
+def _is_stdout_closed() -> bool:
+    """Say whether the reader of our output has gone, as in `headrace status | head -1`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is buffered cannot be written. The interpreter would try again on its way out, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
+    """Parse the arguments and run the command, letting every error through but a missing extra."""
+    group = _build(entries)
+    try:
+        with group.make_context("headrace", arguments) as context:
+            try:
+                result = group.invoke(context)
+            except ModuleNotFoundError as exc:
+                module = (exc.name or "").partition(".")[0]
+                entry = next((e for e in entries if e.name == context.invoked_subcommand), None)
+                if entry is None or not entry.extras or module not in _OPTIONAL_MODULES:
+                    raise
+                raise HeadraceError(_missing_dependency(module, entry)) from exc
+    except typer.Exit as exc:
+        result = exc.exit_code
+    sys.stdout.flush()  # here, where a reader that has gone is still handled
+    return result if isinstance(result, int) else 0
+
+
+def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] = _COMMANDS) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; None takes it from `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
+    is_debug = os.environ.get("HEADRACE_DEBUG") == "1"
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments), _entries)
+    except typer.TyperException as exc:
+        context = getattr(exc, "ctx", None)
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        return _fail(exc.format_message().rstrip(".") + hint, exc.exit_code)
+    except HeadraceError as exc:
+        if is_debug:
+            raise
+        return _fail(str(exc), _EXIT_ERROR)
+    except (KeyboardInterrupt, typer.Abort):
+        if is_debug:
+            raise
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # A socket raises it too, and that one must be seen.
+        if not _is_stdout_closed():
+            raise
+        return _EXIT_ERROR

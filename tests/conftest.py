@@ -1,0 +1,22 @@
+"""Fixtures and settings for the whole suite."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, visibly, what this machine cannot run."""
+    has_torchrec = all(importlib.util.find_spec(name) for name in ("torch", "torchrec", "fbgemm_gpu"))
+    has_gpu = False
+    if any(item.get_closest_marker("gpu") for item in items) and importlib.util.find_spec("torch"):
+        import torch  # only when it is asked for: it takes seconds
+
+        has_gpu = torch.cuda.is_available()
+    for item in items:
+        if item.get_closest_marker("torchrec") and not has_torchrec:
+            item.add_marker(pytest.mark.skip(reason="torchrec and fbgemm_gpu are not installed"))
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm device"))

@@ -1,0 +1,244 @@
+"""The front door: what `headrace` prints, with which exit code, and what it does not load."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from typing import Annotated
+
+import pytest
+import typer
+
+from headrace import HeadraceError, __version__, cli
+
+
+def _wind(turns: Annotated[int, typer.Option(help="How many turns.", min=1)] = 3) -> None:
+    """Wind the gate.
+
+    It takes a while.
+
+    Args:
+        turns: Not for the person at the terminal.
+
+    Raises:
+        HeadraceError: The gate is stuck.
+    """
+    if turns == 13:
+        raise HeadraceError("gate 4 is stuck:\nfree it first")
+    if turns == 14:
+        raise KeyboardInterrupt
+    if turns == 15:
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+    if turns == 16:
+        raise ModuleNotFoundError("No module named 'headrace.gone'", name="headrace.gone")
+    print(f"wound {turns} turns")
+
+
+def _count() -> int:
+    """Return an exit code."""
+    return 7
+
+
+def _entry(name: str, function: str, extras: tuple[str, ...] = ()) -> cli._Entry:
+    return cli._Entry(name=name, target=f"fake_commands:{function}", help="Wind a gate.", extras=extras)
+
+
+_ENTRIES = (
+    _entry("wind", "wind", ("torch",)),
+    _entry("count", "count"),
+    _entry("bare", "wind"),
+    _entry("recommend", "wind", ("torchrec", "bench")),
+    cli._Entry(name="absent", target="headrace.not_there:absent", help="Is not there."),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fake_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of commands that needs nothing else of the system."""
+    module = types.ModuleType("fake_commands")
+    module.__dict__.update(wind=_wind, count=_count)
+    monkeypatch.setitem(sys.modules, "fake_commands", module)
+    monkeypatch.delenv("HEADRACE_DEBUG", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")  # or a narrow terminal breaks the lines that are looked for
+
+
+def _run(*arguments: str) -> int:
+    return cli.main(list(arguments), _entries=_ENTRIES)
+
+
+def _plain(text: str) -> str:
+    """Drop the colours, which some CI machines force on."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints name and version and exits 0."""
+    assert _run("--version") == 0
+    assert capsys.readouterr().out == f"headrace {__version__}\n"
+
+
+def test_help_lists_commands_without_loading_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` names every command, also one whose module is not there."""
+    assert _run("--help") == 0
+    out = _plain(capsys.readouterr().out)
+    for entry in _ENTRIES:
+        assert entry.name in out
+        assert entry.help in out
+
+
+def test_real_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The front door offers serve, status and demo."""
+    assert cli.main(["--help"]) == 0
+    out = _plain(capsys.readouterr().out)
+    assert all(name in out for name in ("serve", "status", "demo"))
+
+
+def test_no_arguments_show_help_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command the help is shown, and the exit code says that nothing was done."""
+    assert _run() == 2
+    assert "count" in capsys.readouterr().out
+
+
+def test_command_help_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """`wind --help` shows the function's options and its docstring up to the sections for callers."""
+    assert _run("wind", "--help") == 0
+    out = _plain(capsys.readouterr().out)
+    assert "--turns" in out
+    assert "How many turns." in out
+    assert "It takes a while." in out
+    assert "Not for the person" not in out
+    assert "stuck" not in out
+
+
+def test_command_runs_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command gets its options, and None from it means exit code 0."""
+    assert _run("wind", "--turns", "5") == 0
+    assert capsys.readouterr().out == "wound 5 turns\n"
+
+
+def test_command_returns_its_exit_code() -> None:
+    """An integer from a command is the exit code."""
+    assert _run("count") == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["wand"], ["wand", "wind", "headrace --help"]),
+        (["--frobnicate"], ["--frobnicate"]),
+        (["wind", "--turn", "many"], ["--turn", "headrace wind --help"]),
+        (["wind", "--turns", "many"], ["--turns", "integer"]),
+        (["wind", "--turns", "0"], ["--turns"]),
+        (["wind", "surplus"], ["surplus"]),
+    ],
+)
+def test_usage_error_is_one_line_and_exits_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown command, option or value is one line that names it."""
+    assert _run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("headrace: error: ")
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words)
+
+
+def test_headrace_error_is_one_line_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """A HeadraceError is shown as one line, even when its message has two."""
+    assert _run("wind", "--turns", "13") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "headrace: error: gate 4 is stuck: free it first\n"
+
+
+def test_interrupt_exits_130_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C prints nothing."""
+    assert _run("wind", "--turns", "14") == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("turns", "error"), [("13", HeadraceError), ("14", KeyboardInterrupt)])
+def test_debug_lets_the_traceback_through(
+    turns: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With HEADRACE_DEBUG=1 the exception itself comes out."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    with pytest.raises(error):
+        _run("wind", "--turns", turns)
+
+
+def test_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command whose optional dependency is missing says which extra to install."""
+    assert _run("wind", "--turns", "15") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "headrace wind" in err
+    assert "torch" in err
+    assert "pip install 'headrace[torch]'" in err
+
+
+def test_missing_torchrec_says_how_it_installs(capsys: pytest.CaptureFixture[str]) -> None:
+    """TorchRec takes a second command, and the line says so."""
+    assert _run("recommend", "--turns", "15") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "pip install 'headrace[torchrec,bench]'" in err
+    assert "pip install --no-deps torchrec" in err
+
+
+@pytest.mark.parametrize("arguments", [("wind", "--turns", "16"), ("bare", "--turns", "15"), ("absent",)])
+def test_missing_module_of_ours_stays_a_traceback(arguments: tuple[str, ...]) -> None:
+    """A module that no extra would bring is a bug, and is not dressed up as the user's mistake."""
+    with pytest.raises(ModuleNotFoundError):
+        _run(*arguments)
+
+
+# -P throughout: run from tests/, the folder tests/headrace would pass for the package.
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import headrace; headrace.HeadraceError; headrace.__version__",
+        "from headrace.cli import main; main(['--help'])",
+        "from headrace.cli import main; main(['--version'])",
+    ],
+)
+def test_torch_is_not_loaded(code: str) -> None:
+    """Neither the package nor the front door's own pages load torch, or any command."""
+    check = "import sys; sys.exit(bool({'torch', 'numpy', 'headrace.streamer'} & set(sys.modules)))"
+    done = _python(f"{code}; {check}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_public_name() -> None:
+    """A name that the package does not have is an AttributeError, as of any module."""
+    done = _python("import headrace; headrace.RawEmbedingStreamer")
+    assert done.returncode == 1
+    assert "AttributeError: module 'headrace' has no attribute 'RawEmbedingStreamer'" in done.stderr
+
+
+def test_module_runs_as_the_command() -> None:
+    """`python -m headrace` is the command."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "headrace", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"headrace {__version__}\n")
+
+
+def test_reader_that_goes_away_is_no_traceback() -> None:
+    """When the reader of the output has gone, as after `| head -1`, nothing is printed about it."""
+    code = "import sys; from headrace.cli import main; sys.exit(main(['--help']))"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 1

@@ -1,0 +1,166 @@
+"""Imports point down: the layers of the source, held by reading every module."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each folder may import of ours, itself included.
+ALLOWED = {
+    "schemas": {"schemas"},
+    "kernels": {"kernels", "schemas"},
+    "paramserver": {"paramserver", "schemas"},
+    "streamer": {"streamer", "paramserver", "kernels", "schemas"},
+    "scripts": {"scripts", "streamer", "paramserver", "kernels", "schemas", "headrace"},
+    "headrace": {"scripts", "streamer", "paramserver", "kernels", "schemas", "headrace"},
+}
+TORCH = {"torch", "torchrec", "fbgemm_gpu"}
+FOREIGN_TO_SCHEMAS = TORCH | {"asyncio", "rocksdict"}
+
+
+def source_files() -> Iterator[tuple[str, Path]]:
+    """Yield each module's name, as it is imported, and its file."""
+    for folder in ALLOWED:
+        for path in sorted((ROOT / folder).rglob("*.py")):  # does not follow the links in headrace/
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts if parts[0] == "headrace" else ("headrace", *parts)), path
+
+
+def imported_names(module: str, source: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute dotted name of all that the source imports, wherever in the file it does so.
+
+    An import under `TYPE_CHECKING` or inside a function counts: it binds the layers all the same.
+    """
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                yield node.lineno, ".".join([*origin, alias.name])
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def folder_of(name: str) -> str:
+    """Return the folder that a dotted name under `headrace` belongs to."""
+    second = [*name.split("."), ""][1]
+    return second if second in ALLOWED else "headrace"
+
+
+def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Return one line for each import in the source that its layer forbids."""
+    folder = folder_of(module)
+    in_replica = module.startswith("headrace.paramserver.replica")
+    found = []
+    for line, name in imported_names(module, source, is_package=is_package):
+        where = f"{module}:{line} imports {name}"
+        top = name.partition(".")[0]
+        if top in ALLOWED and top != "headrace":
+            found.append(f"{where}: say headrace.{name}, or the file is loaded twice")
+        elif top == "headrace" and folder_of(name) not in ALLOWED[folder]:
+            found.append(f"{where}: {folder} may only import {', '.join(sorted(ALLOWED[folder]))}")
+        elif folder == "schemas" and top in FOREIGN_TO_SCHEMAS:
+            found.append(f"{where}: schemas are formats, without I/O and tensors")
+        elif folder == "paramserver" and not in_replica and top in TORCH:
+            found.append(f"{where}: a server is installed without torch")
+        elif folder == "paramserver" and not in_replica and name.startswith("headrace.paramserver.replica"):
+            found.append(f"{where}: the replica may import torch, and a server is installed without")
+    return found
+
+
+def test_imports_point_down() -> None:
+    """Every module imports only what its layer allows."""
+    files = list(source_files())
+    assert {folder_of(module) for module, _ in files} == set(ALLOWED)
+    found = [
+        rule
+        for module, path in files
+        for rule in broken_rules(module, path.read_text("utf-8"), is_package=path.name == "__init__.py")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("headrace.schemas.bad", "import torch"),
+        ("headrace.schemas.bad", "import torch.nn as nn"),
+        ("headrace.schemas.bad", "from asyncio import Queue"),
+        ("headrace.schemas.bad", "def f():\n    import rocksdict"),
+        ("headrace.schemas.bad", "from headrace.paramserver import client"),
+        ("headrace.schemas.bad", "from ..kernels import pack"),
+        ("headrace.schemas.bad", "import headrace"),
+        ("headrace.schemas.bad", "import asyncio.events"),
+        ("headrace.kernels.bad", "from headrace.paramserver.client import Client"),
+        ("headrace.kernels.bad", "from headrace import streamer"),
+        ("headrace.paramserver.bad", "import torch"),
+        ("headrace.paramserver.bad", "if TYPE_CHECKING:\n    from torch import Tensor"),
+        ("headrace.paramserver.bad", "from fbgemm_gpu import x"),
+        ("headrace.paramserver.bad", "importlib.import_module('torch')"),
+        ("headrace.paramserver.bad", "from headrace.kernels import pack"),
+        ("headrace.paramserver.bad", "from headrace.paramserver.replica.tables import Tables"),
+        ("headrace.paramserver.bad", "from . import replica"),
+        ("headrace.paramserver.replica.bad", "from headrace.streamer import tap"),
+        ("headrace.paramserver.replica.bad", "from ...streamer import tap"),
+        ("headrace.streamer.bad", "from headrace.scripts.demo import demo"),
+        ("headrace.streamer.bad", "from headrace import HeadraceError"),
+        ("headrace.scripts.bad", "from schemas.errors import HeadraceError"),
+    ],
+)
+def test_checker_finds_a_broken_layer(module: str, source: str) -> None:
+    """The checker reports a module that breaks a rule, so an empty report means something."""
+    assert len(broken_rules(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("headrace.schemas.good", "import struct\nfrom headrace.schemas.errors import HeadraceError"),
+        ("headrace.schemas.good", "from .errors import HeadraceError\nfrom . import errors"),
+        ("headrace.kernels.good", "import torch\nfrom headrace.schemas import row_keys"),
+        ("headrace.paramserver.good", "import asyncio\nimport rocksdict\nfrom ..schemas import errors"),
+        ("headrace.paramserver.replica.good", "import torch\nfrom ..client import Client"),
+        ("headrace.streamer.good", "from headrace.paramserver.client import Client\nimport torchrec"),
+        ("headrace.scripts.good", "from headrace.streamer import RawEmbeddingStreamer\nimport headrace"),
+    ],
+)
+def test_checker_lets_a_sound_module_pass(module: str, source: str) -> None:
+    """Imports that point down, absolute or relative, are not reported."""
+    assert broken_rules(module, source) == []
+
+
+def test_relative_import_in_a_package_starts_at_the_package() -> None:
+    """In an `__init__.py` one dot is the package itself, not its parent."""
+    source = "from . import errors\nfrom .. import streamer"
+    found = broken_rules("headrace.schemas", source, is_package=True)
+    assert len(found) == 1
+    assert "headrace.streamer" in found[0]
+
+
+def test_server_and_schemas_load_without_torch() -> None:
+    """Every module of schemas and paramserver, but the replica, imports where torch is not installed."""
+    modules = [
+        module.removesuffix(".__init__")
+        for module, _ in source_files()
+        if folder_of(module) in {"schemas", "paramserver"}
+        and not module.startswith("headrace.paramserver.replica")
+        and not module.endswith(".__main__")
+    ]
+    code = "import importlib, sys\n"
+    code += f"sys.modules.update(dict.fromkeys({sorted(TORCH)!r}))\n"  # None: import says it is not there
+    code += f"for name in {modules!r}: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
