@@ -1,0 +1,89 @@
+"""The interface definition, loaded once, and conversions between its structs and our own types.
+
+thriftpy2 makes the classes of `paramserver.thrift` at import; `idl` holds them. They are typed as `Any`: the IDL is the
+one place that says what they hold.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from types import ModuleType
+from typing import Any
+
+import thriftpy2
+
+from headrace.schemas.errors import (
+    FencedError,
+    HeadraceError,
+    OverloadedError,
+    RequestError,
+    SequenceGapError,
+    error_from_code,
+)
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+__all__ = ["PROTOCOL_VERSION", "error_from_idl", "error_to_idl", "idl", "spec_from_idl", "spec_to_idl"]
+
+
+def _load() -> ModuleType:
+    with resources.as_file(resources.files("headrace.schemas") / "paramserver.thrift") as path:
+        return thriftpy2.load(str(path), module_name="headrace_paramserver_thrift")
+
+
+idl: Any = _load()
+PROTOCOL_VERSION: int = idl.PROTOCOL_VERSION
+
+
+def spec_to_idl(spec: TableSpec) -> Any:
+    """Return the IDL's `TableSpec` struct of a spec."""
+    return idl.TableSpec(
+        fqn=spec.fqn,
+        num_rows=spec.num_rows,
+        dim=spec.dim,
+        dtype=int(spec.dtype),
+        states=[idl.StateSpec(name=s.name, kind=int(s.kind), dtype=int(s.dtype), width=s.width) for s in spec.states],
+        has_identities=spec.has_identities,
+    )
+
+
+def spec_from_idl(struct: Any) -> TableSpec:
+    """Return the spec of an IDL `TableSpec` struct.
+
+    Raises:
+        RequestError: A field is out of range.
+    """
+    try:
+        states = tuple(
+            StateSpec(name=s.name, kind=StateKind(s.kind), dtype=DType(s.dtype), width=s.width) for s in struct.states
+        )
+        dtype = DType(struct.dtype)
+    except ValueError as exc:
+        raise RequestError(f"table {struct.fqn!r}: {exc}") from exc
+    return TableSpec(
+        fqn=struct.fqn,
+        num_rows=struct.num_rows,
+        dim=struct.dim,
+        dtype=dtype,
+        states=states,
+        has_identities=struct.has_identities,
+    )
+
+
+def error_to_idl(error: HeadraceError) -> Any:
+    """Return the IDL's `ServerError` exception of an error."""
+    wire = idl.ServerError(code=error.code, message=str(error))
+    if isinstance(error, SequenceGapError):
+        wire.expected_seq = error.expected_seq
+    elif isinstance(error, OverloadedError):
+        wire.retry_after_ms = round(error.retry_after_s * 1000)
+    elif isinstance(error, FencedError):
+        wire.epoch = error.epoch
+    return wire
+
+
+def error_from_idl(wire: Any) -> HeadraceError:
+    """Return the error that an IDL `ServerError` reports."""
+    retry_after_s = None if wire.retry_after_ms is None else wire.retry_after_ms / 1000
+    return error_from_code(
+        wire.code, wire.message, expected_seq=wire.expected_seq, retry_after_s=retry_after_s, epoch=wire.epoch
+    )

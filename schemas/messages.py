@@ -1,0 +1,364 @@
+"""Thrift messages in the strict binary protocol, with bulk columns as views.
+
+The codec walks the struct specifications that thriftpy2 derives from the IDL. Decoding returns `binary` fields as views
+into the given buffer, never as copies; encoding returns a list of segments in which long columns are the caller's own
+buffers. Nothing here touches a socket.
+
+Safe against any byte: each length is checked against what is left, containers are capped by count and depth, a known
+field of another type than the IDL's is refused, an unknown field is skipped. Whatever is wrong raises `ProtocolError`.
+
+Source: "Thrift Binary protocol encoding" in the Apache Thrift specification (doc/specs/thrift-binary-protocol.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.schemas.errors import ProtocolError
+
+__all__ = [
+    "CALL",
+    "EXCEPTION",
+    "REPLY",
+    "MessageHeader",
+    "Segment",
+    "decode_header",
+    "decode_struct",
+    "encode_message",
+    "size_of_segments",
+]
+
+# ON THE WIRE: Thrift's own numbers.
+CALL, REPLY, EXCEPTION = 1, 2, 3
+_VERSION_1 = 0x8001
+_STOP, _BOOL, _BYTE, _DOUBLE, _I16, _I32, _I64, _STRING = 0, 2, 3, 4, 6, 8, 10, 11
+_STRUCT, _MAP, _SET, _LIST = 12, 13, 14, 15
+# thriftpy2 tells `binary` from `string` by a type of its own, which is never sent.
+_SPEC_BINARY = 18
+
+_MAX_DEPTH = 16
+# Elements of a message's containers and its unknown fields, together: far above any real message, far below what would
+# fill memory with small objects or hold up the loop.
+_MAX_ELEMENTS = 65_536
+_MAX_NAME_BYTES = 128
+# Below this a copy into the neighbouring bytes costs less than a segment of its own.
+_BULK_BYTES = 2048
+
+Segment = bytes | memoryview
+
+_I16_AT = struct.Struct(">h").unpack_from
+_I32_AT = struct.Struct(">i").unpack_from
+_FIXED: dict[int, struct.Struct] = {
+    _BYTE: struct.Struct(">b"),
+    _DOUBLE: struct.Struct(">d"),
+    _I16: struct.Struct(">h"),
+    _I32: struct.Struct(">i"),
+    _I64: struct.Struct(">q"),
+}
+_FIXED_BYTES = {_BOOL: 1} | {ttype: fixed.size for ttype, fixed in _FIXED.items()}
+_FIELD_HEADER = struct.Struct(">bh")
+_LIST_HEADER = struct.Struct(">bi")
+_LENGTH = struct.Struct(">i")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHeader:
+    """What precedes a message's struct.
+
+    Attributes:
+        name: Method.
+        kind: CALL, REPLY or EXCEPTION.
+        seqid: Number by which a reply finds its call.
+        body_offset: Where the struct begins in the frame.
+    """
+
+    name: str
+    kind: int
+    seqid: int
+    body_offset: int
+
+
+def decode_header(frame: memoryview) -> MessageHeader:
+    """Return the header of the message in a frame.
+
+    Raises:
+        ProtocolError: The bytes are not a strict binary message.
+    """
+    try:
+        version, kind, name_bytes = struct.unpack_from(">HxBi", frame, 0)
+        if version != _VERSION_1 or kind not in (CALL, REPLY, EXCEPTION):
+            raise ProtocolError(f"not a strict binary Thrift message: it begins with {bytes(frame[:4]).hex()}")
+        if not 0 <= name_bytes <= min(_MAX_NAME_BYTES, len(frame) - 12):
+            raise ProtocolError(f"a message name of {name_bytes} bytes in a frame of {len(frame)}")
+        name = str(frame[8 : 8 + name_bytes], "utf-8")
+        (seqid,) = _I32_AT(frame, 8 + name_bytes)
+    except (struct.error, UnicodeDecodeError) as exc:
+        raise ProtocolError(f"message header: {exc}") from exc
+    return MessageHeader(name, kind, seqid, 12 + name_bytes)
+
+
+def decode_struct(cls: type[Any], frame: memoryview, offset: int) -> Any:
+    """Return the struct that ends a frame.
+
+    Args:
+        cls: Class that thriftpy2 made for the struct.
+        frame: uint8 view; the result's `binary` fields are views into it.
+        offset: Where the struct begins.
+
+    Raises:
+        ProtocolError: Truncated, a length out of bounds, a wrong type, a missing field, or bytes left over.
+    """
+    decoder = _Decoder(frame)
+    try:
+        value, end = decoder.read_struct(cls, offset, 0)
+    except (struct.error, IndexError, UnicodeDecodeError) as exc:
+        raise ProtocolError(f"{cls.__name__}: {exc}") from exc
+    if end != len(frame):
+        raise ProtocolError(f"{cls.__name__}: {len(frame) - end} bytes follow the message in its frame")
+    return value
+
+
+def encode_message(name: str, kind: int, seqid: int, body: Any) -> list[Segment]:
+    """Return a message's bytes as segments to be written one after the other, without the frame's length.
+
+    Args:
+        name: Method.
+        kind: CALL, REPLY or EXCEPTION.
+        seqid: −2³¹ to 2³¹ − 1.
+        body: Struct of a class made by thriftpy2. A long `binary` field becomes a segment that is a view of the field's
+            own buffer: it must not change until it is written.
+
+    Raises:
+        ProtocolError: A required field is None or a value does not fit its type.
+    """
+    encoder = _Encoder()
+    encoder.small += struct.pack(">HBBi", _VERSION_1, 0, kind, len(name)) + name.encode() + struct.pack(">i", seqid)
+    try:
+        encoder.write_struct(body)
+    except (struct.error, TypeError, AttributeError) as exc:
+        raise ProtocolError(f"{type(body).__name__}: {exc}") from exc
+    encoder.flush()
+    return encoder.segments
+
+
+def size_of_segments(segments: Sequence[Segment]) -> int:
+    """Return the bytes in all segments together."""
+    return sum(segment.nbytes if isinstance(segment, memoryview) else len(segment) for segment in segments)
+
+
+_Read = Callable[["_Decoder", int, int], tuple[Any, int]]
+_Write = Callable[["_Encoder", Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    number: int
+    name: str
+    wire_type: int
+    is_required: bool
+    read: _Read
+    write: _Write
+
+
+class _Plan:
+    """A struct's specification, compiled once into readers and writers."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        self.fields: list[_Field] = []
+        for number, spec in sorted(cls.thrift_spec.items()):
+            ttype, name, *detail, is_required = spec
+            read, write = _codec_of(ttype, detail[0] if detail else None)
+            wire_type = _STRING if ttype == _SPEC_BINARY else ttype
+            self.fields.append(_Field(number, name, wire_type, is_required, read, write))
+        self.by_number = {field.number: field for field in self.fields}
+        self.required = [field.name for field in self.fields if field.is_required]
+
+
+_PLANS: dict[type[Any], _Plan] = {}
+
+
+def _plan_of(cls: type[Any]) -> _Plan:
+    plan = _PLANS.get(cls)
+    if plan is None:
+        plan = _PLANS[cls] = _Plan(cls)
+    return plan
+
+
+def _codec_of(ttype: int, detail: Any) -> tuple[_Read, _Write]:
+    if ttype in _FIXED:
+        return _fixed_codec(ttype)
+    if ttype == _BOOL:
+        return _Decoder.read_bool, _Encoder.write_bool
+    if ttype == _STRING:
+        return _Decoder.read_string, _Encoder.write_string
+    if ttype == _SPEC_BINARY:
+        return _Decoder.read_binary, _Encoder.write_binary
+    if ttype == _STRUCT:
+        return (lambda decoder, pos, depth: decoder.read_struct(detail, pos, depth)), _Encoder.write_struct
+    if ttype == _LIST:
+        element, inner = detail if isinstance(detail, tuple) else (detail, None)
+        read, write = _codec_of(element, inner)
+        wire_type = _STRING if element == _SPEC_BINARY else element
+        return (
+            lambda decoder, pos, depth: decoder.read_list(wire_type, read, pos, depth),
+            lambda encoder, values: encoder.write_list(wire_type, write, values),
+        )
+    raise NotImplementedError(f"the IDL uses Thrift type {ttype}, which the codec does not know")
+
+
+def _fixed_codec(ttype: int) -> tuple[_Read, _Write]:
+    fixed = _FIXED[ttype]
+    unpack_from, pack, size = fixed.unpack_from, fixed.pack, fixed.size
+
+    def read(decoder: _Decoder, pos: int, depth: int) -> tuple[Any, int]:
+        return unpack_from(decoder.frame, pos)[0], pos + size
+
+    def write(encoder: _Encoder, value: Any) -> None:
+        encoder.small += pack(value)
+
+    return read, write
+
+
+class _Decoder:
+    def __init__(self, frame: memoryview) -> None:
+        self.frame = frame
+        self.elements_left = _MAX_ELEMENTS
+
+    def read_struct(self, cls: type[Any], pos: int, depth: int) -> tuple[Any, int]:
+        if depth > _MAX_DEPTH:
+            raise ProtocolError(f"structs nest deeper than {_MAX_DEPTH}")
+        plan, frame, value = _plan_of(cls), self.frame, cls()
+        by_number, depth = plan.by_number, depth + 1
+        num_known = 0
+        while (wire_type := frame[pos]) != _STOP:
+            (number,) = _I16_AT(frame, pos + 1)
+            field = by_number.get(number)
+            if field is None:
+                self.spend(1, len(frame) - pos)
+                pos = self.skip(wire_type, pos + 3, depth)
+                continue
+            num_known += 1
+            if num_known > len(by_number):
+                raise ProtocolError(f"{cls.__name__} repeats a field")
+            if field.wire_type != wire_type:
+                raise ProtocolError(
+                    f"{cls.__name__}.{field.name} has Thrift type {wire_type}, the IDL says {field.wire_type}"
+                )
+            item, pos = field.read(self, pos + 3, depth)
+            setattr(value, field.name, item)
+        for name in plan.required:
+            if getattr(value, name) is None:
+                raise ProtocolError(f"{cls.__name__}.{name} is missing")
+        return value, pos + 1
+
+    def read_list(self, wire_type: int, read: _Read, pos: int, depth: int) -> tuple[list[Any], int]:
+        element, count = _LIST_HEADER.unpack_from(self.frame, pos)
+        pos += 5
+        self.spend(count, len(self.frame) - pos)
+        if element != wire_type and count:
+            raise ProtocolError(f"a list of Thrift type {element} where the IDL says {wire_type}")
+        values = []
+        for _ in range(count):
+            value, pos = read(self, pos, depth)
+            values.append(value)
+        return values, pos
+
+    def read_bool(self, pos: int, depth: int) -> tuple[bool, int]:
+        return self.frame[pos] != 0, pos + 1
+
+    def read_binary(self, pos: int, depth: int) -> tuple[memoryview, int]:
+        (size,) = _I32_AT(self.frame, pos)
+        start = pos + 4
+        end = start + size
+        if size < 0 or end > len(self.frame):
+            raise ProtocolError(f"a field of {size} bytes where {len(self.frame) - start} are left")
+        return self.frame[start:end], end
+
+    def read_string(self, pos: int, depth: int) -> tuple[str, int]:
+        view, end = self.read_binary(pos, depth)
+        return str(view, "utf-8"), end
+
+    def spend(self, count: int, bytes_left: int) -> None:
+        # Every element takes at least one byte, so a count beyond the bytes left is a lie.
+        self.elements_left -= count
+        if count < 0 or count > bytes_left or self.elements_left < 0:
+            raise ProtocolError(f"a container of {count} elements where {bytes_left} bytes are left")
+
+    def skip(self, wire_type: int, pos: int, depth: int) -> int:
+        """Return the position after a value that the IDL does not know."""
+        if depth > _MAX_DEPTH:
+            raise ProtocolError(f"values nest deeper than {_MAX_DEPTH}")
+        if wire_type in _FIXED_BYTES:
+            pos += _FIXED_BYTES[wire_type]
+        elif wire_type == _STRING:
+            _, pos = self.read_binary(pos, depth)
+        elif wire_type == _STRUCT:
+            while (field_type := self.frame[pos]) != _STOP:
+                self.spend(1, len(self.frame) - pos)
+                pos = self.skip(field_type, pos + 3, depth + 1)
+            pos += 1
+        elif wire_type in (_LIST, _SET):
+            element, count = _LIST_HEADER.unpack_from(self.frame, pos)
+            pos = self.skip_many((element,), count, pos + 5, depth)
+        elif wire_type == _MAP:
+            key, element, count = struct.unpack_from(">bbi", self.frame, pos)
+            pos = self.skip_many((key, element), count, pos + 6, depth)
+        else:
+            raise ProtocolError(f"unknown Thrift type {wire_type}")
+        if pos > len(self.frame):
+            raise ProtocolError("a value ends beyond its frame")
+        return pos
+
+    def skip_many(self, wire_types: tuple[int, ...], count: int, pos: int, depth: int) -> int:
+        self.spend(count, len(self.frame) - pos)
+        for _ in range(count):
+            for wire_type in wire_types:
+                pos = self.skip(wire_type, pos, depth + 1)
+        return pos
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.small = bytearray()
+
+    def flush(self) -> None:
+        if self.small:
+            self.segments.append(bytes(self.small))
+            self.small.clear()
+
+    def write_struct(self, value: Any) -> None:
+        for field in _plan_of(type(value)).fields:
+            item = getattr(value, field.name)
+            if item is None:
+                if field.is_required:
+                    raise ProtocolError(f"{type(value).__name__}.{field.name} is required")
+                continue
+            self.small += _FIELD_HEADER.pack(field.wire_type, field.number)
+            field.write(self, item)
+        self.small.append(_STOP)
+
+    def write_list(self, wire_type: int, write: _Write, values: list[Any]) -> None:
+        self.small += _LIST_HEADER.pack(wire_type, len(values))
+        for value in values:
+            write(self, value)
+
+    def write_bool(self, value: bool) -> None:
+        self.small.append(1 if value else 0)
+
+    def write_string(self, value: str) -> None:
+        data = value.encode()
+        self.small += _LENGTH.pack(len(data)) + data
+
+    def write_binary(self, value: Any) -> None:
+        view = memoryview(value)
+        self.small += _LENGTH.pack(view.nbytes)
+        if view.nbytes < _BULK_BYTES:
+            # `tobytes` also takes what `cast` refuses: a view with a zero in its shape.
+            self.small += view.tobytes()
+        else:
+            self.flush()
+            self.segments.append(view.cast("B"))

@@ -1,0 +1,206 @@
+"""Row records: the value that the store keeps for a row of a column shard.
+
+    byte  0      1        2          4      8      16       24 (or 32)
+          flags  version  frequency  epoch  step   time_us  [identity]  weights  state 0  state 1 …
+          u8     u8       u16        u32    i64    i64      i64         all little-endian
+
+The layout of what follows the header is the table's, not the row's. A deleted row is the header alone, with the flag
+DELETED: its version keeps older updates from bringing the row back.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.schemas.errors import CorruptionError
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
+
+__all__ = ["FLAG_DELETED", "MAX_EPOCH", "RECORD_VERSION", "RecordLayout"]
+
+# ON DISK: never renumber.
+RECORD_VERSION = 1
+FLAG_DELETED = 1
+MAX_EPOCH = 2**32 - 1
+_HEADER_FIELDS = [
+    ("flags", "u1"),
+    ("version", "u1"),
+    ("frequency", "<u2"),
+    ("epoch", "<u4"),
+    ("step", "<i8"),
+    ("time_us", "<i8"),
+]
+
+_Array = npt.NDArray[Any]
+_IS_RECORD = functools.partial(operator.is_not, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    dtype: DType
+    width: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.width * self.dtype.size_bytes
+
+
+class RecordLayout:
+    """How the records of one column shard of one table are laid out.
+
+    Arrays of records are structured numpy arrays of `dtype`: the fields of the header, `weights`, and one field a state
+    named `state:` and the state's name. Columns are opaque bytes (`V` types) in them, so that gathering and scattering
+    rows is one `memcpy` a row for every element type.
+
+    Attributes:
+        dtype: numpy type of a whole record.
+        header_dtype: numpy type of the header alone, which is a whole record for a deleted row.
+        columns: Element type and width of `weights` and each state, by field name.
+    """
+
+    def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
+        """Lay out the records of `shard` of the table `spec`."""
+        self.shard = shard
+        self.columns: dict[str, _Column] = {"weights": _Column("weights", spec.dtype, shard.width)}
+        for state in spec.states:
+            self.columns[f"state:{state.name}"] = _Column(state.name, state.dtype, state.width_in(shard))
+        header: list[tuple[str, str]] = list(_HEADER_FIELDS)
+        if spec.has_identities:
+            header.append(("identity", "<i8"))
+        self.header_dtype: np.dtype[Any] = np.dtype(header)
+        self.dtype: np.dtype[Any] = np.dtype(
+            header + [(field, f"V{column.size_bytes}") for field, column in self.columns.items()]
+        )
+        self.size_bytes = self.dtype.itemsize
+
+    def views(self, columns: Mapping[str, Any]) -> dict[str, _Array]:
+        """Return each column as an array of opaque rows, without a copy.
+
+        Args:
+            columns: For `weights` and each `state:` field, contiguous bytes of `n × width` elements.
+
+        Raises:
+            ValueError: A column is not a whole number of rows; its caller should have checked.
+        """
+        return {
+            # `frombuffer` refuses an empty buffer.
+            field: np.frombuffer(columns[field], self.dtype[field])
+            if memoryview(columns[field]).nbytes
+            else np.empty(0, self.dtype[field])
+            for field in self.columns
+        }
+
+    def encode(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        epoch: int | _Array,
+        step: int | _Array,
+        time_us: int | _Array,
+        identities: npt.NDArray[np.int64] | None = None,
+    ) -> list[bytes]:
+        """Return one record a row.
+
+        Args:
+            columns: For `weights` and each `state:` field, contiguous bytes of `n × width` elements.
+            epoch: Epoch of all rows, or uint32[n].
+            step: Step of all rows, or int64[n].
+            time_us: Wall clock of all rows, microseconds since 1970, or int64[n].
+            identities: int64[n] where the table has identities.
+        """
+        views = self.views(columns)
+        records = np.zeros(views["weights"].size, self.dtype)
+        self.set_header(records, ..., epoch=epoch, step=step, time_us=time_us)
+        if identities is not None:
+            records["identity"] = identities
+        for field, view in views.items():
+            records[field] = view
+        return self.values_of(records)
+
+    def encode_deleted(self, count: int, *, epoch: int, step: int, time_us: int) -> list[bytes]:
+        """Return `count` equal records of deleted rows."""
+        header = np.zeros(1, self.header_dtype)
+        self.set_header(header, ..., epoch=epoch, step=step, time_us=time_us, flags=FLAG_DELETED)
+        return [header.tobytes()] * count
+
+    def set_header(
+        self,
+        records: _Array,
+        at: Any,
+        *,
+        epoch: int | _Array,
+        step: int | _Array,
+        time_us: int | _Array,
+        flags: int = 0,
+    ) -> None:
+        """Write all of the header but the identity of records in place.
+
+        Args:
+            records: `dtype[n]` or `header_dtype[n]`.
+            at: Index of the records to write, as numpy takes it.
+            epoch: Epoch of all rows, or one a row.
+            step: Step of all rows, or one a row.
+            time_us: Wall clock of all rows, microseconds since 1970, or one a row.
+            flags: 0 or FLAG_DELETED.
+        """
+        records["flags"][at] = flags
+        records["version"][at] = RECORD_VERSION
+        records["frequency"][at] = 0
+        records["epoch"][at] = epoch
+        records["step"][at] = step
+        records["time_us"][at] = time_us
+
+    def values_of(self, records: _Array) -> list[bytes]:
+        """Return the values that keep records, in their order: a deleted row's header alone, else all of it.
+
+        Args:
+            records: `dtype[n]`, contiguous.
+        """
+        # An unstructured void array turns into a list of `bytes` in one pass, with no Python loop over rows.
+        values = cast("list[bytes]", records.view(f"V{self.size_bytes}").tolist())
+        for row in np.flatnonzero(records["flags"] & FLAG_DELETED).tolist():
+            values[row] = values[row][: self.header_dtype.itemsize]
+        return values
+
+    def decode(self, values: Sequence[bytes | None]) -> tuple[_Array, npt.NDArray[np.uint8]]:
+        """Return (records, presence) of values read from the store.
+
+        Args:
+            values: One value a row; None where the store has none.
+
+        Returns:
+            Structured `dtype[n]`, zero where missing and zero beyond the header where deleted, and `RowPresence`,
+            uint8[n].
+
+        Raises:
+            CorruptionError: A value is neither a record of this layout nor a deleted row.
+        """
+        size, header_size = self.size_bytes, self.header_dtype.itemsize
+        presence = np.fromiter(map(_IS_RECORD, values), np.uint8, len(values))
+        blank = bytes(size)
+        full = [blank if value is None else value for value in values]
+        sizes = set(map(len, full))
+        if not sizes <= {size, header_size}:
+            odd = min(sizes - {size, header_size})
+            raise CorruptionError(f"a stored row has {odd} bytes where its table's records have {size}")
+        is_header = np.zeros(len(full), bool)
+        if header_size in sizes:
+            is_header = np.fromiter((len(value) == header_size for value in full), bool, len(full))
+            padding = bytes(size - header_size)
+            full = [value + padding if len(value) == header_size else value for value in full]
+        joined = b"".join(full)
+        records = np.frombuffer(joined, self.dtype) if joined else np.empty(0, self.dtype)
+        if np.any((records["version"] != RECORD_VERSION) & (presence != 0)):
+            raise CorruptionError(f"a stored row has a record version other than {RECORD_VERSION}")
+        is_deleted = (records["flags"] & FLAG_DELETED) != 0
+        if np.any(is_header & ~is_deleted):
+            raise CorruptionError(f"a stored row has {header_size} bytes and is not marked as deleted")
+        presence[is_deleted] = 2
+        return records, presence

@@ -1,0 +1,204 @@
+"""What a table is: element types, optimizer states, and the fingerprint that stands for all of it."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from headrace.schemas.errors import RequestError, RowRangeError
+
+__all__ = ["MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"]
+
+# ON DISK: never raise; a column offset and a width share 32 bits of a row key.
+MAX_DIM = 65_535
+_MAX_NAME_BYTES = 1024
+
+
+class DType(enum.IntEnum):
+    """Element type of a column. ON THE WIRE and ON DISK: never renumber."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    FLOAT64 = 4
+    INT64 = 5
+    INT32 = 6
+    UINT8 = 7
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one element."""
+        return self.numpy.itemsize
+
+    @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """Little-endian numpy type of one element; bfloat16, which numpy lacks, as its 16 bits."""
+        return _NUMPY[self]
+
+    def is_finite(self, column: npt.NDArray[np.generic]) -> bool:
+        """Return whether no element is NaN or infinite.
+
+        Args:
+            column: Elements as `numpy` describes them, any shape.
+        """
+        if self is DType.BFLOAT16:
+            return not bool(np.any((column.view(np.uint16) & np.uint16(0x7F80)) == np.uint16(0x7F80)))
+        if column.dtype.kind != "f":
+            return True
+        return bool(np.isfinite(column).all())
+
+
+_NUMPY: dict[DType, np.dtype[np.generic]] = {
+    DType.FLOAT32: np.dtype("<f4"),
+    DType.FLOAT16: np.dtype("<f2"),
+    DType.BFLOAT16: np.dtype("<u2"),
+    DType.FLOAT64: np.dtype("<f8"),
+    DType.INT64: np.dtype("<i8"),
+    DType.INT32: np.dtype("<i4"),
+    DType.UINT8: np.dtype("u1"),
+}
+
+
+class StateKind(enum.IntEnum):
+    """How wide a state is. ON THE WIRE and ON DISK: never renumber."""
+
+    POINTWISE = 1
+    """As wide as the weights of the same column shard."""
+    ROWWISE = 2
+    """`width` elements a row, whatever the shard; each column shard carries its own copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """One optimizer state of a row.
+
+    Attributes:
+        name: The optimizer's own name for it, such as `momentum1` or `exp_avg`.
+        kind: Pointwise or rowwise.
+        dtype: Element type.
+        width: Elements a row when rowwise, ≥ 1; 0 when pointwise.
+    """
+
+    name: str
+    kind: StateKind
+    dtype: DType
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        _check_name("state name", self.name)
+        if self.kind is StateKind.POINTWISE and self.width != 0:
+            raise RequestError(f"state {self.name!r}: a pointwise state has width 0, not {self.width}")
+        if self.kind is StateKind.ROWWISE and not 1 <= self.width <= MAX_DIM:
+            raise RequestError(f"state {self.name!r}: width {self.width} is not in 1..{MAX_DIM}")
+
+    def width_in(self, shard: ColumnShard) -> int:
+        """Elements a row that this state has in a column shard."""
+        return shard.width if self.kind is StateKind.POINTWISE else self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class ColumnShard:
+    """The columns `offset` to `offset + width - 1` of a table.
+
+    Attributes:
+        offset: First column, ≥ 0.
+        width: Number of columns, ≥ 1.
+    """
+
+    offset: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    """One embedding table, whole; how trainers shard it is no part of it.
+
+    Attributes:
+        fqn: Fully qualified name of the weight parameter, as in the model's `state_dict`.
+        num_rows: Rows of the unsharded table; 0 when ids are virtual: any id from 0 to 2⁶³ - 1.
+        dim: Columns, 1 to 65 535.
+        dtype: Element type of the weights.
+        states: Optimizer states, in the order in which records hold them.
+        has_identities: Each row carries the raw id (int64) that is mapped to it.
+    """
+
+    fqn: str
+    num_rows: int
+    dim: int
+    dtype: DType
+    states: tuple[StateSpec, ...] = ()
+    has_identities: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name("table name", self.fqn)
+        if not 0 <= self.num_rows < 2**63:
+            raise RequestError(f"table {self.fqn!r}: num_rows {self.num_rows} is not in 0..2^63-1")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise RequestError(f"table {self.fqn!r}: dim {self.dim} is not in 1..{MAX_DIM}")
+        names = [state.name for state in self.states]
+        if len(set(names)) != len(names):
+            raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
+
+    @property
+    def whole(self) -> ColumnShard:
+        """All columns."""
+        return ColumnShard(offset=0, width=self.dim)
+
+    @property
+    def fingerprint(self) -> int:
+        """Signed 64-bit digest of every field: equal for equal specs, in every process and version."""
+        fields = [
+            self.fqn,
+            self.num_rows,
+            self.dim,
+            int(self.dtype),
+            [[state.name, int(state.kind), int(state.dtype), state.width] for state in self.states],
+            self.has_identities,
+        ]
+        # ON THE WIRE and ON DISK: the fields, their order and the digest are fixed.
+        digest = hashlib.sha256(msgpack.packb(fields, use_bin_type=True)).digest()
+        return int.from_bytes(digest[:8], "little", signed=True)
+
+    def describe_difference(self, other: TableSpec) -> str:
+        """Say in a few words how `other` differs from this spec; empty when it does not."""
+        differences = []
+        for field in ("fqn", "num_rows", "dim", "has_identities"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                differences.append(f"{field} {mine} ≠ {theirs}")
+        if self.dtype != other.dtype:
+            differences.append(f"dtype {self.dtype.name} ≠ {other.dtype.name}")
+        if self.states != other.states:
+            mine, theirs = (
+                ", ".join(f"{s.name}:{s.kind.name}:{s.dtype.name}:{s.width}" for s in spec.states) or "none"
+                for spec in (self, other)
+            )
+            differences.append(f"states [{mine}] ≠ [{theirs}]")
+        return "; ".join(differences)
+
+    def check_row_ids(self, row_ids: npt.NDArray[np.int64]) -> None:
+        """Check that every id is a row of this table.
+
+        Args:
+            row_ids: int64[n], any order.
+
+        Raises:
+            RowRangeError: Naming the first id that is not.
+        """
+        if not row_ids.size:
+            return
+        limit = self.num_rows or 2**63
+        lowest, highest = int(row_ids.min()), int(row_ids.max())
+        if lowest < 0 or highest >= limit:
+            bad = lowest if lowest < 0 else highest
+            raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")
+
+
+def _check_name(what: str, name: str) -> None:
+    if not name or len(name.encode()) > _MAX_NAME_BYTES or any(ord(c) < 32 for c in name):
+        raise RequestError(f"{what} {name!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")

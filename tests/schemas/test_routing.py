@@ -1,0 +1,55 @@
+"""Routing: golden shards, and that rows spread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.schemas.routing import shards_of_rows, table_seed
+
+_MASK = 2**64 - 1
+
+
+def splitmix64(value: int) -> int:
+    """Mix one number, written out in plain integers."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def test_golden_shards() -> None:
+    """Where a row lives never changes: stores on disk are split so."""
+    # The first outputs of splitmix64 from seed 0, as its authors' program prints them.
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
+    # FNV-1a 64 of the empty string and of "a", from its specification.
+    assert (table_seed(""), table_seed("a")) == (0xCBF29CE484222325, 0xAF63DC4C8601EC8C)
+    ids = np.array([0, 1, 2, 3, 1000, 2**40, 2**63 - 1], np.int64)
+    assert shards_of_rows(table_seed("user.weight"), ids, 4).tolist() == [1, 0, 3, 3, 0, 1, 2]
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 2**63 - 1), max_size=20), st.integers(1, 1000))
+def test_equals_the_plain_formula(fqn: str, ids: list[int], num_shards: int) -> None:
+    """The vectorized hash is splitmix64 of row id xor seed, modulo the shards."""
+    seed = table_seed(fqn)
+    shards = shards_of_rows(seed, np.array(ids, np.int64), num_shards)
+    assert shards.tolist() == [splitmix64(row ^ seed) % num_shards for row in ids]
+
+
+def test_input_is_left_alone() -> None:
+    """The caller's ids are not changed."""
+    ids = np.arange(10, dtype=np.int64)
+    shards_of_rows(5, ids, 3)
+    assert ids.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 16])
+@pytest.mark.parametrize("stride", [1, 2, 1024, 2**32])
+def test_rows_spread(num_shards: int, stride: int) -> None:
+    """Regular ids spread evenly over the shards."""
+    counts = np.bincount(shards_of_rows(table_seed("t"), np.arange(20_000, dtype=np.int64) * stride, num_shards))
+    expected = 20_000 / num_shards
+    assert counts.size == num_shards
+    assert abs(counts - expected).max() < 5 * expected**0.5

@@ -1,0 +1,149 @@
+"""Row records: golden bytes, round trips, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.schemas.errors import CorruptionError
+from headrace.schemas.row_records import FLAG_DELETED, MAX_EPOCH, RecordLayout
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="t",
+    num_rows=10,
+    dim=2,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+LAYOUT = RecordLayout(SPEC, SPEC.whole)
+GOLDEN = bytes.fromhex(
+    "00 01 0000 03000000"  # flags, version, frequency, epoch
+    "0500000000000000 0700000000000000"  # step, time_us
+    "0000803f 00000040"  # weights 1.0, 2.0
+    "00004040"  # momentum1 3.0
+)
+
+
+def encode(n: int = 1, layout: RecordLayout = LAYOUT, **kwargs: Any) -> list[bytes]:
+    columns = {name: bytes(range(256))[: c.size_bytes] * n for name, c in layout.columns.items()}
+    return layout.encode(columns, **{"epoch": 3, "step": 5, "time_us": 7, **kwargs})
+
+
+def test_golden_bytes() -> None:
+    """A record's bytes never change: stores on disk have them."""
+    columns = {"weights": np.array([1, 2], "<f4"), "state:momentum1": np.array([3], "<f4")}
+    assert LAYOUT.encode(columns, epoch=3, step=5, time_us=7) == [GOLDEN]
+    assert LAYOUT.encode_deleted(2, epoch=3, step=5, time_us=7) == [b"\1" + GOLDEN[1:24]] * 2
+
+
+def test_golden_bytes_with_identity() -> None:
+    """A table with identities has the raw id after the version."""
+    spec = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.UINT8, has_identities=True)
+    layout = RecordLayout(spec, spec.whole)
+    (value,) = layout.encode({"weights": b"\xab"}, epoch=1, step=2, time_us=3, identities=np.array([258], np.int64))
+    assert value.hex() == "00010000010000000200000000000000030000000000000002010000000000" + "00" + "ab"
+    assert len(layout.encode_deleted(1, epoch=1, step=2, time_us=3)[0]) == 32
+
+
+specs = st.builds(
+    TableSpec,
+    fqn=st.just("t"),
+    num_rows=st.just(0),
+    dim=st.integers(1, 9),
+    dtype=st.sampled_from(DType),
+    states=st.lists(
+        st.one_of(
+            st.builds(
+                StateSpec, name=st.sampled_from("abc"), kind=st.just(StateKind.POINTWISE), dtype=st.sampled_from(DType)
+            ),
+            st.builds(
+                StateSpec,
+                name=st.sampled_from("abc"),
+                kind=st.just(StateKind.ROWWISE),
+                dtype=st.sampled_from(DType),
+                width=st.integers(1, 5),
+            ),
+        ),
+        unique_by=lambda state: state.name,
+    ).map(tuple),
+    has_identities=st.booleans(),
+)
+
+
+@given(specs, st.integers(0, 5), st.data())
+def test_round_trip(spec: TableSpec, n: int, data: st.DataObject) -> None:
+    """Decoding gives every byte that was encoded, for every element type and state, with gaps and deleted rows."""
+    offset = data.draw(st.integers(0, spec.dim - 1))
+    shard = ColumnShard(offset=offset, width=data.draw(st.integers(1, spec.dim - offset)))
+    layout = RecordLayout(spec, shard)
+    columns = {
+        name: data.draw(st.binary(min_size=n * column.size_bytes, max_size=n * column.size_bytes))
+        for name, column in layout.columns.items()
+    }
+    epoch, step = data.draw(st.integers(0, MAX_EPOCH)), data.draw(st.integers(0, 2**63 - 1))
+    time_us = data.draw(st.integers(-(2**63), 2**63 - 1))
+    identities = np.arange(n, dtype=np.int64) * -3 if spec.has_identities else None
+    values: list[bytes | None] = list(
+        layout.encode(columns, epoch=epoch, step=step, time_us=time_us, identities=identities)
+    )
+    assert all(len(value) == layout.size_bytes for value in values if value is not None)
+    deleted = layout.encode_deleted(1, epoch=epoch, step=step, time_us=time_us)
+    records, presence = layout.decode([*values, None, *deleted])
+    assert presence.tolist() == [1] * n + [0, 2]
+    for name in columns:
+        assert records[name][:n].tobytes() == columns[name]
+        assert records[name][n:].tobytes() == bytes(2 * layout.columns[name].size_bytes)
+    assert records["epoch"].tolist() == [epoch] * n + [0, epoch]
+    assert records["step"].tolist() == [step] * n + [0, step]
+    assert records["time_us"].tolist() == [time_us] * n + [0, time_us]
+    if identities is not None:
+        assert records["identity"].tolist() == [*identities.tolist(), 0, 0]
+    assert layout.values_of(records[np.flatnonzero(presence)]) == [*values, *deleted]
+
+
+def test_versions_by_row() -> None:
+    """Epoch, step and time may be given for each row."""
+    values = encode(2, epoch=np.array([1, 2]), step=np.array([3, 4]), time_us=np.array([5, 6]))
+    records, _ = LAYOUT.decode(list(values))
+    assert records[["epoch", "step", "time_us"]].tolist() == [(1, 3, 5), (2, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (b"", "0 bytes"),
+        (GOLDEN[:-1], "35 bytes"),
+        (GOLDEN + b"\0", "37 bytes"),
+        (GOLDEN[:24], "not marked as deleted"),
+        (b"\0\2" + GOLDEN[2:], "record version"),
+        (b"\1\0" + GOLDEN[2:24], "record version"),
+    ],
+)
+def test_damage_is_refused(value: bytes, match: str) -> None:
+    """A value that is no record of the table is reported, alone and among sound ones."""
+    for values in ([value], [GOLDEN, None, value, GOLDEN]):
+        with pytest.raises(CorruptionError, match=match):
+            LAYOUT.decode(values)
+
+
+def test_lengths_that_even_out_are_refused() -> None:
+    """A value too short beside one too long is no two records."""
+    with pytest.raises(CorruptionError, match="bytes"):
+        LAYOUT.decode([GOLDEN[:-1], GOLDEN + b"\0"])
+
+
+@given(st.lists(st.none() | st.binary(max_size=40) | st.just(GOLDEN), max_size=6))
+def test_any_bytes_decode_or_are_refused(values: list[bytes | None]) -> None:
+    """Whatever the store holds, decoding ends in records or in CorruptionError."""
+    try:
+        records, presence = LAYOUT.decode(values)
+    except CorruptionError:
+        return
+    assert len(records) == len(presence) == len(values)
+    assert [p == 0 for p in presence.tolist()] == [v is None for v in values]
+    assert ((records["flags"] & FLAG_DELETED != 0) == (presence == 2)).all()

@@ -1,0 +1,117 @@
+"""Table specs: checks, fingerprints, messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.schemas.errors import RequestError, RowRangeError
+from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=128, dtype=DType.FLOAT32, states=(STATE,))
+
+
+def test_golden_fingerprint() -> None:
+    """The fingerprint of a spec never changes: it is on the wire and on disk."""
+    assert SPEC.fingerprint == -233598665764703252
+    assert TableSpec(fqn="é", num_rows=0, dim=1, dtype=DType.UINT8).fingerprint == 8772440156363928289
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fqn": "user.weights"},
+        {"num_rows": 1001},
+        {"dim": 64},
+        {"dtype": DType.BFLOAT16},
+        {"states": ()},
+        {"states": (dataclasses.replace(STATE, name="momentum2"),)},
+        {"states": (dataclasses.replace(STATE, dtype=DType.FLOAT16),)},
+        {"states": (dataclasses.replace(STATE, width=2),)},
+        {"states": (dataclasses.replace(STATE, kind=StateKind.POINTWISE, width=0),)},
+        {"has_identities": True},
+    ],
+)
+def test_every_field_counts(change: dict[str, Any]) -> None:
+    """A change of any field changes the fingerprint and is described."""
+    other = dataclasses.replace(SPEC, **change)
+    assert other.fingerprint != SPEC.fingerprint
+    assert SPEC.describe_difference(other)
+    assert SPEC.describe_difference(dataclasses.replace(SPEC)) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fqn": ""},
+        {"fqn": "a\nb"},
+        {"fqn": "x" * 1025},
+        {"num_rows": -1},
+        {"num_rows": 2**63},
+        {"dim": 0},
+        {"dim": MAX_DIM + 1},
+        {"states": (STATE, STATE)},
+    ],
+)
+def test_bad_table_is_refused(change: dict[str, Any]) -> None:
+    """A spec out of range cannot be made."""
+    with pytest.raises(RequestError):
+        dataclasses.replace(SPEC, **change)
+
+
+@pytest.mark.parametrize("change", [{"name": ""}, {"width": 0}, {"width": MAX_DIM + 1}, {"kind": StateKind.POINTWISE}])
+def test_bad_state_is_refused(change: dict[str, Any]) -> None:
+    """A state out of range cannot be made."""
+    with pytest.raises(RequestError):
+        dataclasses.replace(STATE, **change)
+
+
+def test_width_of_states_in_a_shard() -> None:
+    """A pointwise state is as wide as the shard, a rowwise one keeps its width."""
+    shard = ColumnShard(offset=32, width=16)
+    assert STATE.width_in(shard) == 1
+    assert StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32).width_in(shard) == 16
+
+
+@pytest.mark.parametrize("bad", [-1, 1000, 2**63 - 1])
+def test_row_out_of_range_is_named(bad: int) -> None:
+    """The first row id out of range is in the message."""
+    SPEC.check_row_ids(np.array([0, 999], np.int64))
+    SPEC.check_row_ids(np.empty(0, np.int64))
+    with pytest.raises(RowRangeError, match=f"row id {bad} "):
+        SPEC.check_row_ids(np.array([0, bad, 5], np.int64))
+
+
+def test_virtual_ids_have_no_limit() -> None:
+    """A table of no fixed size takes every id from 0."""
+    spec = dataclasses.replace(SPEC, num_rows=0)
+    spec.check_row_ids(np.array([0, 2**63 - 1], np.int64))
+    with pytest.raises(RowRangeError):
+        spec.check_row_ids(np.array([-1], np.int64))
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_finite(dtype: DType) -> None:
+    """NaN and infinity are found in every floating type, bfloat16 by its bits."""
+    column = np.zeros((2, 3), dtype.numpy)
+    assert dtype.is_finite(column)
+    if dtype is DType.BFLOAT16:
+        bad = [0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81]
+        column[0] = [0x7F7F, 0xFF7F, 0x0001]
+        assert dtype.is_finite(column)
+    elif column.dtype.kind == "f":
+        bad = [np.nan, np.inf, -np.inf]
+    else:
+        bad = []
+    for value in bad:
+        column[1, 2] = value
+        assert not dtype.is_finite(column)
+
+
+def test_sizes() -> None:
+    """Element sizes are those on the wire."""
+    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1]
