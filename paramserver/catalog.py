@@ -1,0 +1,132 @@
+"""The tables that a shard knows: their numbers, specs and record layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+__all__ = ["Catalog", "Table", "pack_spec", "unpack_spec"]
+
+# ON DISK: never rename.
+_META_PREFIX = b"table/"
+
+
+@dataclass(slots=True)
+class Table:
+    """A registered table.
+
+    Attributes:
+        table_id: Number in this shard's row keys, from 1.
+        spec: What the table is.
+        fingerprint: The spec's digest, computed once.
+    """
+
+    table_id: int
+    spec: TableSpec
+    fingerprint: int
+    _layouts: dict[ColumnShard, RecordLayout] = field(default_factory=dict)
+
+    def layout_of(self, shard: ColumnShard) -> RecordLayout:
+        """Return the layout of the records of one column shard."""
+        layout = self._layouts.get(shard)
+        if layout is None:
+            layout = self._layouts[shard] = RecordLayout(self.spec, shard)
+        return layout
+
+
+class Catalog:
+    """Tables by name. Registration is kept in the update log and, once applied, in the store's metadata."""
+
+    def __init__(self, meta: Mapping[bytes, bytes]) -> None:
+        """Read the tables back from the store's metadata.
+
+        Raises:
+            CorruptionError: An entry cannot be read.
+        """
+        self._tables: dict[str, Table] = {}
+        for key, value in meta.items():
+            if not key.startswith(_META_PREFIX):
+                continue
+            try:
+                self._add(int(key[len(_META_PREFIX) :]), unpack_spec(msgpack.unpackb(value)))
+            except (ValueError, TypeError, KeyError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a table: {exc}") from exc
+
+    def __iter__(self) -> Iterator[Table]:
+        return iter(list(self._tables.values()))
+
+    def find(self, fqn: str) -> Table:
+        """Return a table by its fqn.
+
+        Raises:
+            UnknownTableError: No such table; the message names those that there are.
+        """
+        table = self._tables.get(fqn)
+        if table is None:
+            known = ", ".join(sorted(self._tables)[:8]) or "none"
+            raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
+        return table
+
+    def check(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
+        """Return those specs that are not registered yet.
+
+        Raises:
+            SpecMismatchError: A table of that name is registered with another spec.
+        """
+        new = []
+        for spec in specs:
+            table = self._tables.get(spec.fqn)
+            if table is None:
+                new.append(spec)
+            elif table.spec != spec:
+                raise SpecMismatchError(
+                    f"table {spec.fqn!r} is registered otherwise (registered ≠ yours): "
+                    f"{table.spec.describe_difference(spec)}"
+                )
+        return new
+
+    def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
+        """Register tables in order and return the metadata that keeps them; known tables are passed over."""
+        meta = {}
+        for spec in self.check(specs):
+            table = self._add(len(self._tables) + 1, spec)
+            meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
+        return meta
+
+    def _add(self, table_id: int, spec: TableSpec) -> Table:
+        table = self._tables[spec.fqn] = Table(table_id, spec, spec.fingerprint)
+        return table
+
+
+def pack_spec(spec: TableSpec) -> list[Any]:
+    """Return a spec as the plain list that metadata and log records hold. ON DISK: the order is fixed."""
+    states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
+    return [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
+
+
+def unpack_spec(packed: list[Any]) -> TableSpec:
+    """Return the spec of a list made by `pack_spec`.
+
+    Raises:
+        ValueError: The list is not one.
+        RequestError: A field is out of range.
+    """
+    fqn, num_rows, dim, dtype, states, has_identities = packed
+    return TableSpec(
+        fqn=fqn,
+        num_rows=num_rows,
+        dim=dim,
+        dtype=DType(dtype),
+        states=tuple(
+            StateSpec(name=name, kind=StateKind(kind), dtype=DType(state_dtype), width=width)
+            for name, kind, state_dtype, width in states
+        ),
+        has_identities=has_identities,
+    )

@@ -1,0 +1,132 @@
+"""From a `TableDelta` as it came over the wire to a `RowDelta` that is safe to apply.
+
+Everything that a client could get wrong is refused here, before a batch is accepted, so that nothing in the update log
+can fail to apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.catalog import Catalog, Table
+from headrace.paramserver.pending import RowDelta
+from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import ColumnShard, DType
+
+__all__ = ["decode_delta", "decode_row_ids"]
+
+
+def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = False) -> RowDelta:
+    """Return the checked form of a `TableDelta`; its columns are views of the struct's buffers.
+
+    Args:
+        catalog: The registered tables.
+        delta: Struct from the IDL.
+        reject_non_finite: Refuse NaN and Inf in weights and states.
+
+    Raises:
+        RequestError: Or one of its kinds, naming the table and what is wrong.
+    """
+    table = catalog.find(delta.fqn)
+    if delta.fingerprint != table.fingerprint:
+        raise SpecMismatchError(
+            f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.fingerprint}; "
+            "the table's dim, dtype, rows or optimizer states have changed"
+        )
+    layout = table.layout_of(_column_shard(table, delta))
+    row_ids = decode_row_ids(table, delta.row_ids)
+    deleted = None if delta.deleted_row_ids is None else decode_row_ids(table, delta.deleted_row_ids)
+    columns = _columns(table, layout, delta, row_ids.size)
+    if reject_non_finite:
+        _check_finite(table, layout, columns, row_ids)
+    return RowDelta(
+        table_id=table.table_id,
+        spec=table.spec,
+        layout=layout,
+        row_ids=row_ids,
+        columns=columns,
+        identities=_identities(table, delta, row_ids.size),
+        deleted_row_ids=deleted,
+    )
+
+
+def decode_row_ids(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
+    """Return row ids as int64[n], a view of `data`.
+
+    Raises:
+        RequestError: The bytes are not whole ids, or an id is no row of the table.
+    """
+    if len(data) % 8:
+        raise RequestError(f"table {table.spec.fqn!r}: {len(data)} bytes of row ids are not a multiple of 8")
+    row_ids = np.frombuffer(data, "<i8")
+    table.spec.check_row_ids(row_ids)
+    return row_ids
+
+
+def _column_shard(table: Table, delta: Any) -> ColumnShard:
+    offset, width, dim = delta.column_offset, delta.width, table.spec.dim
+    if offset < 0 or width < 1 or offset + width > dim:
+        raise SpecMismatchError(f"table {table.spec.fqn!r}: columns {offset}..{offset + width - 1} of a dim of {dim}")
+    return ColumnShard(offset=offset, width=width)
+
+
+def _columns(table: Table, layout: RecordLayout, delta: Any, num_rows: int) -> dict[str, memoryview]:
+    given: dict[str, memoryview] = {"weights": delta.weights}
+    for state in delta.states:
+        name = f"state:{state.name}"
+        column = layout.columns.get(name)
+        if column is None or name in given:
+            raise SpecMismatchError(f"table {table.spec.fqn!r}: state {state.name!r} is unknown or given twice")
+        if (state.dtype, state.width) != (column.dtype, column.width):
+            raise SpecMismatchError(
+                f"table {table.spec.fqn!r}: state {state.name!r} is {_dtype_name(state.dtype)}[{state.width}] a row, "
+                f"registered as {column.dtype.name}[{column.width}]"
+            )
+        given[name] = state.data
+    # A batch that only deletes carries no columns.
+    missing = layout.columns.keys() - given.keys()
+    if num_rows and missing:
+        names = ", ".join(sorted(name.removeprefix("state:") for name in missing))
+        raise SpecMismatchError(f"table {table.spec.fqn!r}: states missing: {names}")
+    for name, data in given.items():
+        column = layout.columns[name]
+        if len(data) != num_rows * column.size_bytes:
+            raise RequestError(
+                f"table {table.spec.fqn!r}: {column.name} has {len(data)} bytes, {num_rows} rows of "
+                f"{column.dtype.name}[{column.width}] have {num_rows * column.size_bytes}"
+            )
+    return given
+
+
+def _identities(table: Table, delta: Any, num_rows: int) -> npt.NDArray[np.int64] | None:
+    data = delta.identities
+    if (data is not None) != table.spec.has_identities and num_rows:
+        wants = "has" if table.spec.has_identities else "has no"
+        raise SpecMismatchError(f"table {table.spec.fqn!r} {wants} identities")
+    if data is None:
+        return None
+    if len(data) != num_rows * 8:
+        raise RequestError(f"table {table.spec.fqn!r}: {len(data)} bytes of identities for {num_rows} rows")
+    return np.frombuffer(data, "<i8")
+
+
+def _check_finite(
+    table: Table, layout: RecordLayout, columns: dict[str, memoryview], row_ids: npt.NDArray[np.int64]
+) -> None:
+    for name, data in columns.items():
+        column = layout.columns[name]
+        values = np.frombuffer(data, column.dtype.numpy).reshape(-1, column.width)
+        if column.dtype.is_finite(values):
+            continue
+        row = next(int(row_ids[i]) for i in range(row_ids.size) if not column.dtype.is_finite(values[i]))
+        raise NonFiniteError(f"table {table.spec.fqn!r}: {column.name} of row {row} is NaN or Inf")
+
+
+def _dtype_name(value: int) -> str:
+    names: Iterable[DType] = DType
+    return next((dtype.name for dtype in names if dtype == value), f"type {value}")

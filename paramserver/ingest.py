@@ -1,0 +1,295 @@
+"""The path of an update into a shard: its place, the update log, the ack, the store.
+
+A batch is checked and given its place by `Sessions`, appended to the update log, acked once the log has it on disk,
+and applied to RocksDB afterwards by the `Applier`. Tables, sessions and applied seq are a function of the log, and the
+store keeps them in the same atomic batches as the rows: to recover is to apply the records that the store lacks.
+
+The order of batches is fixed synchronously: between the check of a client seq and the append there is no await.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from headrace.paramserver.applier import Applier
+from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
+from headrace.paramserver.deltas import decode_delta
+from headrace.paramserver.pending import Batch, RowDelta
+from headrace.paramserver.sessions import Session, Sessions
+from headrace.paramserver.update_log import LogRecord, UpdateLog
+from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.row_records import MAX_EPOCH
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["KIND_BATCH", "KIND_HELLO", "Ingest"]
+
+# ON DISK: never renumber. What a log record is: the field `kind` of its header.
+KIND_BATCH = 1
+KIND_HELLO = 2
+
+
+class Ingest:
+    """Everything that changes a shard goes through here.
+
+    Thread: the event loop's. Owns neither the log nor the applier.
+
+    Attributes:
+        catalog: The registered tables.
+        sessions: The writers.
+        submitted_seq: Every batch up to this seq is visible to reads.
+        num_rows_written: Rows accepted since this process began.
+    """
+
+    def __init__(
+        self,
+        log: UpdateLog,
+        applier: Applier,
+        meta: dict[bytes, bytes],
+        *,
+        max_backlog_bytes: int,
+        reject_non_finite: bool = False,
+    ) -> None:
+        """Take up what the store knows.
+
+        Args:
+            log: The shard's log.
+            applier: The shard's applier.
+            meta: The store's metadata.
+            max_backlog_bytes: Acks wait while more than this is durable and not yet applied.
+            reject_non_finite: Refuse batches with NaN or Inf.
+
+        Raises:
+            CorruptionError: The metadata cannot be read.
+        """
+        self.catalog = Catalog(meta)
+        self.sessions = Sessions(meta)
+        self.submitted_seq = applier.applied_seq
+        self.num_rows_written = 0
+        self._log = log
+        self._applier = applier
+        self._max_backlog_bytes = max_backlog_bytes
+        self._reject_non_finite = reject_non_finite
+        self._undurable: deque[Batch] = deque()
+        self._last_append: asyncio.Future[None] | None = None
+        self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+
+    async def wait_failed(self) -> HeadraceError:
+        """Return the error that ended ingest for good, once there is one.
+
+        Cancellation: harmless.
+        """
+        return await asyncio.shield(self._failure)
+
+    async def recover(self) -> int:
+        """Apply the log's records that the store does not have; return how many there were.
+
+        Cancellation: a prefix of them is applied; the next recovery goes on from there.
+
+        Raises:
+            CorruptionError: Log and store do not belong together, or a record cannot be read.
+        """
+        applied, last = self._applier.applied_seq, self._log.last_seq
+        if applied > last:
+            raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
+        records = self._log.read(applied + 1)
+        count = 0
+        while (record := await asyncio.to_thread(next, records, None)) is not None:
+            if record.seq != self.submitted_seq + 1:
+                raise CorruptionError(f"the log goes on at seq {record.seq}, seq {self.submitted_seq + 1} is missing")
+            self._submit(self._batch_of_record(record))
+            count += 1
+            await self._applier.wait_below(self._max_backlog_bytes)
+        return count
+
+    async def open_session(
+        self, run: str, client: str, epoch: int, rank: int, world_size: int, specs: list[TableSpec]
+    ) -> Session:
+        """Register tables and open or resume a writer's session; durable on return, as is all it has been promised.
+
+        Cancellation: the registration is in the log or it is not; saying hello again is harmless.
+
+        Raises:
+            SpecMismatchError: A table is registered with another spec; nothing is changed.
+            FencedError: A newer epoch holds the run.
+            RequestError: A field is out of range.
+        """
+        if not run or not client or not 1 <= epoch <= MAX_EPOCH or not 0 <= rank < world_size:
+            raise RequestError(
+                f"run {run!r}, client {client!r}, epoch {epoch}, rank {rank} of {world_size}: not a writer"
+            )
+        self.sessions.fence(run, epoch)
+        new_specs = self.catalog.check(specs)
+        if new_specs or not self.sessions.is_open(run, client, epoch):
+            packed = [pack_spec(spec) for spec in new_specs]
+            header = {
+                "kind": KIND_HELLO,
+                "run": run,
+                "client": client,
+                "rank": rank,
+                "world_size": world_size,
+                "tables": packed,
+            }
+            append = self._log.append(epoch=epoch, header=header, body=[])
+            self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
+        if self._last_append is not None:
+            await self._durable(self._last_append)
+        return self.sessions.open(run, client, epoch, rank, world_size)
+
+    async def write(self, request: Any, frame: memoryview, hold: Callable[[], Callable[[], None]]) -> tuple[int, bool]:
+        """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
+
+        Args:
+            request: The decoded request; its columns are views of `frame`.
+            frame: The message as it came.
+            hold: Keeps the frame's buffer until the function that it returns is called.
+
+        Cancellation: the batch takes effect whole or not at all; a resend tells which.
+
+        Raises:
+            FencedError, SequenceGapError, OverloadedError: See there; nothing is changed.
+            RequestError: Or one of its kinds: the batch is wrong and nothing is changed.
+            UnavailableError: The log has failed.
+        """
+        is_conditional = request.version_epoch is not None
+        version_epoch = request.version_epoch if is_conditional else request.epoch
+        if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
+            raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
+        session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+        if not is_new:
+            if self._last_append is not None:
+                await self._durable(self._last_append)
+            return self.submitted_seq, True
+        if request.step < session.step and not is_conditional:
+            raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
+        deltas = self._decode(request)
+        append = self._log.append(epoch=request.epoch, header=_batch_header(request), body=[frame])
+        self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
+        batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
+        self._enqueue(batch, append.durable)
+        await self._durable(append.durable)
+        # The ack waits while the store is behind: this is how a client learns to send less.
+        await self._applier.wait_below(self._max_backlog_bytes)
+        return append.seq, False
+
+    def _decode(self, request: Any) -> tuple[RowDelta, ...]:
+        return tuple(
+            decode_delta(self.catalog, delta, reject_non_finite=self._reject_non_finite) for delta in request.deltas
+        )
+
+    def _write_batch(
+        self,
+        seq: int,
+        request: Any,
+        session: Session,
+        deltas: tuple[RowDelta, ...],
+        size_bytes: int,
+        release: Callable[[], None],
+    ) -> Batch:
+        is_conditional = request.version_epoch is not None
+        meta = self.sessions.raise_version_epoch(request.version_epoch) if is_conditional else {}
+        self.sessions.advance(
+            session,
+            client_seq=request.client_seq,
+            step=request.step,
+            time_us=request.time_us,
+            ends_step=request.ends_step and not is_conditional,
+            is_exact_cut=request.is_exact_cut,
+        )
+        return Batch(
+            seq=seq,
+            epoch=request.version_epoch if is_conditional else request.epoch,
+            step=request.step,
+            time_us=request.time_us,
+            deltas=deltas,
+            meta=meta | session.pack(),
+            is_conditional=is_conditional,
+            size_bytes=size_bytes,
+            release=release,
+        )
+
+    def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
+        meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
+        session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
+        meta |= session.pack()
+        return Batch(
+            seq=seq,
+            epoch=epoch,
+            step=0,
+            time_us=0,
+            deltas=(),
+            meta=meta,
+            size_bytes=0,
+            release=_nothing_to_release,
+        )
+
+    def _batch_of_record(self, record: LogRecord) -> Batch:
+        """Redo what accepting this record did."""
+        kind = record.header.get("kind")
+        try:
+            if kind == KIND_HELLO:
+                return self._hello_batch(record.seq, record.epoch, record.header)
+            if kind == KIND_BATCH:
+                offset = decode_header(record.body).body_offset
+                request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
+                session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+                if not is_new:
+                    raise RequestError(f"client seq {request.client_seq} is in the log twice")
+                deltas = self._decode(request)
+                return self._write_batch(record.seq, request, session, deltas, len(record.body), _nothing_to_release)
+        except (HeadraceError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
+        raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
+
+    def _enqueue(self, batch: Batch, durable: asyncio.Future[None]) -> None:
+        self._undurable.append(batch)
+        self._last_append = durable
+        durable.add_done_callback(lambda future: self._settle(batch.seq, future))
+
+    def _settle(self, seq: int, durable: asyncio.Future[None]) -> None:
+        """Hand over what has become durable; not in the request's task, which may have been cancelled."""
+        error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
+        if error is not None:
+            if not isinstance(error, HeadraceError):
+                raise error
+            for batch in self._undurable:
+                batch.release()
+            self._undurable.clear()
+            if not self._failure.done():
+                self._failure.set_result(error)
+            return
+        while self._undurable and self._undurable[0].seq <= seq:
+            self._submit(self._undurable.popleft())
+
+    def _submit(self, batch: Batch) -> None:
+        self._applier.submit(batch)
+        self.submitted_seq = batch.seq
+
+    async def _durable(self, durable: asyncio.Future[None]) -> None:
+        # Shielded: the future is the log's, and other requests wait for it too.
+        try:
+            await asyncio.shield(durable)
+        except HeadraceError as exc:
+            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+
+
+def _batch_header(request: Any) -> dict[str, Any]:
+    """What replay and inspection need of a record without decoding its body."""
+    return {
+        "kind": KIND_BATCH,
+        "run": request.run,
+        "client": request.client,
+        "client_seq": request.client_seq,
+        "step": request.step,
+        "time_us": request.time_us,
+        "ends_step": request.ends_step,
+        "tables": [delta.fqn for delta in request.deltas],
+    }
+
+
+def _nothing_to_release() -> None:
+    pass

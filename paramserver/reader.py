@@ -1,0 +1,337 @@
+"""Reads rows of a whole server: finds the shards from one address, asks each for its rows, orders the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import math
+import ssl
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.security import Token
+from headrace.paramserver.shard_link import Dial, ShardLink, retry
+from headrace.paramserver.tcp import parse_address
+from headrace.schemas.errors import ProtocolError, UnavailableError, UnknownTableError
+from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["EmbeddingReader", "Rows"]
+
+# An answer of this size is long enough to be fast, and short enough to share a connection with others.
+_CHUNK_BYTES = 8 * 2**20
+# What a message holds besides its columns, with room for names.
+_OVERHEAD_BYTES = 4096
+_VERSION_BYTES = 3 * 8
+
+_Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of one table, in the order in which they were asked for.
+
+    Attributes:
+        row_ids: int64[n], as asked.
+        presence: uint8[n], `RowPresence`.
+        weights: [n, dim] of the table's dtype (bfloat16 as uint16); zeros where the row is not present.
+        states: By name, [n, width] of the state's dtype; empty unless asked for.
+        epochs: int64[n], with versions: 0 where missing; else None.
+        steps: int64[n], likewise.
+        times_us: int64[n], microseconds since 1970, likewise.
+        identities: int64[n] when the table has them; else None.
+    """
+
+    row_ids: _Int64s
+    presence: npt.NDArray[np.uint8]
+    weights: npt.NDArray[Any]
+    states: dict[str, npt.NDArray[Any]]
+    epochs: _Int64s | None
+    steps: _Int64s | None
+    times_us: _Int64s | None
+    identities: _Int64s | None
+
+
+class EmbeddingReader:
+    """A reader of all shards of one server. Use it on one event loop; calls may overlap.
+
+    A call retries what can be retried, with growing pauses, until its deadline: a shard that is restarted costs time,
+    not an error. Reads see every batch that was acked before they were asked.
+
+    Cancellation: harmless; nothing is left half done.
+
+    Attributes:
+        tables: By fqn, as the shards last told: at `connect`, and when a table is asked for that was not known.
+    """
+
+    def __init__(self, shards: list[ShardLink], tables: dict[str, TableSpec], timeout_s: float) -> None:
+        """Made by `connect`."""
+        self.tables = tables
+        self._shards = shards
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        timeout_s: float = 10.0,
+        ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+        token: Token | None = None,
+    ) -> EmbeddingReader:
+        """Find and connect to every shard.
+
+        Args:
+            address: `host:port` of any shard.
+            timeout_s: For this call and, unless they say otherwise, each later one, seconds.
+            ssl_context: For TLS, as `client_tls_context` makes it.
+            server_hostname: Name that every shard's certificate has; each shard's own host when None.
+            token: For a server that asks for one.
+
+        Raises:
+            ConfigError: The address is not host:port.
+            UnavailableError: A shard cannot be reached in time.
+            HeadraceError: A shard refuses, or the shards are not those of one server.
+
+        Cancellation: atomic; nothing stays open.
+        """
+        dial = Dial(
+            ssl_context=ssl_context,
+            server_hostname=server_hostname,
+            token=token,
+            # Half of it, so that a shard that does not answer is left for a new connection within one call.
+            timeout_s=timeout_s / 2,
+        )
+        host, port = parse_address(address)
+        first = ShardLink(dial, host, port)
+        links = [first]
+        try:
+            async with asyncio.timeout(timeout_s):
+                links = _links_of(first, await retry(first.refresh), dial)
+                await _gather([retry(link.refresh) for link in links])
+            return cls(links, _tables_of(links), timeout_s)
+        except BaseException as exc:
+            await _close_all({first, *links})
+            if isinstance(exc, TimeoutError):
+                raise UnavailableError(_why(f"no answer from {address} within {timeout_s:g} s", links)) from exc
+            raise
+
+    async def get(
+        self,
+        fqn: str,
+        row_ids: npt.ArrayLike,
+        *,
+        with_states: bool = False,
+        with_versions: bool = False,
+        timeout_s: float | None = None,
+    ) -> Rows:
+        """Return rows of one table.
+
+        Args:
+            fqn: Table.
+            row_ids: int64[n] in any order; repeated ids are answered as often.
+            with_states: Optimizer states too.
+            with_versions: Epoch, step and time of each row's last update too.
+            timeout_s: Deadline, seconds; the reader's own when None.
+
+        Raises:
+            UnknownTableError: No shard knows the table.
+            RowRangeError: An id is negative or beyond the table.
+            UnavailableError: A shard did not answer in time.
+            HeadraceError: A shard refused.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                spec = await self._spec_of(fqn)
+                ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
+                spec.check_row_ids(ids)
+                query = _Query(spec, with_states, with_versions)
+                return await self._get(query, ids)
+        except TimeoutError as exc:
+            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+
+    async def status(self, *, timeout_s: float | None = None) -> list[Any]:
+        """Return the `idl.StatusReply` of each shard, by its index.
+
+        Raises:
+            UnavailableError: A shard did not answer in time.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _gather([retry(link.status) for link in self._shards])
+        except TimeoutError as exc:
+            raise UnavailableError(_why(f"no status within {timeout_s:g} s", self._shards)) from exc
+
+    async def close(self) -> None:
+        """Close all connections. Again is harmless."""
+        await _close_all(set(self._shards))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _spec_of(self, fqn: str) -> TableSpec:
+        if fqn not in self.tables:  # it may have been registered since
+            await _gather([retry(link.refresh) for link in self._shards])
+            self.tables = _tables_of(self._shards)
+        if fqn not in self.tables:
+            near = difflib.get_close_matches(fqn, self.tables, n=3)
+            hint = f"; there is {', '.join(map(repr, near))}" if near else ""
+            raise UnknownTableError(f"no table {fqn!r} on this server{hint}")
+        return self.tables[fqn]
+
+    async def _get(self, query: _Query, row_ids: _Int64s) -> Rows:
+        rows = query.allocate(row_ids)
+        shards = shards_of_rows(table_seed(query.spec.fqn), row_ids, len(self._shards))
+        work: list[Awaitable[None]] = []
+        for shard, link in enumerate(self._shards):
+            positions = np.flatnonzero(shards == shard) if len(self._shards) > 1 else np.arange(len(row_ids))
+            for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
+                work.append(self._fill(rows, query, link, chunk))
+        await _gather(work)
+        return rows
+
+    async def _fill(self, rows: Rows, query: _Query, link: ShardLink, positions: _Int64s) -> None:
+        request = query.request(rows.row_ids[positions])
+        async with link.places:
+            reply = await retry(lambda: link.get(request))
+        query.scatter(reply, rows, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What is asked of a table, and how its answers are laid out."""
+
+    spec: TableSpec
+    with_states: bool
+    with_versions: bool
+
+    @property
+    def widths(self) -> dict[str, tuple[int, np.dtype[Any]]]:
+        """By state, elements a row and their type."""
+        spec = self.spec
+        return {s.name: (s.width_in(spec.whole), s.dtype.numpy) for s in spec.states} if self.with_states else {}
+
+    def rows_at_once(self, max_reply_bytes: int) -> int:
+        """Return how many rows fit a reply of that length, and their request."""
+        spec = self.spec
+        row_bytes = 1 + spec.dim * spec.dtype.size_bytes + sum(w * d.itemsize for w, d in self.widths.values())
+        row_bytes += _VERSION_BYTES * self.with_versions + 8 * spec.has_identities
+        limit = min(max_reply_bytes - _OVERHEAD_BYTES, _CHUNK_BYTES)
+        return max(limit // max(row_bytes, 8), 1)
+
+    def request(self, row_ids: _Int64s) -> Any:
+        return idl.GetEmbeddingsRequest(
+            fqn=self.spec.fqn,
+            row_ids=row_ids.data,
+            with_states=self.with_states,
+            with_versions=self.with_versions,
+        )
+
+    def allocate(self, row_ids: _Int64s) -> Rows:
+        n, spec = len(row_ids), self.spec
+        version = [np.zeros(n, np.int64) if self.with_versions else None for _ in range(3)]
+        return Rows(
+            row_ids=row_ids,
+            presence=np.zeros(n, np.uint8),
+            weights=np.empty((n, spec.dim), spec.dtype.numpy),
+            states={name: np.empty((n, width), dtype) for name, (width, dtype) in self.widths.items()},
+            epochs=version[0],
+            steps=version[1],
+            times_us=version[2],
+            identities=np.zeros(n, np.int64) if spec.has_identities else None,
+        )
+
+    def scatter(self, reply: Any, rows: Rows, positions: _Int64s) -> None:
+        """Copy an answer to where its rows belong.
+
+        Raises:
+            ProtocolError: The answer is not what was asked for.
+        """
+        states = {column.name: column.data for column in reply.states}
+        columns = [
+            ("presence", reply.presence, rows.presence),
+            ("weights", reply.weights, rows.weights),
+            ("epochs", reply.epochs, rows.epochs),
+            ("steps", reply.steps, rows.steps),
+            ("times_us", reply.times_us, rows.times_us),
+            ("identities", reply.identities, rows.identities),
+            *((f"state {name!r}", states.get(name), target) for name, target in rows.states.items()),
+        ]
+        for name, data, target in columns:
+            if target is not None:
+                self._scatter_column(name, data, target, positions)
+
+    def _scatter_column(self, name: str, data: Any, target: npt.NDArray[Any], positions: _Int64s) -> None:
+        shape = (len(positions), *target.shape[1:])
+        size_bytes = math.prod(shape) * target.itemsize
+        if data is None or len(data) != size_bytes:
+            found = "nothing" if data is None else f"{len(data)} bytes"
+            raise ProtocolError(f"table {self.spec.fqn!r}: {found} of {name} where {size_bytes} bytes were expected")
+        target[positions] = np.frombuffer(data, target.dtype).reshape(shape)
+
+
+def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:
+    """Return a link to each shard, by index, with the connection that is there already."""
+    shards = sorted(hello.shards, key=lambda address: address.shard)
+    if [address.shard for address in shards] != list(range(len(shards))) or not 0 <= hello.shard < len(shards):
+        raise ProtocolError(f"{first.address} is shard {hello.shard} and lists {len(shards)} shards")
+    # An empty host: the one that this shard was reached by.
+    links = []
+    for address in shards:
+        expected = idl.HelloReply(server_id=hello.server_id, shard=address.shard, limits=hello.limits)
+        links.append(ShardLink(dial, address.host or first.host, address.port, expected))
+    links[hello.shard] = first
+    return links
+
+
+def _why(message: str, links: list[ShardLink]) -> str:
+    """Add what went wrong last at the first shard that has trouble."""
+    reasons = [str(link.failure) for link in links if link.failure is not None]
+    return "; ".join([message, *reasons[:1]])
+
+
+def _tables_of(links: list[ShardLink]) -> dict[str, TableSpec]:
+    """Return what the shards know together: a table may not have reached each of them yet."""
+    tables: dict[str, TableSpec] = {}
+    for link in links:
+        for struct in link.hello.tables:
+            spec = spec_from_idl(struct)
+            other = tables.setdefault(spec.fqn, spec)
+            if other != spec:
+                raise ProtocolError(f"table {spec.fqn!r} differs between shards: {other.describe_difference(spec)}")
+    return tables
+
+
+def _chunks(positions: _Int64s, size: int) -> Iterator[_Int64s]:
+    for start in range(0, len(positions), size):
+        yield positions[start : start + size]
+
+
+async def _gather(work: list[Any]) -> list[Any]:
+    """Run all at once; when one fails, cancel the others and raise its error as it is."""
+    tasks = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(item) for item in work]
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _close_all(links: set[ShardLink]) -> None:
+    await asyncio.gather(*(link.close() for link in links))

@@ -1,0 +1,238 @@
+"""Who may connect and what they may do: TLS contexts, the bearer token, roles, and where a server may listen.
+
+TLS is Python's `ssl`, with certificates checked: a client checks the server's name, and a server that is given an
+authority for its clients demands a certificate from each of them. The token is compared in constant time and appears in
+no message, log line or `repr`.
+
+A role includes the ones below it: an admin may do what a writer may, a writer what a reader may.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.schemas.errors import ConfigError, UnauthorizedError
+from headrace.schemas.idl import idl
+
+__all__ = [
+    "TOKEN_ENV",
+    "AccessPolicy",
+    "Token",
+    "check_bind",
+    "client_tls_context",
+    "load_token",
+    "role_name",
+    "server_tls_context",
+]
+
+TOKEN_ENV = "HEADRACE_TOKEN"
+_MIN_TOKEN_CHARS = 16
+_MAX_TOKEN_CHARS = 4096
+# What each method asks for; a method that is not named is for admins.
+_ROLE_OF_METHOD = {
+    "getEmbeddings": idl.Role.READER,
+    "status": idl.Role.READER,
+    "setEmbeddings": idl.Role.WRITER,
+}
+
+
+def role_name(role: int | None) -> str:
+    """Return a role's name for messages."""
+    return "nobody" if role is None else str(idl.Role._VALUES_TO_NAMES.get(role, f"role {role}")).lower()
+
+
+class Token:
+    """A secret that clients show; keeps out of every text that is made of it."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: str) -> None:
+        """Keep a secret of 16 to 4096 printable ASCII characters without spaces.
+
+        Raises:
+            ConfigError: It is not; the message does not repeat it.
+        """
+        if not _MIN_TOKEN_CHARS <= len(secret) <= _MAX_TOKEN_CHARS or not all(33 <= ord(c) <= 126 for c in secret):
+            raise ConfigError(
+                f"a token must have {_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} printable ASCII characters without spaces"
+            )
+        self._secret = secret
+
+    def matches(self, shown: str | None) -> bool:
+        """Return whether a client showed this token; takes as long for any wrong one."""
+        return hmac.compare_digest(self._secret.encode(), (shown or "").encode("utf-8", "surrogatepass"))
+
+    def reveal(self) -> str:
+        """Return the secret, for a client's hello and nothing else."""
+        return self._secret
+
+    def __repr__(self) -> str:
+        return "Token(…)"
+
+
+def load_token(*, path: Path | None, environ: Mapping[str, str]) -> Token | None:
+    """Return the token from a file, else from the environment variable `HEADRACE_TOKEN`, else None.
+
+    Args:
+        path: File that holds the token and nothing else; white space around it is ignored.
+        environ: The process's environment.
+
+    Raises:
+        ConfigError: The file cannot be read or others may read it, or its contents are no token.
+    """
+    if path is None:
+        secret = environ.get(TOKEN_ENV)
+        return Token(secret) if secret else None
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"token file {path}: others may read it; chmod 600 {path}")
+        secret = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"token file {path}: {exc}") from exc
+    try:
+        return Token(secret)
+    except ConfigError as exc:
+        raise ConfigError(f"token file {path}: {exc}") from exc
+
+
+class AccessPolicy:
+    """What each role must show, and what each may call."""
+
+    def __init__(self, tokens: Mapping[int, Token] | Token | None = None) -> None:
+        """Ask for tokens.
+
+        Args:
+            tokens: One for every role; or by `Role`, where a higher role's token also opens the lower ones and a role
+                without any is refused; or None to ask for nothing.
+        """
+        if isinstance(tokens, Token):
+            tokens = {int(idl.Role.ADMIN): tokens}
+        self._tokens = None if tokens is None else dict(tokens)
+
+    def check_hello(self, role: int, shown: str | None) -> None:
+        """Check that a client may take the role that it asks for.
+
+        Args:
+            role: `Role` of its hello.
+            shown: Token of its hello.
+
+        Raises:
+            UnauthorizedError: It may not; the message does not repeat what was shown.
+        """
+        if role not in idl.Role._VALUES_TO_NAMES:
+            raise UnauthorizedError(f"there is no role {role}")
+        if self._tokens is None:
+            return
+        # Every token is compared, whichever matches, so that the time taken tells nothing.
+        matches = [token.matches(shown) for granted, token in self._tokens.items() if granted >= role]
+        if not any(matches):
+            what = "a token is required" if shown is None else "the token is wrong"
+            raise UnauthorizedError(f"{what} for role {role_name(role)}")
+
+    def check_call(self, role: int | None, method: str) -> None:
+        """Check that a role may call a method, by its name in the IDL; anybody may say hello.
+
+        Raises:
+            UnauthorizedError: It may not.
+        """
+        if method == "hello" or (self._tokens is None and role is None):
+            return
+        needed = _ROLE_OF_METHOD.get(method, idl.Role.ADMIN)
+        if role is None:
+            raise UnauthorizedError(f"{method} before hello")
+        if role < needed:
+            raise UnauthorizedError(f"{method} needs role {role_name(needed)}; this client is a {role_name(role)}")
+
+
+def server_tls_context(*, certificate: Path, key: Path, client_authority: Path | None = None) -> ssl.SSLContext:
+    """Return a context for a server.
+
+    Args:
+        certificate: PEM file with the server's certificate chain.
+        key: PEM file with its private key, without a passphrase.
+        client_authority: PEM file with the authorities that sign clients' certificates; given, every client must show
+            one (mutual TLS).
+
+    Raises:
+        ConfigError: A file is not there or not what it should be.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_own(context, certificate, key)
+    if client_authority is not None:
+        _load_authority(context, client_authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_tls_context(
+    *, authority: Path | None = None, certificate: Path | None = None, key: Path | None = None
+) -> ssl.SSLContext:
+    """Return a context for a client, which checks the server's certificate and name.
+
+    Args:
+        authority: PEM file with the authorities to trust; None for the system's.
+        certificate: PEM file with the client's own certificate chain, for mutual TLS.
+        key: PEM file with its private key.
+
+    Raises:
+        ConfigError: A file is not there or not what it should be, or only one of `certificate` and `key` is given.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if authority is None:
+        context.load_default_certs()
+    else:
+        _load_authority(context, authority)
+    if (certificate is None) != (key is None):
+        raise ConfigError("a client's TLS certificate and key go together; only one of them is given")
+    if certificate is not None and key is not None:
+        _load_own(context, certificate, key)
+    return context
+
+
+def check_bind(host: str, *, is_protected: bool, allow_insecure: bool) -> None:
+    """Check that a server may listen on an address.
+
+    Args:
+        host: Address or name to bind.
+        is_protected: The server has mutual TLS, or TLS and a token.
+        allow_insecure: The user has said `--insecure-bind`.
+
+    Raises:
+        ConfigError: Anybody who reaches this address could write; the message names the ways out.
+    """
+    if is_protected or allow_insecure or _is_loopback(host):
+        return
+    raise ConfigError(
+        f"refusing to listen on {host or 'all addresses'} without protection: give a TLS certificate and a token "
+        "(or a client authority), listen on 127.0.0.1, or accept the risk with --insecure-bind"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    try:
+        # An empty passphrase, lest OpenSSL ask for one on the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+        raise ConfigError(f"TLS certificate {certificate} with key {key}: {exc}") from exc
+
+
+def _load_authority(context: ssl.SSLContext, authority: Path) -> None:
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"TLS authority {authority}: {exc}") from exc

@@ -1,0 +1,183 @@
+"""Exactly once, in order: who may write to a shard, and which batch of a client is next.
+
+A *run* groups the ranks of a trainer and its restarts; its epoch only rises, and a client of an older epoch is fenced.
+Within (run, client, epoch) batches are numbered 1, 2, 3 …: the next one is accepted, an accepted one is a duplicate,
+anything beyond is a gap. The state is a function of the log: each accepted record carries what it changes, so replaying
+the log restores it, and the store keeps it in the same atomic batch as the rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgpack
+
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
+
+__all__ = ["Session", "Sessions"]
+
+# ON DISK: never rename.
+_META_PREFIX = b"session/"
+_META_VERSION_EPOCH = b"version_epoch"
+
+
+@dataclass(slots=True)
+class Session:
+    """What a shard keeps of one client of a run.
+
+    Attributes:
+        run: Name of the run.
+        client: Name of the client within the run.
+        epoch: Highest epoch in which the client has said hello.
+        rank: Its rank, 0 to `world_size` - 1.
+        world_size: Ranks of the run in that epoch.
+        last_client_seq: Last batch accepted in this epoch; 0 before the first.
+        step: Last step that the client ended here; -1 before the first.
+        exact_step: Last step whose cut is exact; -1 before the first.
+        time_us: The trainer's wall clock at `step`, microseconds since 1970.
+        seen_s: Monotonic time of the last sign of life; not kept over a restart.
+        num_connections: Connections that have said hello as this client.
+    """
+
+    run: str
+    client: str
+    epoch: int
+    rank: int
+    world_size: int
+    last_client_seq: int = 0
+    step: int = -1
+    exact_step: int = -1
+    time_us: int = 0
+    seen_s: float = 0.0
+    num_connections: int = 0
+
+    def pack(self) -> dict[bytes, bytes]:
+        """Return the metadata that keeps this session. ON DISK: the order is fixed."""
+        fields = [
+            *(self.run, self.client, self.epoch, self.rank, self.world_size),
+            *(self.last_client_seq, self.step, self.exact_step, self.time_us),
+        ]
+        return {_META_PREFIX + msgpack.packb([self.run, self.client]): msgpack.packb(fields)}
+
+
+class Sessions:
+    """All sessions of a shard. Not thread-safe: the shard's loop owns it."""
+
+    def __init__(self, meta: Mapping[bytes, bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the sessions back from the store's metadata.
+
+        Args:
+            meta: All of the store's metadata.
+            clock: Monotonic seconds.
+
+        Raises:
+            CorruptionError: An entry cannot be read.
+        """
+        self._clock = clock
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
+        for key, value in meta.items():
+            if not key.startswith(_META_PREFIX):
+                continue
+            try:
+                session = Session(*msgpack.unpackb(value))
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a session: {exc}") from exc
+            self._sessions[session.run, session.client] = session
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    @property
+    def highest_epoch(self) -> int:
+        """Highest epoch of any run or of any row's version; 0 before the first."""
+        return max([self._version_epoch, *(session.epoch for session in self._sessions.values())])
+
+    def epoch_of(self, run: str) -> int:
+        """Return the epoch that holds a run; 0 before its first hello."""
+        return max((session.epoch for session in self._sessions.values() if session.run == run), default=0)
+
+    def fence(self, run: str, epoch: int) -> None:
+        """Check that `epoch` may still write.
+
+        Raises:
+            FencedError: A newer epoch holds the run.
+        """
+        current = self.epoch_of(run)
+        if epoch < current:
+            raise FencedError(
+                f"run {run!r}: epoch {epoch} is fenced off, epoch {current} has taken over; stop this trainer",
+                epoch=current,
+            )
+
+    def open(self, run: str, client: str, epoch: int, rank: int, world_size: int) -> Session:
+        """Return the session of a client's hello, begun anew when its epoch is new.
+
+        Raises:
+            FencedError: A newer epoch holds the run.
+        """
+        self.fence(run, epoch)
+        session = self._sessions.get((run, client))
+        if session is None or session.epoch != epoch:
+            session = Session(run, client, epoch, rank, world_size)
+            self._sessions[run, client] = session
+        session.rank, session.world_size = rank, world_size
+        session.seen_s = self._clock()
+        return session
+
+    def is_open(self, run: str, client: str, epoch: int) -> bool:
+        """Return whether the client has said hello in this epoch."""
+        session = self._sessions.get((run, client))
+        return session is not None and session.epoch == epoch
+
+    def accept(self, run: str, client: str, epoch: int, client_seq: int) -> tuple[Session, bool]:
+        """Return (session, whether the batch is new) for a batch that arrived.
+
+        The caller raises `Session.last_client_seq` once the batch is in the log's queue.
+
+        Raises:
+            FencedError: A newer epoch holds the run.
+            SequenceGapError: An earlier batch is missing.
+            RequestError: No hello in this epoch, or a client seq below 1.
+        """
+        self.fence(run, epoch)
+        session = self._sessions.get((run, client))
+        if session is None or session.epoch != epoch:
+            raise RequestError(f"client {client!r} of run {run!r} has not said hello in epoch {epoch}")
+        if client_seq < 1:
+            raise RequestError(f"client seq {client_seq} is below 1")
+        session.seen_s = self._clock()
+        expected = session.last_client_seq + 1
+        if client_seq > expected:
+            raise SequenceGapError(
+                f"client {client!r} of run {run!r} sent batch {client_seq}, expected {expected}",
+                expected_seq=expected,
+            )
+        return session, client_seq == expected
+
+    def advance(
+        self,
+        session: Session,
+        *,
+        client_seq: int,
+        step: int,
+        time_us: int,
+        ends_step: bool,
+        is_exact_cut: bool,
+    ) -> None:
+        """Record that a batch has been accepted."""
+        session.last_client_seq = client_seq
+        if ends_step:
+            session.step, session.time_us = step, time_us
+            if is_exact_cut:
+                session.exact_step = step
+
+    def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:
+        """Record that rows of this epoch have come in from elsewhere; return the metadata that keeps it.
+
+        A trainer that starts later takes a higher epoch, so its rows are newer than the ones brought in.
+        """
+        self._version_epoch = max(self._version_epoch, epoch)
+        return {_META_VERSION_EPOCH: b"%d" % self._version_epoch}

@@ -1,0 +1,315 @@
+"""Settings: dataclass fields that know how they are written in a flag, an environment variable and a YAML file.
+
+A field made by `setting` carries its kind, its bounds and its help. `merge` collects values from all sources, the
+nearer one winning: flags, environment, file, the field's default. Each value is parsed once, and whatever is wrong with
+it is one line that names where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["REQUIRED", "Kind", "Setting", "check", "flag_of", "merge", "setting", "settings_of", "show_default"]
+
+REQUIRED: Any = dataclasses.MISSING
+"""The default of a setting that has none."""
+
+_T = TypeVar("_T")
+_KEY = "headrace.setting"
+_BYTES_BY_UNIT = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SECONDS_BY_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+class Kind(enum.Enum):
+    """What a setting's value is; the value is how a help page calls it."""
+
+    BYTES = "BYTES"
+    """A whole number, or one with a unit: `64MiB`."""
+    CHOICE = "CHOICE"
+    COUNT = "N"
+    PATH = "PATH"
+    SECONDS = "SECONDS"
+    """A number, or one with a unit: `250ms`, `24h`."""
+    SWITCH = "SWITCH"
+    TEXT = "TEXT"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a field knows of itself.
+
+    Attributes:
+        kind: How its text is read.
+        help: One or two sentences: what it does and what it costs.
+        minimum: Least number, inclusive.
+        maximum: Greatest number, inclusive.
+        choices: The words that a CHOICE may be.
+        default_text: How the default is shown when it is computed later.
+    """
+
+    kind: Kind
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    default_text: str | None = None
+
+
+def setting(
+    default: Any,
+    *,
+    kind: Kind,
+    help: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+    default_text: str | None = None,
+) -> Any:
+    """Return a dataclass field that `merge` can fill; one whose default is `REQUIRED` must be given somewhere."""
+    known = Setting(kind=kind, help=help, minimum=minimum, maximum=maximum, choices=choices, default_text=default_text)
+    return dataclasses.field(default=default, metadata={_KEY: known})
+
+
+def settings_of(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Setting]]:
+    """Yield the fields of a dataclass that are settings, in their order."""
+    for field in dataclasses.fields(cls):
+        if _KEY in field.metadata:
+            yield field, field.metadata[_KEY]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting: `max_frame_bytes` is `--max-frame-bytes`."""
+    return "--" + name.replace("_", "-")
+
+
+def show_default(field: dataclasses.Field[Any], known: Setting) -> str:
+    """Return a setting's default as a help page shows it; empty when there is none."""
+    if known.default_text is not None:
+        return known.default_text
+    if field.default is dataclasses.MISSING or field.default is None:
+        return ""
+    if known.kind is Kind.BYTES:
+        return _show_bytes(field.default)
+    if known.kind is Kind.SWITCH:
+        return "on" if field.default else "off"
+    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+
+
+def check(config: Any) -> None:
+    """Check every setting of a dataclass instance against its bounds; for `__post_init__`.
+
+    Raises:
+        ConfigError: Naming the field.
+    """
+    for field, known in settings_of(type(config)):
+        value = getattr(config, field.name)
+        if value is None and field.default is None:
+            continue
+        problem = _problem(known, value)
+        if problem:
+            raise ConfigError(f"{field.name}: {problem}")
+
+
+def merge(
+    cls: type[_T],
+    *,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    prefix: str,
+    file: Path | None = None,
+) -> _T:
+    """Return an instance filled from flags, environment, file and defaults, the first that has a value.
+
+    Args:
+        cls: Dataclass whose fields are made by `setting`.
+        flags: Values by field name; None stands for a flag that was not given.
+        environ: The environment. A name that begins with `prefix` and is no setting is an error.
+        prefix: Such as `HEADRACE_SERVE_`; the rest of a variable's name is the field's in capitals.
+        file: YAML file: a mapping of field names.
+
+    Raises:
+        ConfigError: A key is unknown or a value is wrong, naming where it stands; or a value is missing.
+    """
+    known_by_name = {field.name: known for field, known in settings_of(cls)}
+    values: dict[str, Any] = {}
+    sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), _from_flags(flags))
+    for source in sources:
+        for name, where, raw in source:
+            values[name] = _parse(known_by_name[name], raw, where)
+    for field, _ in settings_of(cls):
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise ConfigError(f"{flag_of(field.name)} is missing")
+    return cls(**values)
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    return ((name, flag_of(name), raw) for name, raw in flags.items() if raw is not None)
+
+
+def _from_environ(
+    environ: Mapping[str, str], prefix: str, known: Mapping[str, Setting]
+) -> Iterator[tuple[str, str, Any]]:
+    for variable, raw in sorted(environ.items()):
+        if variable.startswith(prefix):
+            name = variable.removeprefix(prefix).lower()
+            if name not in known or variable != prefix + name.upper():
+                nearest = _nearest(name, known)
+                raise ConfigError(
+                    f"environment variable {variable} is no setting"
+                    + (f"; did you mean {prefix}{nearest.upper()}?" if nearest else "")
+                )
+            yield name, variable, raw
+
+
+def _from_file(file: Path | None, known: Mapping[str, Setting]) -> Iterator[tuple[str, str, Any]]:
+    if file is None:
+        return
+    seen: set[str] = set()
+    for name, line, raw in _read_mapping(file):
+        where = f"{file}:{line}"
+        if name not in known:
+            nearest = _nearest(name, known)
+            raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
+        if name in seen:
+            raise ConfigError(f"{where}: {name} is given twice")
+        seen.add(name)
+        if raw is None:
+            raise ConfigError(f"{where}: {name} has no value; leave the line out to get the default")
+        yield name, f"{where}: {name}", raw
+
+
+def _read_mapping(file: Path) -> Iterator[tuple[str, int, Any]]:
+    """Yield key, line and value of the top-level mapping of a YAML file."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--config {file}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"--config {file}: not UTF-8 text ({exc.reason} at byte {exc.start})") from exc
+    try:
+        # By nodes, because a plain load knows no lines and takes the last of two equal keys in silence.
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{file}:{root.start_mark.line + 1}: not a mapping of settings, as in `port: 7601`")
+        for key, value in root.value:
+            yield str(key.value), key.start_mark.line + 1, loader.construct_object(value, deep=True)
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # the latter two for a scalar or a nest beyond Python
+        mark = getattr(exc, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        problem = getattr(exc, "problem", None) or getattr(exc, "reason", None) or exc
+        raise ConfigError(f"{where}: not YAML: {problem}") from exc
+
+
+def _nearest(name: str, known: Mapping[str, Setting]) -> str | None:
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def _parse(known: Setting, raw: Any, where: str) -> Any:
+    """Return a setting's value from what a source holds, checked."""
+    text = raw.strip() if isinstance(raw, str) else raw
+    if text == "":
+        raise ConfigError(f"{where} is empty")
+    value = _PARSERS.get(known.kind, _parse_as_is)(text)
+    problem = _problem(known, value)
+    if problem:
+        raise ConfigError(f"{where}: {problem}")
+    return value
+
+
+def _parse_as_is(raw: Any) -> Any:
+    return raw
+
+
+def _parse_count(raw: Any) -> Any:
+    return int(raw) if isinstance(raw, str) and re.fullmatch(r"-?[0-9]{1,19}", raw) else raw
+
+
+def _parse_bytes(raw: Any) -> Any:
+    size = _parse_quantity(raw, _BYTES_BY_UNIT)
+    return int(size) if isinstance(size, float) and size.is_integer() else size
+
+
+def _parse_seconds(raw: Any) -> Any:
+    seconds = _parse_quantity(raw, _SECONDS_BY_UNIT)
+    return float(seconds) if isinstance(seconds, int) and not isinstance(seconds, bool) else seconds
+
+
+def _parse_quantity(raw: Any, units: Mapping[str, float]) -> Any:
+    match = _QUANTITY.fullmatch(raw) if isinstance(raw, str) else None
+    if match is None or match["unit"] not in units:
+        return raw
+    number = float(match["number"]) if "." in match["number"] else int(match["number"])
+    return number * units[match["unit"]]
+
+
+def _parse_switch(raw: Any) -> Any:
+    return _WORDS.get(raw.lower(), raw) if isinstance(raw, str) else raw
+
+
+def _parse_path(raw: Any) -> Any:
+    return Path(raw) if isinstance(raw, str) else raw
+
+
+_PARSERS = {
+    Kind.BYTES: _parse_bytes,
+    Kind.COUNT: _parse_count,
+    Kind.PATH: _parse_path,
+    Kind.SECONDS: _parse_seconds,
+    Kind.SWITCH: _parse_switch,
+}
+_TYPES: dict[Kind, tuple[type | tuple[type, ...], str]] = {
+    Kind.BYTES: (int, "a number of bytes, such as 64MiB"),
+    Kind.CHOICE: (str, "a word"),
+    Kind.COUNT: (int, "a whole number"),
+    Kind.PATH: (Path, "a path"),
+    Kind.SECONDS: ((int, float), "a number of seconds, such as 10 or 24h"),
+    Kind.SWITCH: (bool, "true or false"),
+    Kind.TEXT: (str, "a text"),
+}
+
+
+def _problem(known: Setting, value: Any) -> str | None:
+    """Say what is wrong with a parsed value; None when nothing is."""
+    types, what = _TYPES[known.kind]
+    # A bool is an int to Python, and not to anyone who writes `port: true`.
+    if not isinstance(value, types) or (isinstance(value, bool) and known.kind is not Kind.SWITCH):
+        return f"{str(value)!r} is not {what}"
+    if isinstance(value, int | float):
+        return _out_of_bounds(known, value)
+    if known.choices and value not in known.choices:
+        return f"{str(value)!r} is none of {', '.join(known.choices)}"
+    return None
+
+
+def _out_of_bounds(known: Setting, value: float) -> str | None:
+    show = _show_bytes if known.kind is Kind.BYTES else "{:g}".format
+    # Written so that NaN fails too.
+    if known.minimum is not None and not value >= known.minimum:
+        return f"{show(value)} is less than {show(known.minimum)}"
+    if known.maximum is not None and not value <= known.maximum:
+        return f"{show(value)} is more than {show(known.maximum)}"
+    return None
+
+
+def _show_bytes(size_bytes: float) -> str:
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes and size_bytes % _BYTES_BY_UNIT[unit] == 0:
+            return f"{size_bytes / _BYTES_BY_UNIT[unit]:g}{unit}"
+    return f"{size_bytes:.0f}"

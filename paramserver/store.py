@@ -1,0 +1,414 @@
+"""A shard's rows and metadata in RocksDB, and nothing else: no log, no queue, no asyncio.
+
+RocksDB's own write-ahead log is off: the update log is the truth, and what a crash takes from the memtable is replayed
+from it. The position in the log up to which rows are here (`applied_seq`) lies among the rows, in the same atomic
+write, so it never says more than is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgpack
+import rocksdict
+
+from headrace.paramserver.pending import Run
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
+from headrace.schemas.tables import ColumnShard
+
+__all__ = ["RowStore", "StoreConfig", "default_block_cache_bytes"]
+
+# ON DISK: never rename. Metadata keys that begin so are the store's own; the callers' may not.
+_OWN_META = b"store/"
+_FORMAT_KEY = META_PREFIX + b"store/format"
+_SEQ_KEY = META_PREFIX + b"store/applied_seq"
+_LAYOUTS_PREFIX = META_PREFIX + b"store/layouts/"
+_FORMAT = b"1"
+
+# While RocksDB is behind with flushes or compactions, it is asked again this often.
+_STALL_POLL_S = 0.005
+
+_T = TypeVar("_T")
+
+
+def default_block_cache_bytes(num_shards: int = 1) -> int:
+    """Return the block cache of one shard: a fourth of the machine's memory over all shards, 32 MiB to 8 GiB each."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(machine // (4 * num_shards), 32 << 20), 8 << 30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    """Settings of a shard's RocksDB.
+
+    Attributes:
+        block_cache_bytes: Memory for blocks, indexes and filters; what does not fit is read from files.
+        write_buffer_bytes: Memory of one memtable; up to three exist. Larger ones are flushed less often and leave
+            fewer files to compact.
+        block_bytes: Bytes that one point lookup reads and checks, and that the cache holds as one. Larger blocks need a
+            smaller index.
+        bloom_bits_per_key: 10 lets one lookup in a hundred read a block in vain; each bit costs 1/8 byte a row.
+        compression: `none` or `lz4`. Trained floats hardly shrink, and reading them back costs time.
+        max_background_jobs: Threads that flush and compact.
+        rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs a row.
+    """
+
+    block_cache_bytes: int = field(default_factory=default_block_cache_bytes)
+    write_buffer_bytes: int = 64 << 20
+    block_bytes: int = 8 << 10
+    bloom_bits_per_key: int = 10
+    compression: str = "none"
+    max_background_jobs: int = 2
+    rows_per_write: int = 2048
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: One is out of range.
+        """
+        for name, low, high in (
+            ("block_cache_bytes", 1 << 20, 1 << 50),
+            ("write_buffer_bytes", 1 << 16, 1 << 40),
+            ("block_bytes", 1 << 10, 1 << 22),
+            ("bloom_bits_per_key", 1, 30),
+            ("max_background_jobs", 2, 256),
+            ("rows_per_write", 1, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"store setting {name} is {value}, not in {low}..{high}")
+        if self.compression not in _COMPRESSION:
+            raise ConfigError(f"store setting compression is {self.compression!r}, not none or lz4")
+
+
+_COMPRESSION: dict[str, Callable[[], Any]] = {
+    "none": rocksdict.DBCompressionType.none,
+    "lz4": rocksdict.DBCompressionType.lz4,
+}
+
+
+class RowStore:
+    """One shard's RocksDB. Use `open`.
+
+    Attributes:
+        path: Its directory.
+        applied_seq: Position in the update log up to which everything is here; 0 before the first.
+        durable_seq: Position up to which everything survives a crash: older log records are not needed to recover.
+
+    Thread: methods block and may be called from any thread; only one at a time may write.
+    """
+
+    def __init__(self, path: Path, db: Any, config: StoreConfig) -> None:
+        """Take over an open RocksDB."""
+        self.path = path
+        self._db = db
+        self._config = config
+        # Its type stub takes the properties for methods.
+        self._options = cast(Any, rocksdict.WriteOptions())
+        self._options.disable_wal = True
+        # A write that RocksDB would hold up returns at once instead: it would hold up all of Python with it.
+        self._options.no_slowdown = True
+        self._flush_lock = threading.Lock()
+        self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
+        self._unflushed_bytes = 0
+        self._layouts: dict[int, tuple[ColumnShard, ...]] = {}
+        self.applied_seq = 0
+        self.durable_seq = 0
+
+    @classmethod
+    def open(cls, path: Path, *, config: StoreConfig | None = None) -> RowStore:
+        """Open the store in a directory, made when it is not there.
+
+        Raises:
+            ConfigError: The directory cannot be used, belongs to a running process, or holds a newer format.
+            CorruptionError: A file is damaged or missing.
+            StorageError: The disk failed.
+        """
+        config = config or StoreConfig()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"store directory {path} cannot be made: {exc.strerror}") from exc
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"store directory {path} is not writable")
+        try:
+            db = rocksdict.Rdict(str(path), _rocks_options(config))
+        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
+            raise _error_of(path, exc) from exc
+        store = cls(path, db, config)
+        try:
+            store._load()
+        except BaseException:
+            store._db.close()
+            raise
+        return store
+
+    def _load(self) -> None:
+        meta = dict(self._scan_meta())
+        stored_format = meta.get(_FORMAT_KEY)
+        if stored_format is None:
+            if next(self.scan(b"", limit=1), None) is not None:
+                raise ConfigError(f"{self.path} holds a RocksDB that is not Headrace's")
+            self._write([_FORMAT_KEY], [_FORMAT])
+        elif stored_format != _FORMAT:
+            raise ConfigError(
+                f"store {self.path} has format {stored_format.decode()}, this version reads {_FORMAT.decode()}"
+            )
+        try:
+            self.applied_seq = self.durable_seq = int(meta.get(_SEQ_KEY, b"0"))
+            for key, value in meta.items():
+                if key.startswith(_LAYOUTS_PREFIX):
+                    shards = tuple(ColumnShard(offset=o, width=w) for o, w in msgpack.unpackb(value))
+                    self._layouts[int(key[len(_LAYOUTS_PREFIX) :])] = shards
+        except (ValueError, TypeError) as exc:
+            raise CorruptionError(f"store {self.path} has unreadable metadata: {exc}") from exc
+
+    def close(self) -> None:
+        """Flush and close. Idempotent.
+
+        Raises:
+            StorageError: The last rows could not be written; they are in the update log.
+        """
+        with self._flush_lock:
+            db, self._db = self._db, None
+        if db is None:
+            return
+        self._call(db.close)  # flushes, and lets go of the directory even when that fails
+        self.durable_seq = self.applied_seq
+
+    def read_meta(self) -> dict[bytes, bytes]:
+        """Return all of the callers' metadata.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        prefix = len(META_PREFIX)
+        meta = {key[prefix:]: value for key, value in self._scan_meta()}
+        return {key: value for key, value in meta.items() if not key.startswith(_OWN_META)}
+
+    def layouts(self, table_id: int) -> tuple[ColumnShard, ...]:
+        """Return the column shards that rows of a table have ever been stored in."""
+        return self._layouts.get(table_id, ())
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        values: Sequence[bytes],
+        *,
+        meta: Mapping[bytes, bytes] | None = None,
+        applied_seq: int | None = None,
+    ) -> None:
+        """Write rows, metadata and the log position in one atomic write; it survives a crash after `flush`.
+
+        Args:
+            keys: Row keys, ascending, each once.
+            values: Records.
+            meta: By key, without `META_PREFIX`; not beginning with `store/`.
+            applied_seq: Everything up to here is in the store once this is written.
+
+        Raises:
+            StorageError: Nothing of it was written, or the disk failed.
+        """
+        if meta and any(key.startswith(_OWN_META) for key in meta):
+            raise ConfigError(f"metadata keys that begin with {_OWN_META.decode()} are the store's own")
+        meta_keys = [META_PREFIX + key for key in meta or ()]
+        meta_values = list((meta or {}).values())
+        if applied_seq is not None:
+            meta_keys.append(_SEQ_KEY)
+            meta_values.append(b"%d" % applied_seq)
+        self._write([*keys, *meta_keys], [*values, *meta_values])
+        if applied_seq is not None:
+            self.applied_seq = applied_seq
+
+    def write_runs(self, runs: Sequence[Run], *, meta: Mapping[bytes, bytes], applied_seq: int) -> None:
+        """Write coalesced rows, metadata and the log position.
+
+        The rows go first, in writes that are short because no other Python thread runs meanwhile; the log position goes
+        with the last of them. A crash in between leaves rows of batches that are then replayed: no harm.
+
+        Args:
+            runs: Rows, none of them conditional; in the order of their keys.
+            meta: By key, without `META_PREFIX`.
+            applied_seq: Everything up to here is in the store once this is written.
+
+        Raises:
+            StorageError: The disk failed; rows may have been written, the log position was not.
+        """
+        step = self._config.rows_per_write
+        layouts = self._new_layouts(runs)
+        if layouts:
+            self._write(
+                [_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], [*map(_pack_shards, layouts.values())]
+            )
+            self._layouts.update(layouts)
+        for run in runs:
+            for start in range(0, run.row_ids.size, step):
+                keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start : start + step])
+                self._write(keys, run.layout.values_of(run.records[start : start + step]))
+            self._unflushed_rows[run.table_id] += run.row_ids.size
+        self.write([], [], meta=meta, applied_seq=applied_seq)
+
+    def _new_layouts(self, runs: Sequence[Run]) -> dict[int, tuple[ColumnShard, ...]]:
+        layouts: dict[int, tuple[ColumnShard, ...]] = {}
+        for run in runs:
+            known = layouts.get(run.table_id, self.layouts(run.table_id))
+            if run.layout.shard not in known:
+                layouts[run.table_id] = (*known, run.layout.shard)
+        return layouts
+
+    def _write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+        while not self._call(lambda: self._try_write(keys, values)):
+            time.sleep(_STALL_POLL_S)
+
+    def _try_write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> bool:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        for key, value in zip(keys, values, strict=True):
+            batch[key] = value
+        size_bytes = batch.size_in_bytes()
+        try:
+            self._open_db.write(batch, self._options)
+        except Exception as exc:
+            if str(exc).startswith("Result incomplete"):
+                return False  # and the batch is used up
+            raise
+        self._unflushed_bytes += size_bytes
+        return True
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Return the value of each key; None where there is none. Other threads run meanwhile.
+
+        Raises:
+            CorruptionError: A block read from a file does not match its checksum.
+            StorageError: The disk failed.
+        """
+        values: list[bytes | None] = self._call(lambda: self._open_db.get(keys)) if keys else []
+        return values
+
+    def flush(self) -> None:
+        """Make everything written so far survive a crash. Other threads run, and may write, meanwhile.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        with self._flush_lock:
+            seq, rows, size = self.applied_seq, self._unflushed_rows.copy(), self._unflushed_bytes
+            self._call(self._open_db.flush)
+            self._unflushed_rows.subtract(rows)
+            self._unflushed_bytes -= size
+            self.durable_seq = max(self.durable_seq, seq)
+
+    @property
+    def unflushed_bytes(self) -> int:
+        """About how many bytes have been written since the last flush."""
+        return self._unflushed_bytes
+
+    def num_rows_estimate(self, table_id: int) -> int:
+        """Return about how many rows a table has: overwritten ones may count more than once, deleted ones count."""
+        first, end = key_prefix(table_id), key_prefix(table_id + 1)
+        total = self._unflushed_rows[table_id]
+        for file in self._call(self._open_db.live_files):
+            start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
+            if start_key >= end or end_key < first:
+                continue
+            # A file holds several tables only where one ends and the next begins: their ids are numbered in one row.
+            low, high = (int.from_bytes(key[:4], "big") for key in (start_key, end_key))
+            num_tables = high - max(low, 1) + 1
+            total += int(file["num_entries"]) // max(num_tables, 1)
+        return total
+
+    def scan(
+        self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values in the order of the keys, for audits and exports. Other threads wait a little at each.
+
+        Args:
+            prefix: What the keys begin with (`key_prefix`).
+            start: First key; the prefix's first when None.
+            limit: Most pairs.
+
+        Raises:
+            CorruptionError: A block does not match its checksum.
+            StorageError: The disk failed.
+        """
+        iterator = self._call(self._open_db.iter)
+        self._call(lambda: iterator.seek(max(start or prefix, prefix)))
+        left = -1 if limit is None else limit
+        while left != 0 and iterator.valid():
+            key = iterator.key()
+            if not key.startswith(prefix):
+                return
+            yield key, iterator.value()
+            left -= 1
+            self._call(iterator.next)
+        # An iterator that met an error says that it is at its end.
+        self._call(iterator.status)
+
+    def _scan_meta(self) -> Iterator[tuple[bytes, bytes]]:
+        return self.scan(META_PREFIX)
+
+    @property
+    def _open_db(self) -> Any:
+        if self._db is None:
+            raise UnavailableError(f"store {self.path} is closed")
+        return self._db
+
+    def _call(self, function: Callable[[], _T]) -> _T:
+        try:
+            return function()
+        except HeadraceError:
+            raise
+        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
+            raise _error_of(self.path, exc) from exc
+
+
+def _pack_shards(shards: Sequence[ColumnShard]) -> bytes:
+    packed: bytes = msgpack.packb([[shard.offset, shard.width] for shard in shards])
+    return packed
+
+
+def _error_of(path: Path, exc: Exception) -> HeadraceError:
+    """Return our error for one of rocksdict's, which are told apart by their words only."""
+    text = " ".join(str(exc).split())
+    if isinstance(exc, rocksdict.DbClosedError):
+        return UnavailableError(f"store {path} is closed")
+    if "lock hold by" in text or "While lock file" in text:
+        return ConfigError(f"store directory {path} is in use by another process")
+    if re.search(r"Permission denied|Read-only file system|Not a directory", text):
+        return ConfigError(f"store directory {path} cannot be used: {text}")
+    if text.startswith("Corruption"):
+        return CorruptionError(f"store {path} is damaged: {text}")
+    return StorageError(f"store {path}: {text}")
+
+
+def _rocks_options(config: StoreConfig) -> Any:
+    table = rocksdict.BlockBasedOptions()
+    table.set_block_cache(rocksdict.Cache(config.block_cache_bytes))
+    table.set_block_size(config.block_bytes)
+    table.set_bloom_filter(config.bloom_bits_per_key, False)
+    table.set_format_version(5)
+    # Indexes and filters in the cache, so that its size bounds them too; those of the newest files stay there.
+    table.set_cache_index_and_filter_blocks(True)
+    table.set_pin_l0_filter_and_index_blocks_in_cache(True)
+    options = rocksdict.Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(table)
+    options.set_compression_type(_COMPRESSION[config.compression]())
+    options.set_write_buffer_size(config.write_buffer_bytes)
+    options.set_max_write_buffer_number(3)
+    options.set_max_background_jobs(config.max_background_jobs)
+    # Files go to the disk as they are written: one large sync would hold up the update log's.
+    options.set_bytes_per_sync(1 << 20)
+    options.set_max_open_files(512)
+    options.set_keep_log_file_num(4)
+    options.set_max_log_file_size(16 << 20)
+    return options

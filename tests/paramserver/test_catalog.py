@@ -1,0 +1,74 @@
+"""Tables by name: registration, mismatch, and what metadata keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+ITEMS = TableSpec(
+    fqn="items.weight",
+    num_rows=100,
+    dim=8,
+    dtype=DType.FLOAT16,
+    states=(
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),
+    ),
+    has_identities=True,
+)
+
+
+def test_a_spec_survives_packing() -> None:
+    """`unpack_spec` gives back what `pack_spec` was given, field for field."""
+    assert unpack_spec(pack_spec(ITEMS)) == ITEMS
+
+
+def test_tables_are_numbered_once_and_come_back_from_metadata() -> None:
+    """A table keeps its number over a restart, and registering it again changes nothing."""
+    users = dataclasses.replace(ITEMS, fqn="users.weight")
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS]) | catalog.add([ITEMS, users])
+    assert len(meta) == 2
+    restored = Catalog(meta)
+    assert [(t.table_id, t.spec) for t in restored] == [(1, ITEMS), (2, users)]
+    assert restored.add([users, ITEMS]) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dim": 16}, "dim 8 ≠ 16"),
+        ({"dtype": DType.FLOAT32}, "dtype FLOAT16 ≠ FLOAT32"),
+        ({"num_rows": 7}, "num_rows 100 ≠ 7"),
+        ({"states": ()}, "≠ \\[none\\]"),
+        ({"has_identities": False}, "has_identities True ≠ False"),
+    ],
+)
+def test_another_spec_of_the_same_name_is_refused(change: dict[str, object], says: str) -> None:
+    """Each field counts, and the error says which one differs and how."""
+    catalog = Catalog({})
+    catalog.add([ITEMS])
+    with pytest.raises(SpecMismatchError, match=says):
+        catalog.check([dataclasses.replace(ITEMS, **change)])
+
+
+def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
+    """The error helps whoever mistyped a name."""
+    catalog = Catalog({})
+    with pytest.raises(UnknownTableError, match="registered tables: none"):
+        catalog.find("item.weight")
+    catalog.add([ITEMS])
+    with pytest.raises(UnknownTableError, match=r"items\.weight"):
+        catalog.find("item.weight")
+
+
+@pytest.mark.parametrize("entry", [{b"table/x": b"\x90"}, {b"table/1": b"\x93\x01\x02\x03"}])
+def test_damaged_metadata_is_named(entry: dict[bytes, bytes]) -> None:
+    """A table that cannot be read stops the shard with the key."""
+    with pytest.raises(CorruptionError, match="table/"):
+        Catalog(entry)

@@ -1,0 +1,150 @@
+"""What a client can get wrong in a delta is refused before anything is changed, with the table and the fault named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.deltas import decode_delta
+from headrace.schemas.errors import (
+    NonFiniteError,
+    RequestError,
+    RowRangeError,
+    SpecMismatchError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="items.weight",
+    num_rows=100,
+    dim=4,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+WITH_IDS = dataclasses.replace(SPEC, fqn="ids.weight", has_identities=True)
+BF16 = TableSpec(fqn="bf16.weight", num_rows=0, dim=2, dtype=DType.BFLOAT16)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    catalog = Catalog({})
+    catalog.add([SPEC, WITH_IDS, BF16])
+    return catalog
+
+
+def _bytes(values: Any, dtype: str) -> memoryview:
+    return memoryview(np.asarray(values, dtype).tobytes())
+
+
+def _delta(spec: TableSpec = SPEC, rows: Any = (3, 99), **changes: Any) -> Any:
+    num_rows = len(rows)
+    fields: dict[str, Any] = {
+        "fqn": spec.fqn,
+        "fingerprint": spec.fingerprint,
+        "column_offset": 0,
+        "width": spec.dim,
+        "row_ids": _bytes(rows, "<i8"),
+        "weights": memoryview(bytes(num_rows * spec.dim * spec.dtype.size_bytes)),
+        "states": [
+            idl.StateColumn(name=s.name, dtype=int(s.dtype), width=1, data=memoryview(bytes(num_rows * 4)))
+            for s in spec.states
+        ],
+        "identities": _bytes(rows, "<i8") if spec.has_identities else None,
+    }
+    return idl.TableDelta(**(fields | changes))
+
+
+def test_a_good_delta_becomes_views_of_its_buffers(catalog: Catalog) -> None:
+    """Nothing is copied, and a column shard takes the layout of its columns."""
+    weights = _bytes([[1, 2], [3, 4]], "<f4")
+    delta = decode_delta(catalog, _delta(column_offset=2, width=2, weights=weights))
+    assert delta.columns["weights"] is weights
+    assert (delta.layout.shard.offset, delta.layout.shard.width) == (2, 2)
+    assert delta.row_ids.tolist() == [3, 99]
+    assert delta.identities is None and delta.deleted_row_ids is None
+
+
+def test_a_delta_may_only_delete(catalog: Catalog) -> None:
+    """Deleted rows need no columns."""
+    delta = decode_delta(catalog, _delta(rows=(), states=[], deleted_row_ids=_bytes([5, 6], "<i8")))
+    assert delta.deleted_row_ids is not None and delta.deleted_row_ids.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"fqn": "other.weight"}, UnknownTableError, "other.weight"),
+        ({"fingerprint": 1}, SpecMismatchError, "fingerprint 1 "),
+        ({"row_ids": _bytes([3, 100], "<i8")}, RowRangeError, "row id 100 is not in 0..99"),
+        ({"row_ids": _bytes([-1, 3], "<i8")}, RowRangeError, "row id -1"),
+        ({"row_ids": memoryview(bytes(15))}, RequestError, "15 bytes"),
+        ({"deleted_row_ids": _bytes([200], "<i8")}, RowRangeError, "row id 200"),
+        ({"column_offset": 2}, SpecMismatchError, "columns 2..5 of a dim of 4"),
+        ({"column_offset": -1}, SpecMismatchError, "columns -1"),
+        ({"width": 0}, SpecMismatchError, "of a dim of 4"),
+        ({"weights": memoryview(bytes(31))}, RequestError, "weights has 31 bytes.* have 32"),
+        ({"states": []}, SpecMismatchError, "states missing: sum"),
+        ({"identities": _bytes([1, 2], "<i8")}, SpecMismatchError, "has no identities"),
+    ],
+)
+def test_a_bad_delta_is_refused(
+    catalog: Catalog, changes: dict[str, Any], error: type[RequestError], says: str
+) -> None:
+    """Each field that can be wrong has its own words."""
+    with pytest.raises(error, match=says):
+        decode_delta(catalog, _delta(**changes))
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"name": "momentum"}, "'momentum' is unknown"),
+        ({"dtype": 2}, r"is FLOAT16\[1\] a row, registered as FLOAT32\[1\]"),
+        ({"dtype": 77}, "is type 77"),
+        ({"width": 4}, r"is FLOAT32\[4\] a row"),
+    ],
+)
+def test_a_bad_state_is_refused(catalog: Catalog, state: dict[str, Any], says: str) -> None:
+    """A state's name, dtype and width must be the registered ones."""
+    fields = {"name": "sum", "dtype": 1, "width": 1, "data": memoryview(bytes(8))} | state
+    with pytest.raises(SpecMismatchError, match=says):
+        decode_delta(catalog, _delta(states=[idl.StateColumn(**fields)]))
+    twice = _delta().states * 2
+    with pytest.raises(SpecMismatchError, match="given twice"):
+        decode_delta(catalog, _delta(states=twice))
+
+
+def test_identities_must_come_with_a_table_that_has_them(catalog: Catalog) -> None:
+    """A row without its identity could not be looked up by it."""
+    assert decode_delta(catalog, _delta(WITH_IDS)).identities is not None
+    with pytest.raises(SpecMismatchError, match="has identities"):
+        decode_delta(catalog, _delta(WITH_IDS, identities=None))
+    with pytest.raises(RequestError, match="of identities for 2 rows"):
+        decode_delta(catalog, _delta(WITH_IDS, identities=_bytes([1], "<i8")))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_values_are_refused_under_reject(catalog: Catalog, value: float) -> None:
+    """The error names the row; under `accept` the same delta passes."""
+    delta = _delta(weights=_bytes([[0, 0, 0, 0], [0, value, 0, 0]], "<f4"))
+    decode_delta(catalog, delta)
+    with pytest.raises(NonFiniteError, match="weights of row 99"):
+        decode_delta(catalog, delta, reject_non_finite=True)
+    state = idl.StateColumn(name="sum", dtype=1, width=1, data=_bytes([value, 0], "<f4"))
+    with pytest.raises(NonFiniteError, match="sum of row 3"):
+        decode_delta(catalog, _delta(states=[state]), reject_non_finite=True)
+
+
+def test_bfloat16_is_checked_by_its_bits(catalog: Catalog) -> None:
+    """numpy has no bfloat16, so its NaN and Inf are known by an exponent of ones."""
+    good = _delta(BF16, weights=_bytes([0x3F80, 0x7F7F, 0xFF7F, 0], "<u2"))
+    decode_delta(catalog, good, reject_non_finite=True)
+    bad = _delta(BF16, weights=_bytes([0x3F80, 0x7FC0, 0, 0], "<u2"))
+    with pytest.raises(NonFiniteError, match="row 3"):
+        decode_delta(catalog, bad, reject_non_finite=True)

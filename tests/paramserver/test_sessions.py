@@ -1,0 +1,126 @@
+"""Exactly once, in order: the decisions, without any I/O."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from headrace.paramserver.sessions import Session, Sessions
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _accept(sessions: Sessions, client_seq: int, *, epoch: int = 5, client: str = "rank0") -> bool:
+    session, is_new = sessions.accept("run", client, epoch, client_seq)
+    if is_new:
+        sessions.advance(
+            session, client_seq=client_seq, step=client_seq, time_us=0, ends_step=True, is_exact_cut=client_seq % 2 == 0
+        )
+    return is_new
+
+
+def _opened() -> Sessions:
+    sessions = Sessions({}, clock=FakeClock())
+    sessions.open("run", "rank0", 5, 0, 1)
+    return sessions
+
+
+def test_the_next_batch_is_accepted_and_a_resend_is_not() -> None:
+    """Each client seq takes effect once, however often it comes."""
+    sessions = _opened()
+    assert [_accept(sessions, seq) for seq in (1, 1, 2, 1, 2, 3)] == [True, False, True, False, False, True]
+
+
+def test_a_gap_is_refused_with_the_seq_that_is_expected() -> None:
+    """A batch that skips one changes nothing and the error says where to go on."""
+    sessions = _opened()
+    _accept(sessions, 1)
+    with pytest.raises(SequenceGapError) as caught:
+        _accept(sessions, 3)
+    assert caught.value.expected_seq == 2
+    assert _accept(sessions, 2)
+
+
+def test_an_older_epoch_is_fenced_on_every_client_of_the_run() -> None:
+    """Once one client of a run has come back in a newer epoch, no client of the older one may write."""
+    sessions = _opened()
+    sessions.open("run", "rank1", 5, 1, 2)
+    sessions.open("run", "rank0", 6, 0, 1)
+    for client in ("rank0", "rank1"):
+        with pytest.raises(FencedError) as caught:
+            _accept(sessions, 1, epoch=5, client=client)
+        assert caught.value.epoch == 6
+    with pytest.raises(FencedError):
+        sessions.open("run", "rank1", 5, 1, 2)
+    assert sessions.epoch_of("another run") == 0
+    sessions.open("another run", "rank0", 2, 0, 1)
+    assert sessions.highest_epoch == 6
+
+
+def test_a_new_epoch_counts_from_one_again() -> None:
+    """A restarted client begins at 1, in its new epoch only."""
+    sessions = _opened()
+    _accept(sessions, 1)
+    assert sessions.open("run", "rank0", 5, 0, 1).last_client_seq == 1
+    assert sessions.open("run", "rank0", 6, 0, 1).last_client_seq == 0
+    assert _accept(sessions, 1, epoch=6)
+
+
+def test_a_client_must_say_hello_in_its_epoch() -> None:
+    """Neither an unknown client nor a known one in an epoch it has not opened may write."""
+    sessions = _opened()
+    with pytest.raises(RequestError, match="has not said hello"):
+        _accept(sessions, 1, client="rank7")
+    with pytest.raises(RequestError, match="has not said hello"):
+        _accept(sessions, 1, epoch=9)
+    with pytest.raises(RequestError, match="below 1"):
+        _accept(sessions, 0)
+
+
+def test_sessions_come_back_from_metadata() -> None:
+    """What `pack` keeps is all that a restart needs."""
+    sessions = _opened()
+    for seq in (1, 2, 3):
+        _accept(sessions, seq)
+    meta: dict[bytes, bytes] = {b"other": b"x"}
+    for session in sessions:
+        meta |= session.pack()
+    (restored,) = Sessions(meta)
+    assert restored == Session("run", "rank0", 5, 0, 1, last_client_seq=3, step=3, exact_step=2)
+    assert not _accept(Sessions(meta), 3)
+
+
+def test_damaged_metadata_is_named() -> None:
+    """A session that cannot be read stops the shard with the key, it is not skipped."""
+    with pytest.raises(CorruptionError, match="session/x"):
+        Sessions({b"session/x": b"\xc1"})
+
+
+@given(st.lists(st.integers(0, 12), max_size=60))
+def test_any_arrival_order_takes_effect_as_1_2_3(arrivals: list[int]) -> None:
+    """Whatever is duplicated, reordered or skipped, the accepted batches are 1, 2, 3 … without a hole."""
+    sessions = _opened()
+    accepted = []
+    for seq in arrivals:
+        try:
+            if _accept(sessions, seq):
+                accepted.append(seq)
+        except (SequenceGapError, RequestError):
+            continue
+    assert accepted == list(range(1, len(accepted) + 1))
+
+
+def test_rows_brought_in_raise_the_epoch_that_a_new_trainer_takes() -> None:
+    """A trainer that starts after a backfill or a replay is newer than every row of it, also after a restart."""
+    sessions = _opened()
+    meta = sessions.raise_version_epoch(9)
+    sessions.raise_version_epoch(7)
+    assert sessions.highest_epoch == 9
+    assert Sessions(meta).highest_epoch == 9

@@ -1,0 +1,316 @@
+"""A shard whole: over real loopback, with its real log and store, also over restarts and a killed store."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.admission import ServerLimits
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc_server import ThriftServer
+from headrace.paramserver.shard import Shard, open_shard
+from headrace.paramserver.shard_config import ShardConfig
+from headrace.schemas.errors import (
+    CorruptionError,
+    FencedError,
+    ProtocolMismatchError,
+    RequestError,
+    RowRangeError,
+    SequenceGapError,
+    SpecMismatchError,
+    UnauthorizedError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="items.weight",
+    num_rows=1000,
+    dim=4,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+MISSING, PRESENT, DELETED = 0, 1, 2
+
+
+def _config(directory: Path, **changes: Any) -> ShardConfig:
+    directory.mkdir(exist_ok=True)
+    config = ShardConfig(
+        directory=directory,
+        shard=0,
+        server_id="a-server",
+        addresses=(("127.0.0.1", 7601),),
+        block_cache_bytes=32 << 20,
+        memtable_bytes=6 << 20,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+@asynccontextmanager
+async def _serving(config: ShardConfig) -> AsyncIterator[tuple[Shard, ParamServerClient]]:
+    async with open_shard(config) as shard:
+        server = ThriftServer(shard, limits=ServerLimits())
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+            await server.start(sock)
+            try:
+                async with await ParamServerClient.connect("127.0.0.1", port) as client:
+                    yield shard, client
+            finally:
+                await server.close(drain_s=5)
+
+
+def _hello(epoch: int = 1, *, client: str = "rank0", role: int = 2, **changes: Any) -> Any:
+    fields = {"tables": [spec_to_idl(SPEC)]} | changes
+    return idl.HelloRequest(
+        protocol_version=fields.pop("protocol_version", PROTOCOL_VERSION),
+        role=role,
+        run="run",
+        client=client,
+        epoch=epoch,
+        rank=0,
+        world_size=1,
+        **fields,
+    )
+
+
+def _set(
+    client_seq: int, rows: list[int], value: float, *, epoch: int = 1, step: int | None = None, **more: Any
+) -> Any:
+    delta = idl.TableDelta(
+        fqn=SPEC.fqn,
+        fingerprint=SPEC.fingerprint,
+        column_offset=0,
+        width=SPEC.dim,
+        row_ids=np.array(rows, "<i8"),
+        weights=np.full((len(rows), SPEC.dim), value, "<f4"),
+        states=[idl.StateColumn(name="sum", dtype=1, width=1, data=np.full((len(rows), 1), value * 2, "<f4"))],
+        deleted_row_ids=more.pop("deleted", None),
+    )
+    return idl.SetEmbeddingsRequest(
+        run="run",
+        client="rank0",
+        epoch=epoch,
+        client_seq=client_seq,
+        step=client_seq * 10 if step is None else step,
+        time_us=client_seq * 1000,
+        ends_step=True,
+        is_exact_cut=True,
+        deltas=[delta],
+        **more,
+    )
+
+
+async def _get(client: ParamServerClient, rows: list[int]) -> dict[str, Any]:
+    reply = await client.get_embeddings(
+        idl.GetEmbeddingsRequest(fqn=SPEC.fqn, row_ids=np.array(rows, "<i8"), with_states=True, with_versions=True)
+    )
+    weights = np.frombuffer(reply.weights, "<f4").reshape(len(rows), SPEC.dim)
+    return {
+        "presence": list(bytes(reply.presence)),
+        "values": weights[:, 0].tolist(),
+        "states": np.frombuffer(reply.states[0].data, "<f4").tolist(),
+        "steps": np.frombuffer(reply.steps, "<i8").tolist(),
+        "epochs": np.frombuffer(reply.epochs, "<i8").tolist(),
+        "seq": reply.seq,
+    }
+
+
+async def test_rows_come_back_with_states_and_versions(tmp_path: Path) -> None:
+    """An acked row is read with its weights, states and version; one never written is missing and zero."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        reply = await client.set_embeddings(_set(1, [5, 999], 1.5))
+        assert (reply.seq, reply.is_duplicate) == (2, False)  # seq 1 is the hello
+        got = await _get(client, [999, 7, 5])
+    assert got == {
+        "presence": [PRESENT, MISSING, PRESENT],
+        "values": [1.5, 0, 1.5],
+        "states": [3, 0, 3],
+        "steps": [10, 0, 10],
+        "epochs": [1, 0, 1],
+        "seq": 2,
+    }
+
+
+async def test_a_resend_has_no_effect_and_a_gap_is_refused(tmp_path: Path) -> None:
+    """Batch 1 sent again after batch 2 leaves the rows of batch 2, and batch 4 before 3 is told to wait."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], 1.0))
+        await client.set_embeddings(_set(2, [1], 2.0))
+        assert (await client.set_embeddings(_set(1, [1], 1.0))).is_duplicate
+        with pytest.raises(SequenceGapError) as caught:
+            await client.set_embeddings(_set(4, [1], 4.0))
+        assert caught.value.expected_seq == 3
+        assert (await _get(client, [1]))["values"] == [2.0]
+
+
+async def test_many_batches_in_flight_keep_their_order(tmp_path: Path) -> None:
+    """Batches sent without waiting for acks take effect in the order in which they were sent."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        replies = await asyncio.gather(*(client.set_embeddings(_set(i, [i % 7], float(i))) for i in range(1, 101)))
+        assert [reply.seq for reply in replies] == list(range(2, 102))
+        got = await _get(client, list(range(7)))
+    assert got["values"] == [98.0, 99.0, 100.0, 94.0, 95.0, 96.0, 97.0]
+
+
+async def test_a_newer_epoch_fences_the_older_off(tmp_path: Path) -> None:
+    """After a restarted trainer has said hello, the one before it may neither write nor say hello."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        assert (await client.hello(_hello(0))).highest_epoch == 0
+        await client.hello(_hello(1))
+        await client.set_embeddings(_set(1, [1], 1.0))
+        reply = await client.hello(_hello(2))
+        assert (reply.highest_epoch, reply.last_client_seq) == (2, 0)
+        with pytest.raises(FencedError) as caught:
+            await client.set_embeddings(_set(2, [1], 2.0))
+        assert caught.value.epoch == 2
+        with pytest.raises(FencedError):
+            await client.hello(_hello(1))
+        assert (await _get(client, [1]))["values"] == [1.0]
+
+
+@pytest.mark.parametrize("store_is_lost", [False, True], ids=["clean stop", "store lost"])
+async def test_everything_acked_is_there_after_a_restart(tmp_path: Path, store_is_lost: bool) -> None:
+    """Rows, tables, sessions and fencing come back, from the store or, if that is gone, from the log alone."""
+    config = _config(tmp_path)
+    async with _serving(config) as (_, client):
+        await client.hello(_hello(3))
+        for i in range(1, 6):
+            await client.set_embeddings(_set(i, [i, 500], float(i), epoch=3))
+    if store_is_lost:
+        shutil.rmtree(tmp_path / "store")
+    async with _serving(config) as (_, client):
+        reply = await client.hello(_hello(3))
+        assert (reply.last_client_seq, reply.highest_epoch) == (5, 3)
+        assert [table.fqn for table in reply.tables] == [SPEC.fqn]
+        got = await _get(client, [1, 5, 500])
+        assert (got["values"], got["epochs"]) == ([1.0, 5.0, 5.0], [3, 3, 3])
+        assert (await client.set_embeddings(_set(5, [500], 9.0, epoch=3))).is_duplicate
+        with pytest.raises(FencedError):
+            await client.set_embeddings(_set(6, [500], 9.0, epoch=2))
+        await client.set_embeddings(_set(6, [500], 6.0, epoch=3))
+        assert (await _get(client, [500]))["values"] == [6.0]
+
+
+async def test_a_log_that_has_lost_records_stops_the_start(tmp_path: Path) -> None:
+    """A store that is ahead of its log belongs to another log: serving it would forget acked batches."""
+    config = _config(tmp_path)
+    async with _serving(config) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], 1.0))
+    shutil.rmtree(tmp_path / "log")
+    with pytest.raises(CorruptionError, match="records are lost"):
+        async with open_shard(config):
+            pass
+
+
+async def test_a_deleted_row_is_said_to_be_deleted(tmp_path: Path) -> None:
+    """A tombstone has a version and zero columns, and a later update brings the row back."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1, 2], 1.0))
+        await client.set_embeddings(_set(2, [], 0.0, deleted=np.array([1, 3], "<i8")))
+        got = await _get(client, [1, 2, 3])
+        assert (got["presence"], got["values"]) == ([DELETED, PRESENT, DELETED], [0, 1.0, 0])
+        assert got["steps"] == [20, 10, 20]
+        await client.set_embeddings(_set(3, [1], 3.0))
+        assert (await _get(client, [1]))["presence"] == [PRESENT]
+
+
+async def test_what_is_brought_in_never_overwrites_a_newer_row(tmp_path: Path) -> None:
+    """A batch with a version of its own writes only rows whose version is older, applied or not, and no tombstone."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello(5))
+        await client.set_embeddings(_set(1, [1], 1.0, epoch=5))
+        await client.set_embeddings(_set(2, [], 0.0, epoch=5, deleted=np.array([3], "<i8")))
+        await client.set_embeddings(_set(3, [1, 2, 3], 7.0, epoch=5, step=5, version_epoch=4))
+        got = await _get(client, [1, 2, 3])
+        assert (got["presence"], got["values"]) == ([PRESENT, PRESENT, DELETED], [1.0, 7.0, 0])
+        await client.set_embeddings(_set(4, [1, 2, 3], 8.0, epoch=5, step=5, version_epoch=6))
+        got = await _get(client, [1, 2, 3])
+        assert (got["values"], got["epochs"]) == ([8.0] * 3, [6] * 3)
+        assert (await client.hello(_hello(0))).highest_epoch == 6
+
+
+@pytest.mark.parametrize(
+    ("request_changes", "error", "says"),
+    [
+        ({"rows": [1000]}, RowRangeError, "1000"),
+        ({"epoch": 0}, RequestError, "out of range"),
+        ({"step": -1}, RequestError, "out of range"),
+        ({"client_seq": 0}, RequestError, "below 1"),
+        ({"epoch": 9}, RequestError, "has not said hello in epoch 9"),
+        ({"version_epoch": 0}, RequestError, "out of range"),
+    ],
+)
+async def test_a_bad_batch_changes_nothing(
+    tmp_path: Path, request_changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    """It is refused with its reason, takes no place in the order, and the connection goes on."""
+    changes = {"client_seq": 1, "rows": [1], "value": 9.0} | request_changes
+    async with _serving(_config(tmp_path)) as (shard, client):
+        await client.hello(_hello())
+        with pytest.raises(error, match=says):
+            await client.set_embeddings(_set(**changes))
+        assert (await _get(client, [1]))["presence"] == [MISSING]
+        assert (await client.set_embeddings(_set(1, [1], 1.0))).seq == 2
+        assert shard is not None
+
+
+async def test_steps_of_a_client_only_rise(tmp_path: Path) -> None:
+    """A step that goes back would give newer rows an older version."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], 1.0, step=7))
+        with pytest.raises(RequestError, match="step 6 after step 7"):
+            await client.set_embeddings(_set(2, [1], 1.0, step=6))
+        await client.set_embeddings(_set(2, [1], 2.0, step=7))
+
+
+async def test_hello_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
+    """Another protocol version, a table of another shape, and a writer without a name."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        with pytest.raises(ProtocolMismatchError):
+            await client.hello(_hello(protocol_version=99))
+        await client.hello(_hello())
+        with pytest.raises(SpecMismatchError, match="dim 4 ≠ 8"):
+            await client.hello(_hello(tables=[spec_to_idl(dataclasses.replace(SPEC, dim=8))]))
+        with pytest.raises(RequestError, match="not a writer"):
+            await client.hello(_hello(client=""))
+        with pytest.raises(UnknownTableError):
+            await client.get_embeddings(
+                idl.GetEmbeddingsRequest(fqn="no", row_ids=b"", with_states=False, with_versions=False)
+            )
+
+
+async def test_only_a_writer_writes(tmp_path: Path) -> None:
+    """A connection that has not said hello as a writer cannot change anything."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello(0, role=1, tables=[]))
+        with pytest.raises(UnauthorizedError):
+            await client.set_embeddings(_set(1, [1], 1.0))
+
+
+async def test_status_tells_the_state(tmp_path: Path) -> None:
+    """Log, tables and clients are as the calls before have left them."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1, 2, 3], 1.0))
+        status = await client.status()
+    assert (status.shard, status.num_shards, status.log_seq, status.num_rows_written) == (0, 1, 2, 3)
+    (table,), (writer,) = status.tables, status.clients
+    assert table.spec.fqn == SPEC.fqn
+    assert (writer.client, writer.last_client_seq, writer.step, writer.is_connected) == ("rank0", 1, 10, True)

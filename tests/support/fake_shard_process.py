@@ -1,0 +1,67 @@
+"""A shard process without a shard, for tests of the supervisor: answers each connection with its pid.
+
+Its argument says how it behaves:
+
+    serve       as it should
+    storage     ends with a storage error instead of serving
+    broken      ends at once, each time
+    stubborn    serves, and heeds neither SIGTERM nor the end of stdin
+    babble      reports something that is no report
+    once PATH   ends at once the first time, when PATH does not exist; then serves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from headrace.paramserver.shard_channel import EXIT_ERROR, EXIT_STORAGE, ShardOrder, ShardReport
+
+
+async def _serve(order: ShardOrder, *, is_stubborn: bool) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: None if is_stubborn else stopping.set())
+
+    def on_stdin() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            if not is_stubborn:
+                stopping.set()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"{os.getpid()}\n".encode())
+        writer.close()
+        await writer.wait_closed()
+
+    loop.add_reader(0, on_stdin)
+    server = await asyncio.start_server(answer, sock=socket.socket(fileno=order.socket_fd))
+    os.write(order.report_fd, ShardReport(is_ready=True).encode())
+    async with server:
+        await stopping.wait()
+
+
+def main(behaviour: str, *arguments: str) -> int:
+    order = ShardOrder.decode(sys.stdin.buffer.readline())
+    if behaviour == "once":
+        path = Path(arguments[0])
+        behaviour = "serve" if path.exists() else "broken"
+        path.touch()
+    if behaviour == "storage":
+        os.write(order.report_fd, ShardReport(error="log record 7 is rotten").encode())
+        return EXIT_STORAGE
+    if behaviour == "broken":
+        os.write(order.report_fd, ShardReport(error="the wheel is stuck").encode())
+        return EXIT_ERROR
+    if behaviour == "babble":
+        os.write(order.report_fd, b"hello\n")
+    asyncio.run(_serve(order, is_stubborn=behaviour == "stubborn"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""The real shard process around a shard that behaves as its first argument says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from headrace.paramserver import shard, shard_process
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, UnavailableError
+
+BEHAVIOUR = sys.argv[1]
+
+
+class _Shard:
+    async def wait_failed(self) -> HeadraceError:
+        if BEHAVIOUR == "fails":
+            return CorruptionError("log record 7 is rotten")
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    def disconnected(self, peer: Any) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def open_shard(config: Any) -> AsyncIterator[_Shard]:
+    print("opening", flush=True)
+    if BEHAVIOUR == "never opens":
+        await asyncio.get_running_loop().create_future()
+    errors = {
+        "wrong": ConfigError("no such policy"),
+        "away": UnavailableError("try again"),
+        "bug": ZeroDivisionError("by zero"),
+    }
+    if BEHAVIOUR in errors:
+        raise errors[BEHAVIOUR]
+    yield _Shard()
+    print("closed", flush=True)
+
+
+shard.open_shard = open_shard  # type: ignore[assignment]
+sys.exit(shard_process.main())

@@ -1,0 +1,131 @@
+"""Tapped tables without a model, and flushes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.flush import Flush
+from headrace.streamer.flusher import Flusher
+from headrace.streamer.rendezvous import Writer
+from headrace.streamer.staging import TORCH_DTYPES, StagingPool
+from headrace.streamer.tapped_table import TappedTable
+
+POINTWISE = StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
+ROWWISE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+WRITER = Writer(run="run", client="rank0", epoch=1, rank=0, world_size=1)
+
+
+class Trained:
+    """A table whose values are tensors of its own.
+
+    Attributes:
+        tapped: What a tap would have made of it.
+        weights: [rows, width].
+        states: By name.
+    """
+
+    def __init__(
+        self,
+        fqn: str = "t.weight",
+        num_rows: int = 50,
+        dim: int = 4,
+        *,
+        dtype: DType = DType.FLOAT32,
+        states: Sequence[StateSpec] = (),
+        shard: ColumnShard | None = None,
+        row_offset: int = 0,
+        total_rows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        spec = TableSpec(
+            fqn=fqn, num_rows=total_rows or num_rows + row_offset, dim=dim, dtype=dtype, states=tuple(states)
+        )
+        shard = shard or spec.whole
+        generator = torch.Generator().manual_seed(seed)
+
+        def noise(dtype: DType, width: int) -> torch.Tensor:
+            return torch.randn(num_rows, width, generator=generator).to(TORCH_DTYPES[dtype])
+
+        self.weights = noise(dtype, shard.width).requires_grad_()
+        self.states = {state.name: noise(state.dtype, state.width_in(shard)) for state in states}
+        self.tapped = TappedTable(
+            spec=spec,
+            num_local_rows=num_rows,
+            weights=lambda: self.weights,
+            states=lambda: self.states,
+            shard=shard,
+            row_offset=row_offset,
+        )
+
+    def mark(self, rows: Iterable[int]) -> None:
+        self.tapped.dirty.mark(torch.tensor(list(rows), dtype=torch.int64))
+
+    def update(self, rows: Iterable[int], value: float) -> None:
+        """Set rows to a value and mark them."""
+        rows = list(rows)
+        with torch.no_grad():
+            self.weights[rows] = value
+        self.mark(rows)
+
+
+class Submitted:
+    """A flusher's other side: keeps what is submitted, and gives buffers back when told.
+
+    Attributes:
+        flushes: In order.
+        error: Raised by the next submits.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Trained],
+        *,
+        num_shards: int = 1,
+        staging_bytes: int = 2**20,
+        clock: Any = None,
+        **settings: Any,
+    ) -> None:
+        self.flushes: list[Flush] = []
+        self.error: Exception | None = None
+        self.pool = StagingPool(staging_bytes)
+        self.flusher = Flusher(
+            config=StreamerConfig.load(environ={}, **settings),
+            num_shards=num_shards,
+            pool=self.pool,
+            submit=self._submit,
+            describe_delay=lambda: "shard 0 is behind",
+            **({"monotonic_s": clock} if clock else {}),
+        )
+        self.flusher.add_tables([table.tapped for table in tables], max_frame_bytes=2**26)
+
+    def _submit(self, flush: Flush) -> None:
+        if self.error is not None:
+            raise self.error
+        self.flushes.append(flush)
+
+    def release(self) -> None:
+        """Give back the buffers of all flushes, as acks would."""
+        for flush in self.flushes:
+            if flush.staging is not None:
+                self.pool.release(flush.staging)
+                flush.staging = None
+
+
+def rows_of(flush: Flush, num_shards: int, *, max_bytes: int = 2**22) -> list[tuple[int, str, int, bytes]]:
+    """Return (shard, fqn, row, bytes of the row's columns) for all that a flush's messages carry, in their order."""
+    rows = []
+    for shard in range(num_shards):
+        for message in flush.messages(shard, max_bytes):
+            for delta in message.deltas:
+                ids = np.frombuffer(delta.row_ids, "<i8").tolist()
+                columns = [bytes(delta.weights), *(bytes(state.data) for state in delta.states)]
+                for at, row in enumerate(ids):
+                    parts = [c[at * len(c) // len(ids) : (at + 1) * len(c) // len(ids)] for c in columns]
+                    rows.append((shard, delta.fqn, row, b"".join(parts)))
+    return rows
