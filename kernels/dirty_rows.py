@@ -1,0 +1,159 @@
+"""Which rows of a table changed since they were last taken: a bitmap of one bit a row.
+
+A table is large and a step touches little of it, so a summary of one byte a block says where the bitmap has to be
+looked at: `take` costs in proportion to the dirty blocks, never to the table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["DirtyRows"]
+
+_WORD_BITS = 64
+_BLOCK_WORDS = 64
+_BLOCK_BYTES = 8 * _BLOCK_WORDS
+_BLOCK_ROWS = _WORD_BITS * _BLOCK_WORDS
+# Blocks looked at in one pass of `take`: 2 MiB of bitmap, so that a part of a table that is dirty all over costs
+# what the part costs.
+_PASS_BLOCKS = 4096
+
+_Words = npt.NDArray[np.uint64]
+
+
+class DirtyRows:
+    """The set of changed rows of one table, by local row id.
+
+    Takes `num_rows / 8` bytes, and one byte for every 4096 rows. Not thread-safe: marked and taken on the training
+    thread.
+
+    Attributes:
+        num_rows: Rows of the table, ≥ 0.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        """Start with no row dirty.
+
+        Args:
+            num_rows: Rows of the table, ≥ 0.
+        """
+        if num_rows < 0:
+            raise ValueError(f"num_rows {num_rows} is negative")
+        self.num_rows = num_rows
+        num_blocks = -(-num_rows // _BLOCK_ROWS)
+        # Little-endian words, so that the bytes of a word are its rows in ascending order.
+        self._words: _Words = np.zeros((num_blocks, _BLOCK_WORDS), dtype="<u8")
+        # Invariant: true exactly where the block has a bit set.
+        self._has_rows: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        self._count = 0
+
+    def mark(self, row_ids: torch.Tensor) -> None:
+        """Add rows; negative ids are skipped, and a row may be named many times.
+
+        Args:
+            row_ids: int32 or int64, any shape, order and device; not kept. On a GPU this waits for the device.
+
+        Raises:
+            IndexError: An id is not below `num_rows`; nothing is marked.
+        """
+        ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64)  # a copy: sorted in place below
+        ids.sort()
+        if ids.size and ids[0] < 0:
+            ids = ids[np.searchsorted(ids, 0) :]
+        if not ids.size:
+            return
+        if ids[-1] >= self.num_rows:
+            raise IndexError(f"row {ids[-1]} is not below {self.num_rows}")
+        words = ids >> 6
+        bits = np.left_shift(np.uint64(1), (ids & 63).astype(np.uint64))
+        starts = np.flatnonzero(np.concatenate(([True], words[1:] != words[:-1])))
+        words = words[starts]
+        before = self._words.reshape(-1)[words]
+        after = before | np.bitwise_or.reduceat(bits, starts)
+        self._words.reshape(-1)[words] = after  # each word is named once, so no bit is lost
+        self._has_rows[words >> 6] = True
+        self._count += int(np.bitwise_count(before ^ after).sum(dtype=np.int64))
+
+    def mark_all(self) -> None:
+        """Add every row."""
+        if not self.num_rows:
+            return
+        self._words.fill(np.uint64(2**64 - 1))
+        self._has_rows.fill(True)
+        words = self._words.reshape(-1)
+        first_unused, used_bits = divmod(self.num_rows, _WORD_BITS)
+        words[first_unused + bool(used_bits) :] = 0
+        if used_bits:
+            words[first_unused] = np.uint64((1 << used_bits) - 1)
+        self._count = self.num_rows
+
+    def take(self, max_rows: int | None = None) -> torch.Tensor:
+        """Remove and return the lowest dirty rows; `is_empty` then says whether any are left.
+
+        Args:
+            max_rows: At most so many, ≥ 0; None takes all.
+
+        Returns:
+            int64[n] on the CPU, ascending, unique, contiguous, owned by the caller.
+        """
+        wanted = self.num_rows if max_rows is None else max_rows
+        parts: list[npt.NDArray[np.int64]] = []
+        blocks = np.flatnonzero(self._has_rows)
+        for first in range(0, blocks.size, _PASS_BLOCKS):
+            if wanted <= 0:
+                break
+            part = self._take_from(blocks[first : first + _PASS_BLOCKS], wanted)
+            wanted -= part.size
+            parts.append(part)
+        if len(parts) == 1:
+            return torch.from_numpy(parts[0])
+        return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
+
+    def _take_from(self, blocks: npt.NDArray[np.intp], max_rows: int) -> npt.NDArray[np.int64]:
+        """Take at most `max_rows` ≥ 1 rows out of blocks that each have some."""
+        words = self._words[blocks]
+        num_rows_up_to = np.bitwise_count(words).sum(axis=1, dtype=np.int64).cumsum()
+        num_blocks = min(int(np.searchsorted(num_rows_up_to, max_rows)) + 1, blocks.size)
+        blocks, words = blocks[:num_blocks], words[:num_blocks]
+        is_cut = num_rows_up_to[num_blocks - 1] > max_rows
+        ids = _row_ids(words, blocks)[:max_rows]
+        self._words[blocks] = 0
+        self._has_rows[blocks] = False
+        if is_cut:  # rows of the last block that are beyond the last one taken stay
+            word, bit = divmod(int(ids[-1]) % _BLOCK_ROWS, _WORD_BITS)
+            rest = words[-1]
+            rest[:word] = 0
+            rest[word] &= np.uint64(2**64 - (2 << bit)) if bit < 63 else np.uint64(0)
+            self._words[blocks[-1]] = rest
+            self._has_rows[blocks[-1]] = True
+        self._count -= ids.size
+        return ids
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is dirty."""
+        return self._count == 0
+
+    @property
+    def count(self) -> int:
+        """Number of dirty rows."""
+        return self._count
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory taken, bytes."""
+        return self._words.nbytes + self._has_rows.nbytes
+
+
+def _row_ids(words: _Words, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Return int64 ids, ascending, of the bits set in `words` uint64[len(blocks), 64]."""
+    # By bytes, not words: where few rows are dirty a word has one bit, and 63 zeros would be unpacked with it.
+    flat = words.reshape(-1).view(np.uint8)
+    where = np.flatnonzero(flat != 0)
+    first_ids = blocks[where // _BLOCK_BYTES].astype(np.int64) * _BLOCK_ROWS + (where % _BLOCK_BYTES) * 8
+    bits = np.unpackbits(flat[where], bitorder="little").view(np.bool_)
+    hits = np.flatnonzero(bits)
+    ids: npt.NDArray[np.int64] = first_ids[hits >> 3] + (hits & 7)
+    return ids

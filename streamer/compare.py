@@ -1,0 +1,184 @@
+"""The proof: every row of the trainer's tables against the store, bit for bit, weights and optimizer states."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.schemas.idl import idl
+from headrace.streamer.tapped_table import TappedTable
+
+__all__ = ["Comparison", "TableComparison", "compare_tables", "compare_with_store"]
+
+# Rows are read in pieces of about this size, so that a comparison takes little memory.
+_CHUNK_BYTES = 16 * 2**20
+_MAX_NAMED = 10
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(kw_only=True, slots=True)
+class TableComparison:
+    """What comparing one table, or the part of it that this rank has, has shown.
+
+    Attributes:
+        fqn: The table.
+        num_rows: Rows of the trainer.
+        num_equal: Rows of which every bit is equal.
+        num_missing: Rows that the store does not have.
+        num_different: Rows that the store has, but not so.
+        different_row_ids: The first of them, global.
+        missing_row_ids: The first of the missing ones, global.
+        skipped_states: States that were not compared: rowwise ones of a table that is split by columns, of which each
+            part has a value of its own and the store answers with one.
+    """
+
+    fqn: str
+    num_rows: int = 0
+    num_equal: int = 0
+    num_missing: int = 0
+    num_different: int = 0
+    different_row_ids: list[int] = field(default_factory=list)
+    missing_row_ids: list[int] = field(default_factory=list)
+    skipped_states: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What comparing all tables has shown.
+
+    Attributes:
+        tables: In the order given.
+        only_present: Missing rows are no fault: they were never updated.
+    """
+
+    tables: tuple[TableComparison, ...]
+    only_present: bool
+
+    @property
+    def num_compared(self) -> int:
+        """Rows that both sides have."""
+        return sum(table.num_equal + table.num_different for table in self.tables)
+
+    @property
+    def num_different(self) -> int:
+        """Rows that differ."""
+        return sum(table.num_different for table in self.tables)
+
+    @property
+    def num_missing(self) -> int:
+        """Rows that the store does not have."""
+        return sum(table.num_missing for table in self.tables)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs, and nothing is missing that should be there."""
+        return not self.num_different and (self.only_present or not self.num_missing)
+
+    def __str__(self) -> str:
+        """Say it in one line a table."""
+        return "\n".join(_describe(table) for table in self.tables)
+
+
+def compare_with_store(
+    tables: Sequence[TappedTable], address: str, *, only_present: bool = False, timeout_s: float = 60.0
+) -> Comparison:
+    """Compare tables with a running server; for programs without an event loop, see `compare_tables`.
+
+    Args:
+        tables: As `RawEmbeddingStreamer.tables` has them; not to be trained meanwhile.
+        address: `host:port` of any shard.
+        only_present: Rows that the store does not have are no fault, as for a store that gets updated rows only.
+        timeout_s: For each read.
+
+    Raises:
+        UnavailableError: The server does not answer.
+    """
+
+    async def compare() -> Comparison:
+        async with await EmbeddingReader.connect(address, timeout_s=timeout_s) as reader:
+            return await compare_tables(tables, reader, only_present=only_present)
+
+    return asyncio.run(compare())
+
+
+async def compare_tables(
+    tables: Sequence[TappedTable], reader: EmbeddingReader, *, only_present: bool = False
+) -> Comparison:
+    """Compare tables with what a reader finds; see `compare_with_store`.
+
+    Cancellation: harmless.
+    """
+    results = []
+    for table in tables:
+        results.append(await _compare_table(table, reader))
+    return Comparison(tables=tuple(results), only_present=only_present)
+
+
+async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableComparison:
+    spec = table.spec
+    is_split = table.shard != spec.whole
+    skipped = tuple(state.name for state in spec.states if is_split and state.width)
+    result = TableComparison(fqn=spec.fqn, skipped_states=skipped)
+    row_bytes = sum(s.width_in(spec.whole) * s.dtype.size_bytes for s in spec.states) + spec.dim * spec.dtype.size_bytes
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, table.num_local_rows, step):
+        last = min(first + step, table.num_local_rows)
+        row_ids = np.arange(table.row_offset + first, table.row_offset + last, dtype=np.int64)
+        stored = await reader.get(spec.fqn, row_ids, with_states=True)
+        _add(result, table, first, last, stored)
+    return result
+
+
+def _add(result: TableComparison, table: TappedTable, first: int, last: int, stored: Rows) -> None:
+    """Compare the local rows `first` to `last - 1`."""
+    is_different = _differs(table.weights()[first:last], _part(table, stored.weights))
+    live_states = table.states()
+    for state in table.spec.states:
+        if state.name not in result.skipped_states:
+            found = stored.states[state.name]
+            is_different |= _differs(live_states[state.name][first:last], found if state.width else _part(table, found))
+    is_there = stored.presence == idl.RowPresence.PRESENT
+    is_different &= is_there
+    result.num_rows += last - first
+    result.num_missing += int((~is_there).sum())
+    result.num_different += int(is_different.sum())
+    result.num_equal += int((is_there & ~is_different).sum())
+    _name(result.missing_row_ids, stored.row_ids[~is_there])
+    _name(result.different_row_ids, stored.row_ids[is_different])
+
+
+def _part(table: TappedTable, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Return those columns of whole rows that this rank has."""
+    return columns[:, table.shard.offset : table.shard.offset + table.shard.width]
+
+
+def _differs(live: torch.Tensor, stored: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """Return bool[n]: where any bit of a row differs. Bits, so that NaN equals itself and 0.0 does not equal -0.0."""
+    num_rows = stored.shape[0]
+    ours: _Bytes = live.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(num_rows, -1)
+    theirs: _Bytes = np.ascontiguousarray(stored).view(np.uint8).reshape(num_rows, -1)
+    if ours.shape != theirs.shape:
+        return np.ones(num_rows, np.bool_)
+    differs: npt.NDArray[np.bool_] = (ours != theirs).any(axis=1)
+    return differs
+
+
+def _name(known: list[int], row_ids: npt.NDArray[np.int64]) -> None:
+    known += row_ids[: max(0, _MAX_NAMED - len(known))].tolist()
+
+
+def _describe(table: TableComparison) -> str:
+    text = f"{table.fqn}: {table.num_equal + table.num_different} rows compared, {table.num_different} different"
+    if table.num_different:
+        text += f" (first: {', '.join(map(str, table.different_row_ids))})"
+    text += f", {table.num_missing} missing"
+    if table.skipped_states:
+        text += f"; not compared: {', '.join(table.skipped_states)} (split by columns)"
+    return text

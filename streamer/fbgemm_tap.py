@@ -1,0 +1,259 @@
+"""Tap on FBGEMM's table-batched embeddings, whose optimizer is fused into `backward()`.
+
+A forward hook keeps the batch's row ids with the output's node of the autograd graph. A hook on that node runs right
+after the fused update, and marks them: a forward without a backward marks nothing, and a backward that runs twice
+marks twice. The ids are those that the module itself looks up, after its bounds check, kept by autograd anyway.
+
+Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 1.8.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.streamer.model_tree import is_a
+from headrace.streamer.module_hook import ModuleHook
+from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec
+
+__all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
+
+# Optimizers (`EmbOptimType`) that change no rows but those of the batch. On the CPU FBGEMM has the first three.
+_EXACT = {
+    "EXACT_SGD",
+    "EXACT_ADAGRAD",
+    "EXACT_ROWWISE_ADAGRAD",
+    "ADAM",
+    "PARTIAL_ROWWISE_ADAM",
+    "LAMB",
+    "PARTIAL_ROWWISE_LAMB",
+}
+# One number for the whole table, not a state of its rows.
+_TABLE_STATES = {"iter"}
+# Tensors that hold all tables' weights or one of their states, one after the other.
+_STORES = tuple(
+    f"{prefix}_{place}"
+    for prefix in ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
+    for place in ("host", "dev", "uvm")
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedTables:
+    """A table-batched module and what its tables are, in its own order.
+
+    Attributes:
+        module: `SplitTableBatchedEmbeddingBagsCodegen`.
+        parts: One for each of its tables.
+    """
+
+    module: nn.Module
+    parts: tuple[TablePart, ...]
+
+
+def is_table_batched(module: nn.Module) -> bool:
+    """Return whether a module is a table-batched one of FBGEMM with a fused optimizer."""
+    return is_a(module, "SplitTableBatchedEmbeddingBagsCodegen")
+
+
+def table_parts(path: str, module: Any) -> Iterator[TablePart]:
+    """Yield what the tables of a module that stands alone are; `PATH.NAME`, or `PATH.table_I` without names.
+
+    Args:
+        path: The module's path in the model; empty for the model itself.
+        module: `SplitTableBatchedEmbeddingBagsCodegen`.
+    """
+    names: list[str] = module.table_names or [f"table_{i}" for i in range(len(module.embedding_specs))]
+    for name, (num_rows, dim, *_) in zip(names, module.embedding_specs, strict=True):
+        yield TablePart(fqn=f"{path}.{name}" if path else name, num_rows=num_rows, dim=dim)
+
+
+class FbgemmTap:
+    """Marks the rows that one table-batched module's fused optimizer updates.
+
+    Thread: where `backward()` runs the module's node; on the CPU that is the training thread.
+
+    Attributes:
+        tables: One for each of the module's tables, in its order.
+    """
+
+    def __init__(self, fused: FusedTables, *, note_update: Callable[[], None]) -> None:
+        """Check that the module can be streamed exactly, then register a hook.
+
+        Args:
+            fused: The module and its tables.
+            note_update: Called after rows were marked.
+
+        Raises:
+            UnsupportedModelError: Its optimizer changes rows outside of the batch, or its rows cannot be read.
+        """
+        module: Any = fused.module
+        self._module = module
+        self._note_update = note_update
+        _check_exact(fused)
+        self._values = _Values(self._module)
+        self.tables = [self._table(index, part) for index, part in enumerate(fused.parts)]
+        feature_table_map: list[int] = list(module.feature_table_map)
+        self._features = list(_feature_runs(feature_table_map))
+        self._num_features = len(feature_table_map)
+        self._seen = self._values.snapshot()
+        self._handle: RemovableHandle | None = self._module.register_forward_hook(ModuleHook(self._after_forward))
+
+    def sweep(self) -> None:
+        """Mark all rows if the tables were written by something else than the fused optimizer, which torch counts."""
+        now = self._values.snapshot()
+        if now != self._seen:
+            self._seen = now
+            for table in self.tables:
+                table.dirty.mark_all()
+            self._note_update()
+
+    def close(self) -> None:
+        """Remove the hook; a backward that is still to come marks nothing. Idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _table(self, index: int, part: TablePart) -> TappedTable:
+        weights = self._values.weights(index)
+        num_local_rows, num_columns = weights.shape
+        spec = TableSpec(
+            fqn=part.fqn,
+            num_rows=part.num_rows,
+            dim=part.dim,
+            dtype=dtype_of(f"table {part.fqn!r}", weights.dtype),
+            states=tuple(
+                state_spec(part.fqn, name, state.dtype, rowwise_width=1 if is_rowwise else 0)
+                for name, (state, is_rowwise) in self._values.states_and_kinds(index).items()
+            ),
+        )
+        return TappedTable(
+            spec=spec,
+            shard=ColumnShard(offset=part.column_offset, width=num_columns),
+            row_offset=part.row_offset,
+            num_local_rows=num_local_rows,
+            weights=lambda: self._values.weights(index),
+            states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
+        )
+
+    def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        node = output.grad_fn
+        if node is None:  # no gradient is wanted, so no update will follow
+            return
+        indices, offsets, batch_offsets = module._indices, module._offsets, module._vbe_B_offsets
+
+        def after_update(*_: Any) -> None:
+            if self._handle is not None:
+                self._mark(indices, offsets, batch_offsets)
+                self._seen = self._values.snapshot()
+
+        # Whether the update itself counts as a write differs between builds: look before it, and forget it after.
+        node.register_prehook(lambda *_: self._sweep_if_open())
+        node.register_hook(after_update)
+
+    def _sweep_if_open(self) -> None:
+        if self._handle is not None:
+            self.sweep()
+
+    def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> None:
+        """Mark the rows of one batch.
+
+        Args:
+            indices: Local row ids, feature after feature.
+            offsets: Where each bag begins in `indices`, and its length.
+            batch_offsets: Where each feature begins in `offsets`, and their number; None if all have as many bags.
+        """
+        if batch_offsets is None:
+            num_bags = (offsets.numel() - 1) // self._num_features
+            starts = offsets[::num_bags].tolist() if num_bags else [0] * (self._num_features + 1)
+        else:
+            starts = offsets[batch_offsets.to(torch.int64)].tolist()
+        for table, first, end in self._features:
+            self.tables[table].dirty.mark(indices[starts[first] : starts[end]])
+        self._note_update()
+
+
+class _Values:
+    """Views of the weights and states of a module's tables, made again when the module has moved them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        # Asked for once: a store that is empty now stays so, and looking up names that a module lacks is slow.
+        stores = {name: getattr(module, name, None) for name in _STORES}
+        self._store_names = [
+            name for name, store in stores.items() if isinstance(store, torch.Tensor) and store.numel()
+        ]
+        self._addresses: tuple[int, ...] = ()
+        self._weights: list[torch.Tensor] = []
+        self._states: list[dict[str, tuple[torch.Tensor, bool]]] = []
+
+    def weights(self, index: int) -> torch.Tensor:
+        self._refresh()
+        return self._weights[index]
+
+    def states_and_kinds(self, index: int) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return `[rows, width]` by name, and whether it is rowwise."""
+        self._refresh()
+        return self._states[index]
+
+    def snapshot(self) -> tuple[tuple[int, int], ...]:
+        """Return numbers that differ after torch has written or replaced a store; fused updates do not count."""
+        return tuple((store.data_ptr(), store._version) for store in self._stores())
+
+    def _stores(self) -> list[torch.Tensor]:
+        return [getattr(self._module, name) for name in self._store_names]
+
+    def _refresh(self) -> None:
+        addresses = tuple(store.data_ptr() for store in self._stores())
+        if addresses == self._addresses:
+            return
+        self._weights = self._module.split_embedding_weights()
+        states: list[dict[str, torch.Tensor]] = self._module.get_optimizer_state() or [{} for _ in self._weights]
+        self._states = [
+            {
+                name: (state.detach().view(weights.shape[0], -1), state.dim() == 1)
+                for name, state in of_table.items()
+                if name not in _TABLE_STATES
+            }
+            for weights, of_table in zip(self._weights, states, strict=True)
+        ]
+        self._addresses = addresses
+
+
+def _feature_runs(feature_table_map: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield table, first feature and end, for each run of features that look up the same table."""
+    first = 0
+    for end in range(1, len(feature_table_map) + 1):
+        if end == len(feature_table_map) or feature_table_map[end] != feature_table_map[first]:
+            yield feature_table_map[first], first, end
+            first = end
+
+
+def _check_exact(fused: FusedTables) -> None:
+    """Refuse what changes rows outside of the batch, or keeps rows where they cannot be read."""
+    module: Any = fused.module
+    names = ", ".join(repr(part.fqn) for part in fused.parts)
+    optimizer: str = module.optimizer.name
+    if optimizer not in _EXACT:
+        raise UnsupportedModelError(
+            f"tables {names}: the fused optimizer {optimizer} may change rows outside of the batch, or its states are "
+            f"not readable by name; use one of {', '.join(sorted(_EXACT))}"
+        )
+    if module._used_rowwise_adagrad_with_global_weight_decay:
+        raise UnsupportedModelError(
+            f"tables {names}: global weight decay (DECOUPLE_GLOBAL) changes rows outside of the batch; "
+            f"use another weight_decay_mode"
+        )
+    if module.weights_precision.name == "INT8":
+        raise UnsupportedModelError(f"tables {names}: INT8 weights are not streamed; use FP32, FP16 or BF16")
+    if any(location.name == "MANAGED_CACHING" for _, _, location, _ in module.embedding_specs):
+        raise UnsupportedModelError(
+            f"tables {names}: MANAGED_CACHING keeps the newest rows in a cache; use HOST, DEVICE or MANAGED"
+        )

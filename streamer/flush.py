@@ -1,0 +1,213 @@
+"""A flush: the values of changed rows at one step, ordered by shard, and the messages that carry them.
+
+Nothing here reads a clock, a socket or a tensor: the flusher fills a flush, the shards' channels send it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import ColumnShard, StateSpec, TableSpec
+from headrace.streamer.staging import StagingBuffer
+
+__all__ = ["Column", "Flush", "FlushedTable", "Message", "StepMark", "TableFormat"]
+
+# What Thrift's headers, numbers and lengths take, with a margin; names come on top.
+_MESSAGE_BYTES = 256
+_DELTA_BYTES = 128
+_STATE_BYTES = 48
+
+
+class TableFormat:
+    """How rows of one column shard of a table are laid out on the wire.
+
+    Attributes:
+        spec: The whole table.
+        shard: Columns that are sent.
+        fingerprint: The spec's digest.
+        row_bytes: Bytes of one row with its id and states.
+        overhead_bytes: Bound on what a `TableDelta` takes besides its rows.
+        num_columns: Ids, weights and states.
+    """
+
+    def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
+        """Describe `shard` of the table `spec`."""
+        self.spec, self.shard, self.fingerprint = spec, shard, spec.fingerprint
+        self.states: tuple[tuple[StateSpec, int], ...] = tuple((s, s.width_in(shard)) for s in spec.states)
+        state_bytes = sum(width * state.dtype.size_bytes for state, width in self.states)
+        self.row_bytes = 8 + shard.width * spec.dtype.size_bytes + state_bytes
+        names = sum(_STATE_BYTES + len(state.name.encode()) for state in spec.states)
+        self.overhead_bytes = _DELTA_BYTES + len(spec.fqn.encode()) + names
+        self.num_columns = 2 + len(self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Bytes of one column of all rows of a table in a flush.
+
+    Attributes:
+        data: uint8 view, `num_rows × row_bytes`.
+        row_bytes: Bytes of one row.
+    """
+
+    data: memoryview
+    row_bytes: int
+
+    def rows(self, first: int, last: int) -> memoryview:
+        """Return the rows `first` to `last - 1`, a view."""
+        return self.data[first * self.row_bytes : last * self.row_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedTable:
+    """Rows of one table in a flush, ordered by shard, so that each shard's rows lie side by side in every column.
+
+    Attributes:
+        format: The table and its columns.
+        bounds: int[num_shards + 1]; shard `s` has the rows `bounds[s]` to `bounds[s + 1] - 1`.
+        row_ids: int64, global.
+        weights: Elements of the spec's type, `shard.width` a row.
+        states: In the spec's order.
+    """
+
+    format: TableFormat
+    bounds: Sequence[int]
+    row_ids: Column
+    weights: Column
+    states: tuple[Column, ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All columns: ids, weights, states."""
+        return (self.row_ids, self.weights, *self.states)
+
+    def with_columns(self, columns: Sequence[Column]) -> FlushedTable:
+        """Return the same rows with their bytes elsewhere."""
+        return FlushedTable(self.format, self.bounds, columns[0], columns[1], tuple(columns[2:]))
+
+    def delta(self, first: int, last: int) -> Any:
+        """Return the IDL's `TableDelta` of the rows `first` to `last - 1`; its columns are views."""
+        fmt = self.format
+        return idl.TableDelta(
+            fqn=fmt.spec.fqn,
+            fingerprint=fmt.fingerprint,
+            column_offset=fmt.shard.offset,
+            width=fmt.shard.width,
+            row_ids=self.row_ids.rows(first, last),
+            weights=self.weights.rows(first, last),
+            states=[
+                idl.StateColumn(name=state.name, dtype=int(state.dtype), width=width, data=column.rows(first, last))
+                for (state, width), column in zip(fmt.states, self.states, strict=True)
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """Says that every change up to a step has been sent.
+
+    Attributes:
+        step: The step.
+        time_us: Wall clock at that step, microseconds since 1970.
+        is_exact_cut: No value newer than `step` has been sent either.
+    """
+
+    step: int
+    time_us: int
+    is_exact_cut: bool
+
+
+@dataclass(slots=True)
+class Message:
+    """One `setEmbeddings` before it has a number.
+
+    Attributes:
+        step: Step at which the values were read, or which an empty message ends.
+        time_us: Wall clock at that step, microseconds since 1970.
+        ends_step: It is the last one up to `step`.
+        is_exact_cut: With `ends_step`: no newer value was sent.
+        deltas: IDL structs; their columns are views into the flush.
+        size_bytes: Bound on its bytes on the wire, without the names of run and client.
+    """
+
+    step: int
+    time_us: int
+    ends_step: bool
+    is_exact_cut: bool
+    deltas: list[Any]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Flush:
+    """What one flush carries.
+
+    Attributes:
+        step: Step at which the values were read.
+        time_us: Wall clock at that step, microseconds since 1970.
+        tables: Tables with changed rows.
+        mark: What the flush completes; None when more has to follow first.
+        dirty_since_s: Monotonic time of the oldest change that it may hold.
+        num_rows: Rows of all tables.
+        size_bytes: Bytes of all rows.
+        staging: Holds the columns; None once they lie elsewhere. A flush without rows has a buffer too: that bounds how
+            many there are.
+        generation: How often all rows had been marked for a new store; see `ShardChannel`.
+    """
+
+    step: int
+    time_us: int
+    tables: list[FlushedTable]
+    mark: StepMark | None
+    dirty_since_s: float
+    num_rows: int
+    size_bytes: int
+    staging: StagingBuffer | None
+    generation: int = 0
+
+    def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
+        """Yield what one shard gets, in order; nothing when there are neither rows nor a mark for it.
+
+        Args:
+            shard: 0 to num_shards - 1.
+            max_bytes: Bound on `Message.size_bytes`, as far as a single row fits.
+        """
+        mark, held = self.mark, None
+        for deltas, size_bytes in self._cut(shard, max_bytes):
+            if held is not None:
+                yield held
+            held = Message(self.step, self.time_us, False, False, deltas, size_bytes)
+        if mark is not None:
+            if held is None or mark.step != self.step:
+                # A mark of an earlier step is a message of its own: the rows carry the step at which they were read.
+                if held is not None:
+                    yield held
+                held = Message(mark.step, mark.time_us, True, mark.is_exact_cut, [], _MESSAGE_BYTES)
+            else:
+                held.ends_step, held.is_exact_cut = True, mark.is_exact_cut
+        if held is not None:
+            yield held
+
+    def _cut(self, shard: int, max_bytes: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield (deltas, size in bytes), small tables together and large ones in ranges of rows."""
+        deltas: list[Any] = []
+        size_bytes = _MESSAGE_BYTES
+        for table in self.tables:
+            row_bytes, overhead_bytes = table.format.row_bytes, table.format.overhead_bytes
+            first, end = table.bounds[shard], table.bounds[shard + 1]
+            while first < end:
+                num_rows = min(end - first, (max_bytes - size_bytes - overhead_bytes) // row_bytes)
+                if num_rows < 1:
+                    if deltas:
+                        yield deltas, size_bytes
+                        deltas, size_bytes = [], _MESSAGE_BYTES
+                        continue
+                    num_rows = 1  # longer than a message should be; `attach` has checked that a frame can hold it
+                deltas.append(table.delta(first, first + num_rows))
+                size_bytes += overhead_bytes + num_rows * row_bytes
+                first += num_rows
+        if deltas:
+            yield deltas, size_bytes

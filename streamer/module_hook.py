@@ -1,0 +1,37 @@
+"""Hooks on a module that a copy of the module does not carry on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["ModuleHook"]
+
+
+class ModuleHook:
+    """A hook that does nothing in a deep copy or a pickle of its module.
+
+    A module keeps its hooks in its `__dict__`, so a plain function there would be copied with it: a copied model (an
+    average of weights, a snapshot for evaluation) would mark rows of the tap's tables, and pickling would take the
+    whole streamer along.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap `function`, called with the hook's arguments; what it returns is passed on."""
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        """Return a hook that does nothing."""
+        return ModuleHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[Callable[..., None]]]:
+        """Pickle as a hook that does nothing."""
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for the hook's function in a copy."""

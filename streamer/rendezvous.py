@@ -1,0 +1,200 @@
+"""Finding the store: from one address to all shards, and the hello that opens a writer's session."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.paramserver.address import format_address
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.security import Token
+from headrace.schemas.errors import HeadraceError, StorageError, UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import TableSpec
+from headrace.streamer.backoff import Backoff
+
+__all__ = ["Connect", "Store", "StoreShard", "Writer", "find_store", "open_session"]
+
+_WILDCARDS = frozenset({"", "0.0.0.0", "::"})
+
+Connect = Callable[[str, int], Awaitable[ParamServerClient]]
+"""Opens a connection to (host, port) within a deadline of its own, or raises `UnavailableError`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writer:
+    """Who writes.
+
+    Attributes:
+        run: Groups a trainer's ranks and its restarts.
+        client: Name within the run, the same after a restart.
+        epoch: The run's epoch; 0 while it is asked for.
+        rank: 0 to `world_size` - 1.
+        world_size: Ranks of the run.
+        token: Shown to the server; None shows none.
+    """
+
+    run: str
+    client: str
+    epoch: int
+    rank: int
+    world_size: int
+    token: Token | None = None
+
+    def with_epoch(self, epoch: int) -> Writer:
+        """Return the same writer in an epoch."""
+        return dataclasses.replace(self, epoch=epoch)
+
+    def hello(self, tables: Sequence[TableSpec]) -> Any:
+        """Return the IDL's `HelloRequest` that opens or resumes the session and registers tables."""
+        return idl.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            role=idl.Role.WRITER,
+            run=self.run,
+            client=self.client,
+            epoch=self.epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+            tables=[spec_to_idl(spec) for spec in tables],
+            token=None if self.token is None else self.token.reveal(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreShard:
+    """One shard as the rendezvous found it.
+
+    Attributes:
+        shard: Its number.
+        num_shards: Shards of the store.
+        host: Where it listens.
+        port: Where it listens.
+        server_id: Identity of its data directory.
+        max_frame_bytes: Longest frame that it reads.
+    """
+
+    shard: int
+    num_shards: int
+    host: str
+    port: int
+    server_id: str
+    max_frame_bytes: int
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} ({format_address(self.host, self.port)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Store:
+    """A running parameter server.
+
+    Attributes:
+        shards: In their order.
+        highest_epoch: Highest epoch that any shard has seen.
+    """
+
+    shards: tuple[StoreShard, ...]
+    highest_epoch: int
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Longest frame that every shard reads."""
+        return min(shard.max_frame_bytes for shard in self.shards)
+
+
+async def find_store(
+    host: str, port: int, writer: Writer, connect: Connect, *, timeout_s: float, random: Callable[[], float]
+) -> Store:
+    """Return all shards of the server at an address, asking again until it is up.
+
+    Args:
+        host: Where any shard listens.
+        port: Where that shard listens.
+        writer: Who asks; its epoch is not looked at.
+        connect: Opens connections.
+        timeout_s: How long to try, seconds.
+        random: Source of numbers in [0, 1), for the pauses.
+
+    Cancellation: harmless; nothing is changed on the server.
+
+    Raises:
+        UnavailableError: A shard could not be reached in time; the message says what to do.
+        HeadraceError: The server refuses.
+    """
+    request = writer.with_epoch(0).hello(())
+    backoff = Backoff(min_s=0.02, max_s=0.5, random=random)
+    last_error: HeadraceError | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    return await _ask_all(host, port, request, connect)
+                except HeadraceError as exc:
+                    if not exc.retriable:
+                        raise
+                    last_error = exc
+                await asyncio.sleep(backoff.next_s())
+    except TimeoutError:
+        reason = f" ({last_error})" if last_error else ""
+        raise UnavailableError(
+            f"no parameter server at {format_address(host, port)} within {timeout_s:g} s{reason}; "
+            f"start one with `headrace serve --data DIR --port {port}`, or mend the address"
+        ) from last_error
+
+
+async def open_session(
+    shards: Sequence[StoreShard], writer: Writer, tables: Sequence[TableSpec], connect: Connect
+) -> list[Any]:
+    """Say hello as a writer to every shard at once, each over a connection of its own, and return the replies.
+
+    Cancellation: some shards may have the session and the tables; saying hello again is harmless.
+
+    Raises:
+        FencedError: A newer epoch holds the run.
+        SpecMismatchError: A table is registered with another spec.
+        UnavailableError: A shard cannot be reached.
+    """
+    request = writer.hello(tables)
+    return await _gather([_hello(shard.host, shard.port, request, connect) for shard in shards])
+
+
+async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Store:
+    first = await _hello(host, port, request, connect)
+    places = sorted((place.shard, place.host, place.port) for place in first.shards)
+    if [shard for shard, _, _ in places] != list(range(len(places))) or not places:
+        raise StorageError(f"the server at {format_address(host, port)} has an incomplete shard map: {places}")
+    # A server that listens everywhere cannot know by which of its addresses a client reaches it.
+    reachable = [(host if name in _WILDCARDS else name, at) for _, name, at in places]
+    replies = await _gather([_hello(name, at, request, connect) for name, at in reachable])
+    shards = tuple(
+        StoreShard(
+            shard=shard,
+            num_shards=len(places),
+            host=name,
+            port=at,
+            server_id=reply.server_id,
+            max_frame_bytes=reply.limits.max_frame_bytes,
+        )
+        for shard, ((name, at), reply) in enumerate(zip(reachable, replies, strict=True))
+    )
+    for shard, reply in zip(shards, replies, strict=True):
+        if reply.shard != shard.shard or len(reply.shards) != len(shards):
+            raise StorageError(f"{shard} says that it is shard {reply.shard} of {len(reply.shards)}")
+    return Store(shards=shards, highest_epoch=max(reply.highest_epoch for reply in replies))
+
+
+async def _hello(host: str, port: int, request: Any, connect: Connect) -> Any:
+    async with await connect(host, port) as client:
+        return await client.hello(request)
+
+
+async def _gather(calls: list[Any]) -> list[Any]:
+    """Return all results, or raise the first error once every call has ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

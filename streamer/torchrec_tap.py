@@ -1,0 +1,122 @@
+"""The tables of TorchRec's sharded embedding modules: where they are, and which part of them this rank has.
+
+Source: `torchrec/distributed/{embedding,embeddingbag,embedding_lookup,batched_embedding_kernel}.py`, torchrec 1.8.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.fbgemm_tap import FusedTables, is_table_batched
+from headrace.streamer.model_tree import is_a
+from headrace.streamer.tapped_table import TablePart
+from headrace.streamer.torch_optim_tap import TableParameter
+
+__all__ = ["is_sharded", "sharded_tables"]
+
+# Sharded modules, and the name under which they hold their tables in the `state_dict`.
+_TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+# Sharded modules that hold one of those as a child and lend its lookups.
+_CONTAINERS = ("ShardedFeatureProcessedEmbeddingBagCollection",)
+
+
+def is_sharded(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a sharded embedding module of TorchRec.
+
+    Args:
+        path: The module's path in the model, for the error.
+        module: Any module.
+
+    Raises:
+        UnsupportedModelError: It is one that cannot be streamed.
+    """
+    if any(is_a(module, name) for name in _TABLES_AT):
+        return True
+    kind = type(module).__name__
+    if kind == "DMPCollection":
+        raise UnsupportedModelError(
+            "a model in DMPCollection (2D parallel) has each row on several ranks: not streamed"
+        )
+    if "ManagedCollisionEmbedding" in kind:
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) re-assigns rows to other ids (zero-collision hashing): not streamed"
+        )
+    if hasattr(module, "_lookups") and not any(is_a(module, name) for name in _CONTAINERS):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) is a sharded module that is not streamed: use EmbeddingBagCollection or "
+            f"EmbeddingCollection"
+        )
+    return False
+
+
+def sharded_tables(path: str, module: Any) -> tuple[list[FusedTables], list[TableParameter]]:
+    """Return the tables of a sharded module: those with a fused optimizer, and those that torch optimizers train.
+
+    Args:
+        path: The module's path in the unwrapped model.
+        module: One for which `is_sharded` is true.
+
+    Raises:
+        UnsupportedModelError: A table cannot be streamed.
+    """
+    tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
+    prefix = f"{path}.{tables_at}" if path else tables_at
+    fused: list[FusedTables] = []
+    parameters: list[TableParameter] = []
+    for kernel in _kernels(module):
+        if is_table_batched(kernel._emb_module):
+            parts = tuple(_part(prefix, table) for table in kernel._config.embedding_tables)
+            fused.append(FusedTables(module=kernel._emb_module, parts=parts))
+        elif is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag"):
+            parameters += _dense_tables(prefix, module, tables_at, kernel)
+        else:
+            names = ", ".join(repr(f"{prefix}.{table.name}.weight") for table in kernel._config.embedding_tables)
+            raise UnsupportedModelError(
+                f"tables {names}: kernel {type(kernel).__name__} is not streamed; use the kernel FUSED or DENSE"
+            )
+    return fused, parameters
+
+
+def _kernels(module: Any) -> Iterator[Any]:
+    """Yield what holds the groups of tables; a data-parallel lookup is inside DDP."""
+    for lookup in module._lookups:
+        while is_a(lookup, "DistributedDataParallel"):
+            lookup = lookup.module
+        yield from lookup._emb_modules
+
+
+def _part(prefix: str, table: Any) -> TablePart:
+    """Describe a table, or the shard of it that is here.
+
+    Args:
+        prefix: Path of the tables in the unwrapped model.
+        table: `ShardedEmbeddingTable`.
+    """
+    fqn = f"{prefix}.{table.name}.weight"
+    if table.local_metadata is None:  # data-parallel: all of it is here
+        return TablePart(fqn=fqn, num_rows=table.num_embeddings, dim=table.embedding_dim)
+    row_offset, column_offset = table.local_metadata.shard_offsets
+    num_rows, dim = table.global_metadata.size
+    return TablePart(fqn=fqn, num_rows=num_rows, dim=dim, row_offset=row_offset, column_offset=column_offset)
+
+
+def _dense_tables(prefix: str, module: Any, tables_at: str, kernel: Any) -> Iterator[TableParameter]:
+    """Yield the tables of a kernel without an optimizer of its own, as the parameters that the model shows."""
+    for table in kernel._config.embedding_tables:
+        part = _part(prefix, table)
+        if table.local_metadata is None and torch.distributed.get_world_size() > 1:
+            raise UnsupportedModelError(
+                f"table {part.fqn!r} is data-parallel on {torch.distributed.get_world_size()} ranks, which would all "
+                f"stream all of it: shard it in another way, such as table-wise"
+            )
+        if kernel.table_name_to_count[table.name] > 1:
+            raise UnsupportedModelError(
+                f"table {part.fqn!r} has several shards of the kernel DENSE on one rank: use the kernel FUSED"
+            )
+        parameter = getattr(module, tables_at)[table.name].weight
+        yield TableParameter(part=part, parameter=parameter, is_sparse=False)

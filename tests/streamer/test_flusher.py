@@ -1,0 +1,302 @@
+"""When the flusher flushes, what it takes, and what its marks promise."""
+
+from __future__ import annotations
+
+import threading
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from trainer_tables import ROWWISE, Submitted, Trained, rows_of
+
+from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError
+from headrace.streamer.flush import Flush
+from headrace.streamer.staging import StagingBuffer, StagingPool
+
+# 64 KiB of staging hold about 2 × 450 rows of 72 bytes of these.
+SMALL = 64 * 2**10
+WIDE = 16
+
+
+def taken(flush: Flush, fqn: str = "t.weight") -> list[int]:
+    return sorted(row for _, name, row, _ in rows_of(flush, 1) if name == fqn)
+
+
+def test_everything_dirty_in_one_flush_is_an_exact_cut() -> None:
+    """A flush that leaves nothing dirty marks its own step as exact."""
+    a, b = Trained("a.weight"), Trained("b.weight")
+    submitted = Submitted([a, b])
+    a.mark([3, 1])
+    b.mark([2])
+    submitted.flusher.on_step(5)
+    (flush,) = submitted.flushes
+    assert (taken(flush, "a.weight"), taken(flush, "b.weight")) == ([1, 3], [2])
+    assert flush.mark is not None
+    assert (flush.mark.step, flush.mark.is_exact_cut, flush.num_rows) == (5, True, 3)
+    assert submitted.flusher.num_dirty_rows == 0
+
+
+def test_step_without_changes_still_marks() -> None:
+    """A rank without changed rows says that its step is complete, or it would hold up the others' watermark."""
+    submitted = Submitted([Trained()])
+    submitted.flusher.on_step(8)
+    (flush,) = submitted.flushes
+    assert flush.num_rows == 0
+    assert flush.mark is not None
+    assert flush.mark.step == 8
+
+
+def test_without_a_free_buffer_rows_stay_dirty_and_coalesce() -> None:
+    """Under `coalesce` nothing is taken while both buffers are out, and then the newest value goes once."""
+    table = Trained()
+    submitted = Submitted([table])
+    for step in range(1, 6):
+        table.update([0, step], float(step))
+        submitted.flusher.on_step(step)
+    assert [taken(flush) for flush in submitted.flushes] == [[0, 1], [0, 2]]
+    assert submitted.flusher.num_dirty_rows == 4
+    submitted.release()
+    submitted.flusher.on_step(6)
+    assert taken(submitted.flushes[2]) == [0, 3, 4, 5]
+    values = {row: np.frombuffer(data, "<f4")[0] for _, _, row, data in rows_of(submitted.flushes[2], 1)}
+    assert values == {0: 5.0, 3: 3.0, 4: 4.0, 5: 5.0}
+
+
+def test_more_than_a_buffer_goes_out_in_parts() -> None:
+    """The parts of a large dirty set carry no mark until the last, which is exact when nothing changed meanwhile."""
+    table = Trained(num_rows=2000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.mark(range(2000))
+    seen: list[int] = []
+    for step in range(1, 10):
+        submitted.flusher.on_step(step)
+        submitted.release()
+        flush = submitted.flushes[-1]
+        seen += taken(flush)
+        if flush.mark is not None:
+            break
+    assert len(submitted.flushes) == 3
+    assert [flush.mark is None for flush in submitted.flushes] == [True, True, False]
+    assert flush.mark is not None
+    assert (flush.mark.step, flush.mark.is_exact_cut) == (3, True)
+    assert sorted(seen) == list(range(2000))
+
+
+def test_hot_low_rows_do_not_starve_high_ones() -> None:
+    """Rows dirty when a sweep began all leave before it is marked, however often others change meanwhile."""
+    table = Trained(num_rows=3000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.mark(range(3000))
+    sent: set[int] = set()
+    marks = []
+    for step in range(1, 20):
+        table.mark(range(1500))  # more than a buffer, every step
+        submitted.flusher.on_step(step)
+        submitted.release()
+        flush = submitted.flushes[-1]
+        sent.update(taken(flush))
+        if flush.mark is not None:
+            marks.append((flush.mark.step, flush.mark.is_exact_cut, step))
+            if len(marks) == 1:
+                assert sent == set(range(3000))
+    assert marks[0] == (1, False, 4)
+    assert len(marks) > 3
+    assert all(not is_exact and marked < step for marked, is_exact, step in marks)
+
+
+def test_mark_of_an_earlier_step_is_a_message_of_its_own() -> None:
+    """The end of a sweep is marked by an empty message with the step at which it began."""
+    table = Trained(num_rows=3000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.mark(range(3000))
+    for step in range(1, 5):
+        table.mark(range(1500))
+        submitted.flusher.on_step(step)
+        submitted.release()
+    messages = list(submitted.flushes[-1].messages(0, 2**20))
+    assert [(m.step, m.ends_step, bool(m.deltas)) for m in messages] == [(4, False, True), (1, True, False)]
+    assert not messages[-1].is_exact_cut
+
+
+def test_block_waits_for_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `block` a step goes on when a buffer becomes free, and sends what is dirty."""
+    table = Trained()
+    submitted = Submitted([table], policy="block")
+    for step in (1, 2):
+        table.mark([step])
+        submitted.flusher.on_step(step)
+    table.mark([3])
+    releaser = threading.Thread(target=submitted.release)
+    acquire = submitted.pool.acquire
+    waits = []
+
+    def acquire_and_release(timeout_s: float = 0.0) -> StagingBuffer | None:
+        if timeout_s:
+            waits.append(timeout_s)
+            releaser.start()
+        return acquire(timeout_s)
+
+    monkeypatch.setattr(submitted.pool, "acquire", acquire_and_release)
+    submitted.flusher.on_step(3)
+    releaser.join()
+    assert waits == [600.0]
+    assert taken(submitted.flushes[2]) == [3]
+
+
+def test_block_fails_at_its_deadline_and_names_the_shard() -> None:
+    """Under `block` a step that waits too long fails, says who is behind, and keeps its rows dirty."""
+    table = Trained()
+    submitted = Submitted([table], policy="block", block_timeout_s=0.01)
+    submitted.flusher.on_step(1)
+    submitted.flusher.on_step(2)
+    table.mark([4])
+    with pytest.raises(UnavailableError, match=r"step 3 has waited 0\.01 s .* shard 0 is behind"):
+        submitted.flusher.on_step(3)
+    assert submitted.flusher.num_dirty_rows == 1
+
+
+def test_flush_interval_holds_flushes_back() -> None:
+    """With an interval, steps within it only mark."""
+    now = [100.0]
+    table = Trained()
+    submitted = Submitted([table], flush_interval_s=10, clock=lambda: now[0])
+    for step, now_s in enumerate([100.0, 101.0, 109.0, 110.0, 111.0], 1):
+        now[0] = now_s
+        table.mark([step])
+        submitted.flusher.on_step(step)
+    assert [taken(flush) for flush in submitted.flushes] == [[1], [2, 3, 4]]
+    assert submitted.flushes[1].dirty_since_s == 101.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["weights", "momentum1"])
+def test_reject_names_the_row_and_sends_nothing(bad: float, where: str) -> None:
+    """Under `reject` NaN and Inf stop the whole flush, and its rows stay dirty."""
+    good, table = Trained("good.weight"), Trained(row_offset=10, states=[ROWWISE])
+    submitted = Submitted([good, table], non_finite="reject")
+    good.mark([1])
+    table.mark([2, 7, 9])
+    with torch.no_grad():
+        (table.weights if where == "weights" else table.states[where])[7, 0] = bad
+    with pytest.raises(NonFiniteError, match=r"'t\.weight'.*" + where + r".* row 17 "):
+        submitted.flusher.on_step(1)
+    assert not submitted.flushes
+    assert submitted.flusher.num_dirty_rows == 4
+    assert submitted.pool.num_free == 2
+    with torch.no_grad():
+        (table.weights if where == "weights" else table.states[where])[7, 0] = 0
+    submitted.flusher.on_step(2)
+    assert submitted.flushes[0].num_rows == 4
+
+
+def test_accept_sends_nan_as_it_is() -> None:
+    """Under `accept` the bits of a NaN travel unchanged."""
+    table = Trained(dim=1)
+    submitted = Submitted([table])
+    table.update([3], float("nan"))
+    submitted.flusher.on_step(1)
+    ((_, _, _, data),) = rows_of(submitted.flushes[0], 1)
+    assert data == table.weights[3].detach().numpy().tobytes()
+
+
+def test_failed_submit_forgets_nothing() -> None:
+    """When the sender refuses a flush, its rows are dirty again and its buffer is free."""
+    table = Trained(num_rows=2000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.mark(range(2000))
+    submitted.flusher.on_step(1)
+    submitted.release()
+    submitted.error = RuntimeError("no")
+    with pytest.raises(RuntimeError):
+        submitted.flusher.on_step(2)
+    submitted.error = None
+    assert submitted.pool.num_free == 2
+    seen = taken(submitted.flushes[0])
+    for step in (3, 4):
+        submitted.flusher.on_step(step)
+        submitted.release()
+        seen += taken(submitted.flushes[-1])
+    assert sorted(seen) == list(range(2000))
+
+
+def test_flush_all_takes_everything_and_then_nothing() -> None:
+    """`flush_all` ends with an exact cut at its step; a second one at the same step has nothing to do."""
+    table = Trained()
+    submitted = Submitted([table])
+    table.mark(range(50))
+    submitted.flusher.flush_all(4, 1.0)
+    submitted.flusher.flush_all(4, 1.0)
+    assert len(submitted.flushes) == 1
+    submitted.flusher.flush_all(5, 1.0)
+    assert submitted.flushes[1].mark is not None
+    assert submitted.flushes[1].mark.step == 5
+
+
+def test_flush_all_fails_when_no_buffer_becomes_free() -> None:
+    """Without a free buffer `flush_all` says how many rows are left, and where it hangs."""
+    table = Trained(num_rows=3000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.mark(range(3000))
+    with pytest.raises(UnavailableError, match=r"\d+ rows are not handed over.*shard 0 is behind"):
+        submitted.flusher.flush_all(1, 0.01)
+    assert len(submitted.flushes) == 2
+
+
+def test_row_that_fits_nowhere_is_refused() -> None:
+    """A table whose row exceeds a staging buffer or a frame is refused, with the setting to change."""
+    table = Trained(num_rows=2, dim=20_000)
+    submitted = Submitted([], staging_bytes=SMALL)
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        submitted.flusher.add_tables([table.tapped], max_frame_bytes=2**26)
+    submitted = Submitted([])
+    with pytest.raises(ConfigError, match="max_frame_bytes"):
+        submitted.flusher.add_tables([table.tapped], max_frame_bytes=2**16)
+
+
+def test_closed_pool_wakes_who_waits() -> None:
+    """A pool that is closed ends the wait for a buffer at once."""
+    pool = StagingPool(2**16)
+    assert pool.acquire() is not None
+    assert pool.acquire() is not None
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    assert pool.acquire(60.0) is None
+    closer.join()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.lists(st.integers(0, 1199), max_size=400), st.booleans(), st.booleans()), min_size=1, max_size=25
+    )
+)
+def test_marks_keep_their_promise(steps: list[tuple[list[int], bool, bool]]) -> None:
+    """At an exact mark the store equals the tables; at any mark no row is older than the marked step left it."""
+    tables = [Trained("a.weight", 700, 40), Trained("b.weight", 500, 40)]
+    submitted = Submitted(tables, staging_bytes=SMALL)
+    stored = {table.tapped.spec.fqn: table.weights[:, 0].tolist() for table in tables}
+    history: dict[int, dict[str, list[float]]] = {}
+    for step, (rows, releases, is_wide) in enumerate(steps, 1):
+        tables[0].update([row for row in rows if row < 700] + (list(range(700)) if is_wide else []), float(step))
+        tables[1].update([row - 700 for row in rows if row >= 700], float(step))
+        now = {table.tapped.spec.fqn: table.weights[:, 0].tolist() for table in tables}
+        history[step] = now
+        num_before = len(submitted.flushes)
+        submitted.flusher.on_step(step)
+        for flush in submitted.flushes[num_before:]:
+            for _, fqn, row, data in rows_of(flush, 1):
+                stored[fqn][row] = float(np.frombuffer(data, "<f4")[0])
+            if flush.mark is not None and flush.mark.is_exact_cut:
+                assert stored == now
+            elif flush.mark is not None:
+                then = history[flush.mark.step]
+                assert all(s >= t or t < 1 for fqn in then for s, t in zip(stored[fqn], then[fqn], strict=True))
+        if releases:
+            submitted.release()
+    submitted.release()
+    for _ in range(5):
+        submitted.flusher.on_step(len(steps) + 1)
+        submitted.release()
+    assert submitted.flusher.num_dirty_rows == 0
