@@ -1,0 +1,332 @@
+"""The headline: after a drain, every row of the store equals the trainer's row, bit for bit, weights and states.
+
+Each case trains a model with several tables of different dims on random batches, streams it to a real server of two
+shards, and compares every row. The last test shows that the comparison finds a single flipped bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.compare import compare_with_store
+
+NUM_STEPS = 12
+BATCH = 16
+# (name, rows, dim): dims that are and are not multiples of 16 bytes, and a table of few rows.
+TABLES = [("users", 500, 16), ("films", 303, 8), ("shops", 7, 36)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
+        yield process
+
+
+class TorchModel(nn.Module):
+    """(a) Plain embedding tables with a torch optimizer."""
+
+    def __init__(self, dtype: torch.dtype, *, sparse: bool) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict(
+            {
+                name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse, dtype=dtype)
+                for name, rows, dim in TABLES[:-1]
+            }
+        )
+        _, rows, dim = TABLES[-1]
+        self.one = nn.Embedding(rows, dim, sparse=sparse, dtype=dtype)
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        pooled = [bag(ids[name]).float() for name, bag in self.bags.items()]
+        return torch.cat([*pooled, self.one(ids["shops"][:, 0]).float()], dim=1)
+
+
+def _batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(0, rows, (BATCH, 3), generator=generator) for name, rows, _ in TABLES}
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return (output - 1).pow(2).mean()
+
+
+def _row_wise_adagrad(parameters: Any) -> torch.optim.Optimizer:
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    # The default eps is 0 in float16, and then 0 / 0 in rows without a gradient.
+    return RowWiseAdagrad(parameters, lr=0.1, eps=1e-4)
+
+
+TORCH_CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
+    "sgd-sparse": (lambda p: torch.optim.SGD(p, lr=0.1), True),
+    "sgd-dense": (lambda p: torch.optim.SGD(p, lr=0.1), False),
+    "adagrad-sparse": (lambda p: torch.optim.Adagrad(p, lr=0.1), True),
+    "adagrad-dense": (lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-4), False),
+    "rowwise-adagrad-dense": (_row_wise_adagrad, False),
+    "adam-sparse": (lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
+}
+
+
+@pytest.mark.parametrize("publish", ["all", "updated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("case", TORCH_CASES)
+def test_torch_optimizers(server: ServerProcess, case: str, dtype: torch.dtype, publish: str) -> None:
+    """Tables of `nn.Embedding` and `nn.EmbeddingBag` arrive whole for every optimizer that is exact."""
+    if "rowwise" in case:
+        pytest.importorskip("torchrec")
+    make_optimizer, sparse = TORCH_CASES[case]
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    model = nn.ModuleDict({f"{case}-{dtype}-{publish}".replace(".", "_"): TorchModel(dtype, sparse=sparse)})
+    (core,) = model.values()
+    optimizer = make_optimizer(list(model.parameters()))
+    touched: dict[str, set[int]] = {name: set() for name, _, _ in TABLES}
+    with RawEmbeddingStreamer(server.address, run=next(iter(model))) as streamer:
+        streamer.attach(model, optimizer, publish=publish)
+        for _ in range(NUM_STEPS):
+            batch = _batch(generator)
+            batch["shops"] = batch["shops"][:, :1]
+            for table, ids in batch.items():
+                touched[table] |= set(ids.flatten().tolist())
+            optimizer.zero_grad()
+            _loss(core(batch)).backward()
+            optimizer.step()
+        streamer.flush()
+        if publish == "all":
+            _check_all_equal(streamer, server)
+            return
+        comparison = compare_with_store(streamer.tables, server.address, only_present=True)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.num_compared == sum(len(ids) for ids in touched.values())
+
+
+def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
+    comparison = compare_with_store(streamer.tables, server.address)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.num_compared == sum(rows for _, rows, _ in TABLES)
+    assert (comparison.num_different, comparison.num_missing) == (0, 0)
+
+
+def _fbgemm_optimizers() -> dict[str, Any]:
+    try:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    except ImportError:
+        return {}
+    return {
+        "sgd": EmbOptimType.EXACT_SGD,
+        "adagrad": EmbOptimType.EXACT_ADAGRAD,
+        "rowwise-adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    }
+
+
+# The fused optimizers of FBGEMM's CPU build; its Adam and the others run on a GPU only.
+FBGEMM_NAMES = ["sgd", "adagrad", "rowwise-adagrad"]
+
+
+@pytest.mark.torchrec
+@pytest.mark.parametrize("precision", ["FP32", "FP16"])
+@pytest.mark.parametrize("name", FBGEMM_NAMES)
+def test_fbgemm_tbe(server: ServerProcess, name: str, precision: str) -> None:
+    """Tables of a fused TBE arrive whole, with the optimizer's states."""
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(4)
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for _, rows, dim in TABLES],
+        optimizer=_fbgemm_optimizers()[name],
+        learning_rate=0.1,
+        eps=1e-6,
+        weights_precision=SparseType[precision],
+        output_dtype=SparseType.FP32,
+        table_names=[table for table, _, _ in TABLES],
+    )
+    tbe.init_embedding_weights_uniform(-0.1, 0.1)
+    model = nn.ModuleDict({f"tbe-{name}-{precision}": tbe})
+    with RawEmbeddingStreamer(server.address, run=f"tbe-{name}-{precision}") as streamer:
+        streamer.attach(model, publish="all")
+        for _ in range(NUM_STEPS):
+            batch = _batch(generator)
+            indices = torch.cat([batch[table].flatten() for table, _, _ in TABLES])
+            offsets = torch.arange(0, indices.numel() + 1, 3)
+            _loss(tbe(indices, offsets)).backward()
+        streamer.flush()
+        _check_all_equal(streamer, server)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.torchrec
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("precision", ["FP32", "FP16"])
+@pytest.mark.parametrize("name", FBGEMM_NAMES)
+def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
+    """Tables of a model under `DistributedModelParallel` arrive whole, under their names in the state dict."""
+    import torchrec
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(6)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ebc = EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    EmbeddingBagConfig(
+                        name=table,
+                        num_embeddings=rows,
+                        embedding_dim=dim,
+                        feature_names=[table],
+                        data_type=DataType[precision],
+                    )
+                    for table, rows, dim in TABLES
+                ],
+            )
+
+        def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
+            return self.ebc(features).values().float()
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({f"dmp-{name}-{precision}": Model()})
+
+        def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
+            return self.inner[f"dmp-{name}-{precision}"](features)
+
+    fused = {"optimizer": _fbgemm_optimizers()[name], "learning_rate": 0.1, "eps": 1e-6}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    root = Root()
+    # Left to itself, the planner makes small tables data-parallel, which no fused optimizer updates.
+    constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table, _, _ in TABLES}
+    planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    plan = planner.plan(root, [sharder])
+    dmp = DistributedModelParallel(root, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    with RawEmbeddingStreamer(server.address, run=f"dmp-{name}-{precision}") as streamer:
+        streamer.attach(dmp, publish="all")
+        for _ in range(NUM_STEPS):
+            batch = _batch(generator)
+            features = torchrec.KeyedJaggedTensor(
+                keys=[table for table, _, _ in TABLES],
+                values=torch.cat([batch[table].flatten() for table, _, _ in TABLES]),
+                lengths=torch.full((len(TABLES) * BATCH,), 3),
+            )
+            _loss(dmp(features)).backward()
+        streamer.flush()
+        assert {table.spec.fqn for table in streamer.tables} <= set(dmp.state_dict())
+        _check_all_equal(streamer, server)
+
+
+def test_one_flipped_bit_is_found(server: ServerProcess) -> None:
+    """The comparison that all tests above lean on reports the row in which the store has one bit the other way."""
+    model = nn.ModuleDict({"flip": nn.EmbeddingBag(50, 4, mode="sum", sparse=True)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="flip") as streamer:
+        streamer.attach(model, optimizer, publish="all")
+        streamer.flush()
+        assert compare_with_store(streamer.tables, server.address).num_different == 0
+        asyncio.run(_flip_one_bit(server.address, "flip.weight", row=17))
+        comparison = compare_with_store(streamer.tables, server.address)
+    assert comparison.num_different == 1
+    assert "flip.weight" in str(comparison) and "17" in str(comparison)
+
+
+async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
+    """Write a row back with the lowest bit of its first state element turned over, as a trainer of its own."""
+    async with await EmbeddingReader.connect(address) as reader:
+        spec = reader.tables[fqn]
+        rows = await reader.get(fqn, np.array([row]), with_states=True)
+        num_shards = len(await reader.status())
+    state = rows.states["sum"].copy()
+    state.view(np.uint32)[0, 0] ^= 1
+    shard = int(shards_of_rows(table_seed(fqn), np.array([row]), num_shards)[0])
+    host, port = address.rsplit(":", 1)
+    async with await ParamServerClient.connect(host, int(port)) as first:
+        hello = _hello(spec, epoch=0)
+        where = (await first.hello(hello)).shards[shard]
+    async with await ParamServerClient.connect(where.host, where.port) as client:
+        await client.hello(_hello(spec, epoch=1_000_000))
+        delta = idl.TableDelta(
+            fqn=fqn,
+            fingerprint=spec.fingerprint,
+            column_offset=0,
+            width=spec.dim,
+            row_ids=np.array([row], "<i8"),
+            weights=rows.weights,
+            states=[idl.StateColumn(name="sum", dtype=1, width=spec.dim, data=state)],
+        )
+        await client.set_embeddings(
+            idl.SetEmbeddingsRequest(
+                run="vandal",
+                client="rank0",
+                epoch=1_000_000,
+                client_seq=1,
+                step=0,
+                time_us=0,
+                ends_step=True,
+                is_exact_cut=True,
+                deltas=[delta],
+            )
+        )
+
+
+def _hello(spec: Any, *, epoch: int) -> Any:
+    return idl.HelloRequest(
+        protocol_version=PROTOCOL_VERSION,
+        role=idl.Role.WRITER,
+        run="vandal",
+        client="rank0",
+        epoch=epoch,
+        rank=0,
+        world_size=1,
+        tables=[spec_to_idl(spec)],
+    )
+
+
+def test_the_store_keeps_its_rows_over_a_restart(tmp_path: Path) -> None:
+    """What was equal before the server stopped is equal after it has started again."""
+    model = nn.ModuleDict({"kept": nn.EmbeddingBag(400, 12, mode="sum", sparse=True)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with (
+        ServerProcess.start(tmp_path, shards=2) as server,
+        RawEmbeddingStreamer(server.address, run="kept") as streamer,
+    ):
+        streamer.attach(model, optimizer, publish="all")
+        model["kept"](torch.arange(300).view(100, 3)).sum().backward()
+        optimizer.step()
+        streamer.flush()
+        tables = streamer.tables
+    with ServerProcess.start(tmp_path, shards=2) as server:
+        comparison = compare_with_store(tables, server.address)
+    assert (comparison.num_compared, comparison.num_different, comparison.num_missing) == (400, 0, 0)
