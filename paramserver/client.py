@@ -10,9 +10,10 @@ from typing import Any, Self, cast
 
 from thriftpy2.thrift import TApplicationException
 
+from headrace.paramserver.address import format_address
 from headrace.paramserver.frame_writer import FrameWriter
 from headrace.paramserver.frames import Frame, FrameReader, new_scratch
-from headrace.paramserver.tcp import format_address, keep_alive
+from headrace.paramserver.tcp import keep_alive
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,

@@ -14,9 +14,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
-from headrace.paramserver.tcp import parse_address
 from headrace.schemas.errors import ProtocolError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -89,14 +90,14 @@ class EmbeddingReader:
         """Find and connect to every shard.
 
         Args:
-            address: `host:port` of any shard.
+            address: `host:port` of any shard; port 7601 without one.
             timeout_s: For this call and, unless they say otherwise, each later one, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name that every shard's certificate has; each shard's own host when None.
             token: For a server that asks for one.
 
         Raises:
-            ConfigError: The address is not host:port.
+            ConfigError: The address is none.
             UnavailableError: A shard cannot be reached in time.
             HeadraceError: A shard refuses, or the shards are not those of one server.
 
@@ -109,7 +110,7 @@ class EmbeddingReader:
             # Half of it, so that a shard that does not answer is left for a new connection within one call.
             timeout_s=timeout_s / 2,
         )
-        host, port = parse_address(address)
+        host, port = parse_address(address, default_port=DEFAULT_PORT)
         first = ShardLink(dial, host, port)
         links = [first]
         try:

@@ -11,12 +11,13 @@ import ssl
 from collections.abc import Iterable
 from typing import Any
 
+from headrace.paramserver.address import format_address
 from headrace.paramserver.admission import Admission, ServerLimits
 from headrace.paramserver.buffer_pool import BufferPool
 from headrace.paramserver.rpc_connection import Connection, ServerContext
 from headrace.paramserver.rpc_dispatch import Call, Dispatcher, Peer, RefusalLog, ServerStats, Service
 from headrace.paramserver.security import AccessPolicy
-from headrace.paramserver.tcp import format_address, keep_alive
+from headrace.paramserver.tcp import keep_alive
 from headrace.schemas.errors import HeadraceError, OverloadedError
 
 __all__ = ["Call", "Peer", "ServerStats", "Service", "ThriftServer"]

@@ -16,7 +16,7 @@ from headrace.paramserver.deltas import decode_row_ids
 from headrace.paramserver.file_update_log import FileUpdateLog
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_format import fact
-from headrace.paramserver.rpc_server import Call, Peer
+from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.store import RowStore, StoreConfig
@@ -38,6 +38,9 @@ class Shard:
     """The service of one shard, made by `open_shard`.
 
     Thread: the event loop's.
+
+    Attributes:
+        server: Who calls this service, once somebody does: `status` tells its figures.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Shard:
         self._applier = applier
         self._ingest = ingest
         self._retaining = retaining
+        self.server: ThriftServer | None = None
         self._started_s = time.monotonic()
 
     async def wait_failed(self) -> HeadraceError:
@@ -146,7 +150,7 @@ class Shard:
 
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows of this shard."""
-        sessions, catalog = self._ingest.sessions, self._ingest.catalog
+        sessions, catalog, server = self._ingest.sessions, self._ingest.catalog, self.server
         return idl.StatusReply(
             server_id=self._config.server_id,
             shard=self._config.shard,
@@ -156,9 +160,9 @@ class Shard:
             uptime_s=time.monotonic() - self._started_s,
             log_seq=self._log.last_seq,
             applied_seq=self._applier.applied_seq,
-            inflight_bytes=self._applier.pending_bytes,
-            num_connections=0,
-            num_refused=0,
+            inflight_bytes=server.inflight_bytes if server else 0,
+            num_connections=server.num_connections if server else 0,
+            num_refused=server.num_refused if server else 0,
             num_rows_written=self._ingest.num_rows_written,
             tables=[
                 idl.TableStatus(

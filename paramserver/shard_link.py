@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.security import Token
-from headrace.paramserver.tcp import format_address
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 

@@ -131,6 +131,7 @@ class _ShardProcess:
                 server = ThriftServer(
                     shard, limits=_limits_of(config), ssl_context=protection.ssl_context, access=protection.access
                 )
+                shard.server = server
                 await server.start(sock)
                 try:
                     self._opening = None

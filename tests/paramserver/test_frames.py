@@ -80,7 +80,8 @@ def framed(*bodies: bytes) -> bytes:
 
 def body(length: int, salt: int = 0) -> bytes:
     """Return bytes that differ from place to place and from salt to salt."""
-    return (PATTERN * (length // len(PATTERN) + 2))[salt * 31 : salt * 31 + length]
+    start = salt * 31 % len(PATTERN)
+    return (PATTERN * (length // len(PATTERN) + 2))[start : start + length]
 
 
 LENGTHS = st.one_of(

@@ -59,7 +59,7 @@ def _config(directory: Path, **changes: Any) -> ShardConfig:
 @asynccontextmanager
 async def _serving(config: ShardConfig) -> AsyncIterator[tuple[Shard, ParamServerClient]]:
     async with open_shard(config) as shard:
-        server = ThriftServer(shard, limits=ServerLimits())
+        server = shard.server = ThriftServer(shard, limits=ServerLimits())
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
             await server.start(sock)
@@ -311,6 +311,7 @@ async def test_status_tells_the_state(tmp_path: Path) -> None:
         await client.set_embeddings(_set(1, [1, 2, 3], 1.0))
         status = await client.status()
     assert (status.shard, status.num_shards, status.log_seq, status.num_rows_written) == (0, 1, 2, 3)
+    assert (status.num_connections, status.num_refused) == (1, 0)
     (table,), (writer,) = status.tables, status.clients
     assert table.spec.fqn == SPEC.fqn
     assert (writer.client, writer.last_client_seq, writer.step, writer.is_connected) == ("rank0", 1, 10, True)
