@@ -89,6 +89,15 @@ class _Window:
         return meta
 
 
+@dataclass(slots=True)
+class _Task:
+    """Something to do with the store at one position of the log."""
+
+    seq: int
+    work: Callable[[], None]
+    done: asyncio.Future[None]
+
+
 class Applier:
     """Applies batches to a store, and reads rows whether they are applied or not. Use it with `async with`.
 
@@ -124,6 +133,7 @@ class Applier:
         self._pending: dict[tuple[int, ColumnShard], PendingRows] = {}
         self._work = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
+        self._tasks_at: deque[_Task] = deque()  # by seq
         self._held: deque[Batch] = deque()  # not released yet, oldest first
         self._readers = _Readers()
         self._flushed_at_s = clock()
@@ -199,6 +209,28 @@ class Applier:
         future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._readers.end, ticket))
         return await asyncio.wrap_future(future)
 
+    def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Call something in the applier's thread while RocksDB holds exactly the batches up to `seq`.
+
+        Applying waits for it; acks go on.
+
+        Args:
+            seq: Not below `submitted_seq`, nor below that of an earlier call.
+            work: Blocking; it may read and flush the store.
+
+        Returns:
+            Done when `work` has returned; fails with what it raised, or when the applier fails or closes first.
+
+        Raises:
+            HeadraceError: `failed`, or UnavailableError after `close`.
+        """
+        self._check()
+        assert seq >= max(self.submitted_seq, self._tasks_at[-1].seq if self._tasks_at else 0)
+        task = _Task(seq, work, self._loop.create_future())
+        self._tasks_at.append(task)
+        self._work.set()
+        return task.done
+
     async def wait_applied(self, seq: int) -> None:
         """Return when every batch up to `seq` is in RocksDB.
 
@@ -267,7 +299,9 @@ class Applier:
     async def _apply_forever(self) -> None:
         try:
             while self._queue or not self._is_closing:
-                if self._queue:
+                if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
+                    await self._run_task(self._tasks_at.popleft())
+                elif self._queue:
                     await self._apply_window(self._take_window())
                 else:
                     await self._wait_for_work()
@@ -279,7 +313,18 @@ class Applier:
             self.failed.__cause__ = exc
         if self.failed is not None:
             _log.error("nothing is applied any more: %s", self.failed, exc_info=self.failed)
+        self._drop_tasks()
         self._wake_waiters()
+
+    async def _run_task(self, task: _Task) -> None:
+        try:
+            await self._loop.run_in_executor(self._write_pool, task.work)
+        except Exception as exc:  # its caller's affair, not the applier's
+            if not task.done.done():
+                task.done.set_exception(exc)
+        else:
+            if not task.done.done():
+                task.done.set_result(None)
 
     async def _wait_for_work(self) -> None:
         self._work.clear()
@@ -294,7 +339,10 @@ class Applier:
     def _take_window(self) -> _Window:
         entries = [self._queue.popleft()]
         size = entries[0].batch.size_bytes
+        last_seq = self._tasks_at[0].seq if self._tasks_at else None
         while self._queue and size + self._queue[0].batch.size_bytes <= self._config.window_bytes:
+            if entries[-1].batch.seq == last_seq:
+                break
             entries.append(self._queue.popleft())
             size += entries[-1].batch.size_bytes
         return _Window(entries)
@@ -355,6 +403,13 @@ class Applier:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             await waiter
+
+    def _drop_tasks(self) -> None:
+        """Fail what can no longer be run."""
+        while self._tasks_at:
+            task = self._tasks_at.popleft()
+            if not task.done.done():
+                task.done.set_exception(UnavailableError("the store has stopped applying"))
 
     def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import DType, TableSpec
 
 __all__ = ["Batch", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce"]
 
@@ -49,6 +49,7 @@ class RowDelta:
         columns: `n × width` elements by field of the layout: `weights` and each `state:NAME`; bytes-like, contiguous.
         identities: int64[n] where the table has identities.
         deleted_row_ids: int64[k], each once, disjoint from `row_ids`.
+        scalars: Values that the table has once, by name: element type and its bytes.
     """
 
     table_id: int
@@ -58,6 +59,7 @@ class RowDelta:
     columns: dict[str, Any]
     identities: _Ids | None = None
     deleted_row_ids: _Ids | None = None
+    scalars: tuple[tuple[str, DType, bytes], ...] = ()
 
 
 def _release_nothing() -> None:

@@ -206,8 +206,10 @@ def _from_whole(spec: TableSpec, layout: RecordLayout, pick: _Pick, back: _Array
 def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], back: _Array, seq: int) -> RowsRead:
     """Put rows together from several column shards: in each column the newest record of the row wins.
 
-    What a row has once (version, identity, rowwise states) comes from its newest record; of equals, from the one of the
-    lowest columns. A row is present where any column's newest record is.
+    What a row has once (version, identity) comes from its newest record; of equals, from the one of the lowest columns.
+    Rowwise states, of which each column shard has a copy of its own, come with the row's first column: the shards of a
+    run reach the store at different steps, and an answer that went from copy to copy would be none. A row is present
+    where any column's newest record is.
     """
     size = back.size
     pointwise = [state.name for state in spec.states if state.kind is StateKind.POINTWISE]
@@ -217,6 +219,9 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
     header = np.zeros(size, whole.header_dtype)
     has = np.zeros(size, bool)
     is_live = np.zeros((size, spec.dim), bool)
+    lowest = np.full(size, spec.dim)
+    for layout, pick in shards:
+        lowest[pick.has] = np.minimum(lowest[pick.has], layout.shard.offset)
     for layout, pick, rows in _oldest_first(shards):
         records = pick.records[rows]
         first, end = layout.shard.offset, layout.shard.offset + layout.shard.width
@@ -225,7 +230,8 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
             if name in split:
                 columns[name][rows, first:end] = values
             else:
-                columns[name][rows] = values
+                has_first = lowest[rows] == first
+                columns[name][rows[has_first]] = values[has_first]
         for field in whole.header_dtype.names or ():
             header[field][rows] = records[field]
         has[rows] = True

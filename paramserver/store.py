@@ -21,11 +21,12 @@ import msgpack
 import rocksdict
 
 from headrace.paramserver.pending import Run
+from headrace.paramserver.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["RowStore", "StoreConfig", "default_block_cache_bytes"]
+__all__ = ["RowStore", "StoreConfig", "default_block_cache_bytes", "rocks_options"]
 
 # ON DISK: never rename. Metadata keys that begin so are the store's own; the callers' may not.
 _OWN_META = b"store/"
@@ -33,6 +34,11 @@ _FORMAT_KEY = META_PREFIX + b"store/format"
 _SEQ_KEY = META_PREFIX + b"store/applied_seq"
 _LAYOUTS_PREFIX = META_PREFIX + b"store/layouts/"
 _FORMAT = b"1"
+
+# In the store's directory: the file that is being written. RocksDB takes no notice of such a name.
+_INCOMING_NAME = "incoming-rows"
+# RocksDB's own limit, at which it slows down writers; a file that is taken in is not held up by it.
+_MAX_LEVEL_0_FILES = 20
 
 # While RocksDB is behind with flushes or compactions, it is asked again this often.
 _STALL_POLL_S = 0.005
@@ -60,6 +66,8 @@ class StoreConfig:
         compression: `none` or `lz4`. Trained floats hardly shrink, and reading them back costs time.
         max_background_jobs: Threads that flush and compact.
         rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs a row.
+        file_bytes: Rows of at least so many bytes go to RocksDB as a file, fewer through its memtable. A file costs a
+            third of the time a row, but a few milliseconds to take in, and a later compaction.
     """
 
     block_cache_bytes: int = field(default_factory=default_block_cache_bytes)
@@ -69,6 +77,7 @@ class StoreConfig:
     compression: str = "none"
     max_background_jobs: int = 2
     rows_per_write: int = 2048
+    file_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -83,6 +92,7 @@ class StoreConfig:
             ("bloom_bits_per_key", 1, 30),
             ("max_background_jobs", 2, 256),
             ("rows_per_write", 1, 1 << 20),
+            ("file_bytes", 0, 1 << 50),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -111,6 +121,7 @@ class RowStore:
     def __init__(self, path: Path, db: Any, config: StoreConfig) -> None:
         """Take over an open RocksDB."""
         self.path = path
+        self._incoming = path / _INCOMING_NAME
         self._db = db
         self._config = config
         # Its type stub takes the properties for methods.
@@ -118,9 +129,14 @@ class RowStore:
         self._options.disable_wal = True
         # A write that RocksDB would hold up returns at once instead: it would hold up all of Python with it.
         self._options.no_slowdown = True
+        self._ingest_options = rocksdict.IngestExternalFileOptions()
+        self._ingest_options.set_move_files(True)
+        # RocksDB would flush with all of Python held up; we do it ourselves.
+        self._ingest_options.set_allow_blocking_flush(False)
         self._flush_lock = threading.Lock()
         self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
         self._unflushed_bytes = 0
+        self._num_errors = 0  # RocksDB's, when it last took in a file
         self._layouts: dict[int, tuple[ColumnShard, ...]] = {}
         self.applied_seq = 0
         self.durable_seq = 0
@@ -142,11 +158,38 @@ class RowStore:
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"store directory {path} is not writable")
         try:
-            db = rocksdict.Rdict(str(path), _rocks_options(config))
+            db = rocksdict.Rdict(str(path), rocks_options(config))
         except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
             raise _error_of(path, exc) from exc
         store = cls(path, db, config)
         try:
+            store._incoming.unlink(missing_ok=True)  # of a crash; what RocksDB has taken in has another name
+            store._load()
+        except BaseException:
+            store._db.close()
+            raise
+        return store
+
+    @classmethod
+    def open_read_only(cls, path: Path, *, config: StoreConfig | None = None) -> RowStore:
+        """Open a checkpoint without changing it; others may have it open so too.
+
+        Raises:
+            ConfigError: There is no store, it holds a newer format, or may not be read.
+            CorruptionError: A file is damaged or missing.
+            StorageError: The disk failed.
+        """
+        config = config or StoreConfig()
+        if not (path / "CURRENT").is_file():
+            raise ConfigError(f"{path}: there is no store")
+        try:
+            db = rocksdict.Rdict(str(path), rocks_options(config), access_type=rocksdict.AccessType.read_only())
+        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
+            raise _error_of(path, exc) from exc
+        store = cls(path, db, config)
+        try:
+            if store._call(lambda: db.get(_FORMAT_KEY)) is None:
+                raise ConfigError(f"{path} holds a RocksDB that is not Headrace's")
             store._load()
         except BaseException:
             store._db.close()
@@ -233,8 +276,9 @@ class RowStore:
     def write_runs(self, runs: Sequence[Run], *, meta: Mapping[bytes, bytes], applied_seq: int) -> None:
         """Write coalesced rows, metadata and the log position.
 
-        The rows go first, in writes that are short because no other Python thread runs meanwhile; the log position goes
-        with the last of them. A crash in between leaves rows of batches that are then replayed: no harm.
+        The rows go first: many of them as a file, fewer in writes that are short because no other Python thread runs
+        meanwhile. The log position goes last. A crash in between leaves rows of batches that are then replayed: no
+        harm.
 
         Args:
             runs: Rows, none of them conditional; in the order of their keys.
@@ -244,19 +288,60 @@ class RowStore:
         Raises:
             StorageError: The disk failed; rows may have been written, the log position was not.
         """
-        step = self._config.rows_per_write
         layouts = self._new_layouts(runs)
         if layouts:
             self._write(
                 [_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], [*map(_pack_shards, layouts.values())]
             )
             self._layouts.update(layouts)
+        runs = [run for run in runs if run.row_ids.size]
+        if runs and sum(run.records.nbytes for run in runs) >= self._config.file_bytes:
+            self._take_in(runs)
+        else:
+            self._put(runs)
+        self.write([], [], meta=meta, applied_seq=applied_seq)
+
+    def _put(self, runs: Sequence[Run]) -> None:
+        step = self._config.rows_per_write
         for run in runs:
             for start in range(0, run.row_ids.size, step):
                 keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start : start + step])
                 self._write(keys, run.layout.values_of(run.records[start : start + step]))
             self._unflushed_rows[run.table_id] += run.row_ids.size
-        self.write([], [], meta=meta, applied_seq=applied_seq)
+
+    def _take_in(self, runs: Sequence[Run]) -> None:
+        """Write rows to a file of RocksDB's format and have RocksDB make it one of its own."""
+        config = self._config
+        writer = TableFileWriter(block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key)
+        try:
+            size_bytes = writer.write(self._incoming, runs)
+        except OSError as exc:
+            raise StorageError(f"store {self.path}: writing rows: {exc.strerror}") from exc
+        while self._is_behind():
+            time.sleep(_STALL_POLL_S)
+        while not self._call(self._try_ingest):
+            self.flush()  # rows in the memtable are older, and would be taken for newer
+        self._num_errors = self._property("rocksdb.background-errors")
+        # Durable already, but for the log position that follows: a flush shall come after so much to replay.
+        self._unflushed_bytes += size_bytes
+
+    def _is_behind(self) -> bool:
+        """Say whether RocksDB has so much to compact that one should wait for it."""
+        if self._property("rocksdb.background-errors") > self._num_errors:
+            return False  # it may have stopped compacting; then it refuses the file too, and says why
+        return self._property("rocksdb.num-files-at-level0") >= _MAX_LEVEL_0_FILES
+
+    def _property(self, name: str) -> int:
+        return int(self._call(lambda: self._open_db.property_value(name)))
+
+    def _try_ingest(self) -> bool:
+        try:
+            self._open_db.ingest_external_file([str(self._incoming)], self._ingest_options)
+        except Exception as exc:
+            if "requires flush" in str(exc):
+                return False
+            raise
+        return True
 
     def _new_layouts(self, runs: Sequence[Run]) -> dict[int, tuple[ColumnShard, ...]]:
         layouts: dict[int, tuple[ColumnShard, ...]] = {}
@@ -307,6 +392,21 @@ class RowStore:
             self._unflushed_bytes -= size
             self.durable_seq = max(self.durable_seq, seq)
 
+    def checkpoint(self, path: Path) -> None:
+        """Make a copy of the store as it is now in a directory that is not there yet; files are shared by hard links.
+
+        All Python threads wait while RocksDB links the files: some milliseconds, because the rows in memory are flushed
+        before, during which other threads run. Nobody may write meanwhile.
+
+        Args:
+            path: On the same file system; its parent exists.
+
+        Raises:
+            StorageError: The disk failed, or the directory exists.
+        """
+        self.flush()
+        self._call(lambda: rocksdict.Checkpoint(self._open_db).create_checkpoint(str(path)))
+
     @property
     def unflushed_bytes(self) -> int:
         """About how many bytes have been written since the last flush."""
@@ -353,6 +453,28 @@ class RowStore:
         # An iterator that met an error says that it is at its end.
         self._call(iterator.status)
 
+    def scan_now(self, prefix: bytes, *, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Return an iterator over the pairs that there are now, whatever is written before it is used.
+
+        Args:
+            prefix: What the keys begin with; those that follow the last of them may come too.
+            start: First key.
+
+        Raises:
+            StorageError: The disk failed. What the iterator raises is rocksdict's own: see `map_errors`.
+        """
+        pairs: Iterator[tuple[bytes, bytes]] = self._call(lambda: self._open_db.items(from_key=max(start, prefix)))
+        return pairs
+
+    def map_errors(self, work: Callable[[], _T]) -> _T:
+        """Call something that uses what `scan_now` has returned, with rocksdict's errors turned into ours.
+
+        Raises:
+            CorruptionError: A block does not match its checksum.
+            StorageError: The disk failed.
+        """
+        return self._call(work)
+
     def _scan_meta(self) -> Iterator[tuple[bytes, bytes]]:
         return self.scan(META_PREFIX)
 
@@ -390,7 +512,8 @@ def _error_of(path: Path, exc: Exception) -> HeadraceError:
     return StorageError(f"store {path}: {text}")
 
 
-def _rocks_options(config: StoreConfig) -> Any:
+def rocks_options(config: StoreConfig) -> Any:
+    """Return RocksDB's options for a store."""
     table = rocksdict.BlockBasedOptions()
     table.set_block_cache(rocksdict.Cache(config.block_cache_bytes))
     table.set_block_size(config.block_bytes)

@@ -1,0 +1,62 @@
+"""The command `headrace bench`: what Headrace costs and how fast it is, each figure beside its own limit or peer.
+
+To add a bench, add an entry to `_BENCHES`. Its target is a plain function, as for `headrace.cli`; it is imported when
+its arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import typer
+import typer.core
+
+__all__ = ["bench"]
+
+# Name, `module:function`, help.
+_BENCHES = (
+    ("ingest", "headrace.scripts.bench_ingest:ingest", "How fast a shard takes rows, beside disk, RocksDB and Redis."),
+    ("recovery", "headrace.scripts.bench_recovery:recovery", "How fast a killed shard applies its log again."),
+    ("wire", "headrace.scripts.bench_wire:wire", "How fast requests travel, beside gRPC and thriftpy2."),
+    ("overhead", "headrace.scripts.bench_overhead:overhead", "What streaming costs a trainer."),
+)
+
+# Sections of a Google docstring are for who calls the function, not for who types the command.
+_DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation)s?:", re.MULTILINE)
+
+
+class _LazyBench(typer.core.TyperCommand):
+    """Stands for a bench in the list; becomes the real one when its arguments are parsed."""
+
+    def __init__(self, name: str, target: str, help: str) -> None:
+        super().__init__(name=name, help=help)
+        self._target = target
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        module_name, _, function_name = self._target.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or "")[0].strip()
+        app = typer.Typer(add_completion=False)
+        app.command(self.name, help=text)(function)
+        return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
+
+
+class _Benches(typer.core.TyperGroup):
+    """The group of all benches."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for entry in _BENCHES:
+            self.add_command(_LazyBench(*entry))
+
+
+bench = typer.Typer(add_completion=False, no_args_is_help=True, cls=_Benches)
+
+
+@bench.callback()
+def _front_door() -> None:
+    """Measure Headrace on this machine, each figure beside its own limit or peer."""

@@ -1,0 +1,66 @@
+"""`headrace bench overhead`, with a tiny model and few steps: that it measures, not what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.schemas.errors import ConfigError
+from headrace.scripts.bench_overhead import OverheadConfig, OverheadResult, describe, run
+from headrace.scripts.bench_overhead_trainer import Block, ModelConfig
+
+TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
+
+
+def test_figures_of_a_tiny_run() -> None:
+    """Every figure is there; rows were sent, our time was seen, and rows stayed dirty while the server stood still."""
+    stages: list[str] = []
+    config = OverheadConfig(
+        model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings={"staging_bytes": 2**16, "flush_percent": 100}
+    )
+    result = run(config, on_stage=stages.append)
+    assert len(stages) == config.num_stages == 4
+    figures = result.to_json()
+    assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16
+    assert figures["num_rows_sent"] > 100
+    assert 0 < figures["training_thread_share"] < 1
+    assert 0 < figures["outage_training_thread_share"] < 1
+    # Two buffers are filled and stay so: the rest of the steps only mark.
+    assert figures["outage_num_dirty_rows"] > 0
+    assert [len(figures["block_step_ms"][kind]) for kind in ("off", "on", "outage")] == [2, 1, 1]
+    assert [len(block.step_s) for block in (*result.off, *result.on, *result.away)] == [6, 6, 6, 6]
+    assert all(block.ours_s == [0.0] * 6 for block in result.off)
+
+
+def test_settings_are_checked_before_anything_starts() -> None:
+    """A wrong streamer setting is refused at once."""
+    with pytest.raises(ConfigError, match=r"flush.percent"):
+        run(OverheadConfig(model=TINY, settings={"flush_percent": 0}), on_stage=pytest.fail)
+
+
+def _block(step_s: float, ours_s: float, memory_bytes: int, **changes: Any) -> Block:
+    fields: dict[str, Any] = {
+        "step_s": [step_s] * 4,
+        "ours_s": [ours_s] * 4,
+        "ours_cpu_s": 4 * ours_s,
+        "thread_cpu_s": 4 * step_s,
+        "cpu_s": 4 * step_s,
+        "memory_bytes": memory_bytes,
+        "num_rows_sent": 10,
+        "num_dirty_rows": 0,
+    }
+    return Block(**{**fields, **changes})
+
+
+def test_bounds_are_judged() -> None:
+    """Each figure stands beside its bound, and one that is over it is called missed."""
+    result = OverheadResult(bound_bytes=1000)
+    result.off, result.on, result.away = [_block(1.0, 0, 500)], [_block(1.04, 0.03, 900)], [_block(1.0, 0.01, 1000)]
+    lines, is_within = describe(result.to_json())
+    assert is_within
+    assert "MISSED" not in "\n".join(lines)
+    result.away = [_block(1.06, 0.01, 2000)]
+    lines, is_within = describe(result.to_json())
+    assert not is_within
+    assert sum("MISSED" in line for line in lines) == 2
