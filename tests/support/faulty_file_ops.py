@@ -59,6 +59,7 @@ class FaultyFileOps(SystemFileOps):
     gate: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
     is_dead: bool = False
+    _called: threading.Condition = field(default_factory=threading.Condition)
     _faults: list[_Fault] = field(default_factory=list)
     _open: dict[int, _File] = field(default_factory=dict)
     _files: dict[Path, _File] = field(default_factory=dict)
@@ -76,6 +77,15 @@ class FaultyFileOps(SystemFileOps):
     def write_short(self, size_bytes: int, *, after: int = 0) -> None:
         """Let one `pwritev` write only so many bytes, and say so."""
         self._faults.append(_Fault("pwritev", None, after, size_bytes))
+
+    def wait_for_calls(self, operations: Sequence[str]) -> None:
+        """Block until the latest calls are of these operations, in this order."""
+
+        def have_come() -> bool:
+            return [operation for operation, _ in self.calls[-len(operations) :]] == list(operations)
+
+        with self._called:
+            assert self._called.wait_for(have_come, 60), f"{operations} did not come"
 
     def power_cut(self, rng: random.Random | None = None) -> None:
         """Leave on the files what a power failure leaves.
@@ -180,7 +190,9 @@ class FaultyFileOps(SystemFileOps):
         """Note a call, and fail it if that is due; return a fault that is not an error."""
         if self.is_dead:
             raise OSError(errno.EIO, "the process is dead")
-        self.calls.append((operation, path.name))
+        with self._called:
+            self.calls.append((operation, path.name))
+            self._called.notify_all()
         for fault in [fault for fault in self._faults if fault.operation == operation]:
             fault.after -= 1
             if fault.after < 0:

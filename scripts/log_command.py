@@ -1,0 +1,140 @@
+"""The command `headrace log`: what the update logs of a server hold, and whether they are whole."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from headrace.paramserver.log_inspect import LogReport, SegmentReport, find_logs, inspect_log, size_of_log
+from headrace.schemas.errors import CorruptionError
+
+__all__ = ["log"]
+
+
+class _Action(enum.StrEnum):
+    INSPECT = "inspect"
+
+
+def log(
+    action: Annotated[
+        _Action,
+        typer.Argument(
+            metavar="inspect", help="Show segments, ranges and sizes, and check every checksum.", show_default=False
+        ),
+    ],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Directory of a server, of a shard or of a log.", show_default=False),
+    ],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+) -> None:
+    """Look into update logs.
+
+    Reads only, and takes no lock: the server may be running. The exit code is 1 when something is damaged.
+
+    Raises:
+        ConfigError: There is no update log.
+        CorruptionError: Something is damaged; all of it has been printed.
+        StorageError: A file cannot be read.
+    """
+    assert action is _Action.INSPECT
+    reports = _inspect(find_logs(path))
+    if as_json:
+        print(json.dumps({"logs": [_to_json(report) for report in reports]}, indent=2))
+    else:
+        console = Console()
+        for report in reports:
+            _print_report(console, report)
+    found = [line for report in reports for line in report.damage]
+    if found:
+        raise CorruptionError(found[0] if len(found) == 1 else f"{found[0]}; and {len(found) - 1} more")
+
+
+def _inspect(paths: list[Path]) -> list[LogReport]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Checking", total=sum(size_of_log(path) for path in paths))
+        return [inspect_log(path, on_progress=lambda done: progress.advance(task, done)) for path in paths]
+
+
+def _to_json(report: LogReport) -> dict[str, Any]:
+    return {
+        "path": str(report.path),
+        "is_whole": not report.damage,
+        "damage": report.damage,
+        "segments": [asdict(segment) | {"path": segment.path.name} for segment in report.segments],
+    }
+
+
+def _print_report(console: Console, report: LogReport) -> None:
+    records = sum(segment.num_records for segment in report.segments)
+    size = decimal(sum(segment.size_bytes for segment in report.segments))
+    table = Table(title=escape(str(report.path)), title_justify="left", title_style="bold", box=box.SIMPLE)
+    for name in ("first seq", "last seq", "records", "steps", "epochs", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("from, UTC")
+    table.add_column("to, UTC")
+    table.add_column("state")
+    for segment in report.segments:
+        table.add_row(*_row(segment))
+    console.print(table)
+    if not report.damage:
+        console.print(f"{records} records, {size}: all checksums are right.\n", highlight=False)
+    for line in report.damage:
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(segment: SegmentReport) -> tuple[str, ...]:
+    low_us, high_us = segment.times_us or (None, None)
+    state = "damaged" if segment.damage else "open" if segment.sealed_us is None else "sealed"
+    return (
+        _text(segment.first_seq),
+        _text(segment.last_seq),
+        str(segment.num_records),
+        _range(segment.steps),
+        _range(segment.epochs),
+        decimal(segment.size_bytes),
+        _time(low_us),
+        _time(high_us),
+        f"[red]{state}[/]" if segment.damage else state,
+    )
+
+
+def _text(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _range(values: tuple[int, int] | None) -> str:
+    if values is None:
+        return "–"
+    low, high = values
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _time(time_us: int | None) -> str:
+    if time_us is None:
+        return "–"
+    try:
+        return f"{datetime.fromtimestamp(time_us / 1e6, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return str(time_us)  # a client's clock may say anything

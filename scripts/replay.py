@@ -1,0 +1,218 @@
+"""The command `headrace replay`: send what a server's update logs hold to another server, or to the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.log_inspect import size_of_log
+from headrace.paramserver.replay import Replay, ReplayTarget
+from headrace.paramserver.replay_source import ReplayRange, ReplaySource, ReplaySummary
+from headrace.paramserver.security import client_tls_context, load_token
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["replay"]
+
+
+def replay(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Directory of a server, of a shard or of a log.", show_default=False),
+    ],
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="HOST:PORT", help="Any shard of a running server.", show_default=False),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory that is served for the time of the replay; new or not.", show_default=False
+        ),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="With --into: shards of a new directory. Default: 1.", show_default=False)
+    ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
+    ] = None,
+    from_seq: Annotated[
+        int | None, typer.Option(min=1, help="First record, of one shard's log.", show_default=False)
+    ] = None,
+    to_seq: Annotated[int | None, typer.Option(min=1, help="Last record.", show_default=False)] = None,
+    from_step: Annotated[int | None, typer.Option(min=0, help="First step of the trainer.", show_default=False)] = None,
+    to_step: Annotated[int | None, typer.Option(min=0, help="Last step.", show_default=False)] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Earliest trainer's time: ISO 8601, or seconds since 1970.", show_default=False
+        ),
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Latest time.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and end.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Send also what an earlier run of the same replay has delivered.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
+    ] = 60.0,
+    tls_authority: Annotated[
+        Path | None,
+        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
+    ] = None,
+) -> None:
+    """Reapply what update logs hold to a server.
+
+    The source is only read, and its server may be running. Everything in the range is checked before anything is sent.
+    Rows keep the version that they had, and are taken only where the target has nothing as new: a replay may be run
+    again, beside a trainer too. One that was interrupted goes on where it was.
+
+    Raises:
+        ConfigError: A flag is wrong, or there is nothing in the range.
+        HeadraceError: A log is damaged, or the target refuses or is away.
+    """
+    if not dry_run and (to is None) == (into is None):
+        raise ConfigError("say where to: --to HOST:PORT for a running server, or --into DIR; or --dry-run")
+    if shards is not None and into is None:
+        raise ConfigError("--shards goes with --into: a running server has the shards that it has")
+    if into is not None and _is_same_place(into, path):
+        raise ConfigError(f"--into {into}: that is where the log to replay lies; name another directory")
+    wanted = ReplayRange(
+        from_seq=from_seq,
+        to_seq=to_seq,
+        from_step=from_step,
+        to_step=to_step,
+        since_us=None if since is None else _parse_time("--since", since),
+        until_us=None if until is None else _parse_time("--until", until),
+        tables=frozenset(table or ()),
+    )
+    source = ReplaySource(path, wanted)
+    size_bytes = sum(size_of_log(log.path) for log in source.logs)
+    with _progress() as progress:
+        task = progress.add_task("Checking", total=size_bytes)
+        summary = source.summarize(on_progress=lambda done: progress.advance(task, done))
+    console = Console()
+    _print_summary(console, source, summary)
+    if dry_run:
+        return
+    with _target_of(to, into, shards) as address, _progress() as progress:
+        host, port = parse_address(address, default_port=DEFAULT_PORT)
+        has_tls = to is not None and any((tls_authority, tls_certificate, tls_key))
+        target = ReplayTarget(
+            host=host,
+            port=port,
+            ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
+            if has_tls
+            else None,
+            token=load_token(path=token_file, environ=os.environ),
+            timeout_s=timeout_s,
+        )
+        work = Replay(source, target, again=again)
+        task = progress.add_task("Sending", total=size_bytes)
+        asyncio.run(work.run(on_progress=lambda done: progress.advance(task, done)))
+    where = f"--into {into}" if into is not None else address
+    skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
+    console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _target_of(to: str | None, into: Path | None, shards: int | None) -> Iterator[str]:
+    """Yield the target's address, of a server that is started for it if need be."""
+    if to is not None:
+        yield to
+        return
+    assert into is not None
+    # It listens on loopback alone, for this replay.
+    with ServerProcess.start(into, shards=shards) as server:
+        yield server.address
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _is_same_place(into: Path, path: Path) -> bool:
+    target, source = into.resolve(), path.resolve()
+    return target == source or target in source.parents or source in target.parents
+
+
+def _parse_time(flag: str, text: str) -> int:
+    """Return microseconds since 1970."""
+    try:
+        return round(float(text) * 1e6)
+    except (ValueError, OverflowError):
+        pass
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise ConfigError(f"{flag} {text!r}: neither ISO 8601, such as 2026-05-01T12:30:00Z, nor seconds") from exc
+    return round(when.timestamp() * 1e6)  # local time, where it says no zone
+
+
+def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:
+    table = Table(box=box.SIMPLE)
+    table.add_column("table")
+    for name in ("rows", "deletes", "epochs", "steps"):
+        table.add_column(name, justify="right")
+    for fqn, found in sorted(summary.tables.items()):
+        table.add_row(
+            escape(fqn), str(found.num_rows), str(found.num_deleted), _range(found.epochs), _range(found.steps)
+        )
+    console.print(table)
+    first_us, last_us = summary.times_us or (0, 0)
+    console.print(
+        f"{summary.num_records} records, {decimal(summary.size_bytes)}, of {len(source.logs)} "
+        f"log{'s' * (len(source.logs) > 1)}; trainer's time {_time(first_us)} to {_time(last_us)} UTC.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _range(values: tuple[int, int] | None) -> str:
+    if values is None:
+        return "–"
+    low, high = values
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _time(time_us: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time_us / 1e6, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return str(time_us)  # a client's clock may say anything

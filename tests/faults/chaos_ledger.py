@@ -1,0 +1,201 @@
+"""What a trainer was acked, row by row, and how it compares with what a store says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.reader import Rows
+
+__all__ = ["AckedDelta", "Findings", "Ledger"]
+
+_MISSING, _PRESENT, _DELETED = 0, 1, 2
+_MAX_LINES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class AckedDelta:
+    """Rows of one column shard of one table in an acked batch: plain bytes, to go through a pipe.
+
+    Attributes:
+        fqn: The table.
+        version: (epoch, step) of all rows.
+        column_offset: First column of the shard.
+        width: Its columns.
+        row_ids: int64[n].
+        columns: Bytes of `weights` and of each state, n rows each.
+        identities: int64[n], where the table has them.
+        deleted_row_ids: int64[k].
+    """
+
+    fqn: str
+    version: tuple[int, int]
+    column_offset: int
+    width: int
+    row_ids: bytes
+    columns: dict[str, bytes]
+    identities: bytes | None
+    deleted_row_ids: bytes
+
+
+@dataclass
+class Findings:
+    """What a comparison has found: counts by kind, and the first few in words."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, number: int, line: str) -> None:
+        """Count and describe."""
+        self.counts[kind] += number
+        if len(self.lines) < _MAX_LINES:
+            self.lines.append(f"{kind}: {line}")
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
+
+
+class _Table:
+    """The newest acked version of each row of a table."""
+
+    def __init__(self, row_ids: npt.NDArray[np.int64]) -> None:
+        self.row_ids = row_ids
+        size = row_ids.size
+        self.epochs, self.steps = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.is_deleted = np.zeros(size, bool)
+        self.identities = np.zeros(size, np.int64)
+        self.columns: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def take(self, delta: AckedDelta, row_bytes: dict[str, tuple[int, int, int]]) -> None:
+        for ids, is_deleted in ((delta.row_ids, False), (delta.deleted_row_ids, True)):
+            at = np.searchsorted(self.row_ids, np.frombuffer(ids, np.int64))
+            self.epochs[at], self.steps[at] = delta.version
+            self.is_deleted[at] = is_deleted
+            if is_deleted or not at.size:
+                continue
+            if delta.identities is not None:
+                self.identities[at] = np.frombuffer(delta.identities, np.int64)
+            for name, data in delta.columns.items():
+                whole_bytes, first, last = row_bytes[name]
+                column = self.columns.setdefault(name, np.zeros((self.row_ids.size, whole_bytes), np.uint8))
+                column[at, first:last] = np.frombuffer(data, np.uint8).reshape(at.size, -1)
+
+
+class Ledger:
+    """What has been acked. Not thread-safe.
+
+    Attributes:
+        num_batches: Acked batches.
+        num_rows: Their rows, each as often as it was acked.
+    """
+
+    def __init__(self, rows: dict[str, npt.NDArray[np.int64]], dims: dict[str, int]) -> None:
+        """Begin empty.
+
+        Args:
+            rows: All row ids that a table may have, ascending, by table.
+            dims: Columns of each table.
+        """
+        self.num_batches = self.num_rows = 0
+        self._tables = {fqn: _Table(ids) for fqn, ids in rows.items()}
+        self._dims = dims
+
+    @property
+    def row_ids(self) -> dict[str, npt.NDArray[np.int64]]:
+        """All row ids by table."""
+        return {fqn: table.row_ids for fqn, table in self._tables.items()}
+
+    def take(self, deltas: Sequence[AckedDelta]) -> None:
+        """Note an acked batch. Batches of one client come in the order of their acks."""
+        self.num_batches += 1
+        for delta in deltas:
+            size = len(delta.row_ids) // 8
+            self.num_rows += size + len(delta.deleted_row_ids) // 8
+            self._tables[delta.fqn].take(delta, self._places(delta, size))
+
+    def copy(self) -> Ledger:
+        """Return what has been acked up to now, as something that does not change."""
+        other = Ledger({}, self._dims)
+        for fqn, table in self._tables.items():
+            mine = _Table(table.row_ids)
+            mine.epochs, mine.steps = table.epochs.copy(), table.steps.copy()
+            mine.is_deleted, mine.identities = table.is_deleted.copy(), table.identities.copy()
+            mine.columns = {name: column.copy() for name, column in table.columns.items()}
+            other._tables[fqn] = mine
+        return other
+
+    def compare(self, fqn: str, stored: Rows, *, is_final: bool) -> Findings:
+        """Compare what was acked of a table with what the store says of all its rows.
+
+        Args:
+            fqn: The table.
+            stored: All rows in order, with states and versions, read after the last batch was noted here.
+            is_final: All that was ever sent has been acked: the store has nothing newer.
+        """
+        table, findings = self._tables[fqn], Findings()
+        assert stored.epochs is not None and stored.steps is not None
+        acked = table.epochs > 0
+        is_older = (stored.epochs < table.epochs) | ((stored.epochs == table.epochs) & (stored.steps < table.steps))
+        is_equal = (stored.epochs == table.epochs) & (stored.steps == table.steps)
+        is_missing = stored.presence == _MISSING
+        is_present, is_gone = stored.presence == _PRESENT, stored.presence == _DELETED
+        values_differ = np.zeros(acked.size, bool)
+        columns = {"weights": stored.weights, **stored.states}
+        for name, column in table.columns.items():
+            theirs = np.ascontiguousarray(columns[name]).view(np.uint8).reshape(acked.size, -1)
+            values_differ |= (theirs != column).any(axis=1)
+        if stored.identities is not None:
+            values_differ |= stored.identities != table.identities
+        faults = {
+            "lost": acked & is_missing,
+            "resurrected": acked & table.is_deleted & is_present & (is_older | is_equal),
+            "stale": acked & ~is_missing & is_older & ~(table.is_deleted & is_present),
+            "wrong": acked & is_equal & ~table.is_deleted & (is_gone | (is_present & values_differ)),
+        }
+        if is_final:
+            faults["unacked"] = acked & ~is_missing & ~is_older & ~is_equal
+        for kind, rows in faults.items():
+            if rows.any():
+                at = int(np.flatnonzero(rows)[0])
+                findings.add(
+                    kind,
+                    int(rows.sum()),
+                    f"{fqn} row {table.row_ids[at]}: acked (epoch {table.epochs[at]}, step {table.steps[at]}"
+                    f"{', deleted' if table.is_deleted[at] else ''}), the store has presence {stored.presence[at]}, "
+                    f"(epoch {stored.epochs[at]}, step {stored.steps[at]}); {int(rows.sum())} such rows",
+                )
+        return findings
+
+    def _places(self, delta: AckedDelta, size: int) -> dict[str, tuple[int, int, int]]:
+        """Return, by column, (bytes of a whole row, where this shard's begin, where they end)."""
+        places = {}
+        for name, data in delta.columns.items():
+            mine = len(data) // size if size else 0
+            # What is as wide as the shard is split with it; the rest belongs to the row.
+            is_split = name == "weights" or name.startswith("pointwise")
+            whole = mine * self._dims[delta.fqn] // delta.width if is_split else mine
+            first = mine * delta.column_offset // delta.width if is_split else 0
+            places[name] = (whole, first, first + mine)
+        return places
+
+
+def acked_deltas(epoch: int, step: int, deltas: Sequence[Any]) -> list[AckedDelta]:
+    """Return what a batch's `TableDelta` structs hold, copied."""
+    return [
+        AckedDelta(
+            fqn=delta.fqn,
+            version=(epoch, step),
+            column_offset=delta.column_offset,
+            width=delta.width,
+            row_ids=bytes(delta.row_ids),
+            columns={"weights": bytes(delta.weights), **{state.name: bytes(state.data) for state in delta.states}},
+            identities=None if delta.identities is None else bytes(delta.identities),
+            deleted_row_ids=bytes(delta.deleted_row_ids or b""),
+        )
+        for delta in deltas
+    ]

@@ -1,0 +1,235 @@
+"""A TCP proxy that knows frames: it resets, delays, doubles and reorders them, and brings back old ones.
+
+TCP does none of the last three within a connection; the proxy does, because a client seq must make up for all of it: a
+middlebox that resends, a peer's bug, or a batch that was sent again over another connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_FIRST_OWN_SEQID = 0x7000_0000
+_METHOD = b"setEmbeddings"
+_HOLD_S = 0.05
+_NUM_OLD = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """How likely each frame meets with what. All zero: the proxy only passes on.
+
+    Attributes:
+        reset: The connection is reset before, amid or after a request or a reply.
+        delay: It, and what comes behind it, is up to `delay_s` late.
+        duplicate: A batch arrives twice.
+        echo: A batch arrives twice, and both replies reach the client.
+        reorder: A batch, or a reply, arrives after the next one.
+        old: A batch from before, perhaps from another connection or epoch, arrives again.
+        delay_s: Longest delay, seconds.
+    """
+
+    reset: float = 0.0
+    delay: float = 0.0
+    duplicate: float = 0.0
+    echo: float = 0.0
+    reorder: float = 0.0
+    old: float = 0.0
+    delay_s: float = 0.05
+
+
+CALM = Trouble()
+
+
+class FrameProxy:
+    """Listens on one host and passes on to another, the same ports. Runs in a thread of its own.
+
+    Attributes:
+        counts: How often each trouble was made.
+    """
+
+    def __init__(self, *, listen_host: str, target_host: str, ports: Sequence[int], seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._listen_host, self._target_host, self._ports = listen_host, target_host, ports
+        self._random = random.Random(seed)
+        self._trouble = CALM
+        self._links: set[_Link] = set()
+        self._old: dict[int, deque[bytes]] = {port: deque(maxlen=_NUM_OLD) for port in ports}
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),), daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def close(self) -> None:
+        """Cut all connections and end."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    def make(self, trouble: Trouble) -> None:
+        """Make trouble from now on."""
+        self._trouble = trouble
+
+    def reset_all(self) -> None:
+        """Reset every connection now."""
+        self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links)])
+
+    def is_due(self, what: str) -> bool:
+        """Roll the dice for one kind of trouble, and count it."""
+        is_due = self._random.random() < getattr(self._trouble, what)
+        self.counts[what] += is_due
+        return is_due
+
+    async def _run(self) -> None:
+        servers = [await asyncio.start_server(self._handler_of(port), self._listen_host, port) for port in self._ports]
+        self._started.set()
+        await self._stop.wait()
+        for server in servers:
+            server.close()
+        for link in list(self._links):
+            link.reset()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _handler_of(self, port: int):  # type: ignore[no-untyped-def]
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                upstream = await asyncio.open_connection(self._target_host, port)
+            except OSError:
+                writer.transport.abort()
+                return
+            link = _Link(self, (reader, writer), upstream, self._old[port], self._random)
+            self._links.add(link)
+            try:
+                await link.run()
+            finally:
+                self._links.discard(link)
+
+        return handle
+
+    @property
+    def delay_s(self) -> float:
+        """How long the next delay is, seconds."""
+        return self._random.uniform(0, self._trouble.delay_s)
+
+
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Link:
+    """One connection from a client to a shard."""
+
+    def __init__(
+        self, proxy: FrameProxy, client: _Stream, shard: _Stream, old: deque[bytes], rng: random.Random
+    ) -> None:
+        self._proxy, self._client, self._shard, self._old, self._random = proxy, client, shard, old, rng
+        self._own_seqid = _FIRST_OWN_SEQID
+
+    def reset(self) -> None:
+        for _, writer in (self._client, self._shard):
+            writer.transport.abort()
+
+    async def run(self) -> None:
+        pumps = [
+            asyncio.ensure_future(self._pump(self._client[0], self._shard[1], is_request=True)),
+            asyncio.ensure_future(self._pump(self._shard[0], self._client[1], is_request=False)),
+        ]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        self.reset()
+        await asyncio.wait(pumps)
+        for pump in pumps:
+            pump.result()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_request: bool) -> None:
+        proxy, held = self._proxy, None
+        frames = _Frames(reader)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                try:
+                    async with asyncio.timeout(_HOLD_S if held is not None else None):
+                        frame = await frames.next()
+                except TimeoutError:
+                    assert held is not None
+                    await self._send(writer, [held])
+                    held = None
+                    continue
+                is_batch = _METHOD in frame[:64]
+                if not is_request and _seqid(frame) >= _FIRST_OWN_SEQID:
+                    continue  # the answer to a frame that the client has not sent
+                if proxy.is_due("reset"):
+                    # Part of it may get through, or all of it.
+                    writer.write(frame[: self._random.choice((0, len(frame) // 2, len(frame)))])
+                    with contextlib.suppress(ConnectionError):
+                        await asyncio.wait_for(writer.drain(), 1)
+                    return
+                if proxy.is_due("delay"):
+                    await asyncio.sleep(proxy.delay_s)
+                if is_batch and held is None and proxy.is_due("reorder"):
+                    held = frame
+                    continue
+                out = [frame] if held is None else [frame, held]
+                held = None
+                if is_request and is_batch:
+                    out = self._double(frame, out)
+                await self._send(writer, out)
+
+    def _double(self, frame: bytes, out: list[bytes]) -> list[bytes]:
+        proxy = self._proxy
+        if proxy.is_due("duplicate"):
+            out = [*out, self._as_own(frame)]
+        if proxy.is_due("echo"):
+            out = [*out, frame]
+        if self._old and proxy.is_due("old"):
+            out = [self._as_own(self._random.choice(self._old)), *out]
+        self._old.append(frame)
+        return out
+
+    def _as_own(self, frame: bytes) -> bytes:
+        """Return a frame as a request of the proxy's: its reply is not for the client."""
+        self._own_seqid += 1
+        at = _seqid_at(frame)
+        return frame[:at] + self._own_seqid.to_bytes(4, "big") + frame[at + 4 :]
+
+    async def _send(self, writer: asyncio.StreamWriter, frames: list[bytes]) -> None:
+        writer.write(b"".join(frames))
+        await writer.drain()
+
+
+class _Frames:
+    """The frames of a stream; a wait that is given up loses none."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._task: asyncio.Task[bytes] | None = None
+
+    async def next(self) -> bytes:
+        if self._task is None:
+            self._task = asyncio.ensure_future(_read_frame(self._reader))
+        frame = await asyncio.shield(self._task)
+        self._task = None
+        return frame
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(4)
+    return head + await reader.readexactly(int.from_bytes(head, "big"))
+
+
+def _seqid_at(frame: bytes) -> int:
+    # Behind the frame's length and the message's version: the length of its name, the name, the seqid.
+    return 12 + int.from_bytes(frame[8:12], "big")
+
+
+def _seqid(frame: bytes) -> int:
+    at = _seqid_at(frame)
+    return int.from_bytes(frame[at : at + 4], "big")

@@ -1,0 +1,204 @@
+"""The real shard process, with a file system under its log that fails, stalls and remembers what it has synced.
+
+    python chaos_shard.py CONTROL_DIR BREAKAGE
+
+It takes commands on the Unix socket `CONTROL_DIR/shard-N.sock`, a line of JSON each:
+
+    {"do": "fail", "operation": "fdatasync", "errno": 5, "after": 2}    the third call from now on fails
+    {"do": "hold"}                                                      no sync returns any more
+    {"do": "wait_held"}                                                 answered once a sync is held
+
+and keeps in `CONTROL_DIR/synced-N` which segment it wrote last and up to where that is on the disk (`Synced`). Its
+BREAKAGE is a bug that the harness must find: see `BREAKAGES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.paramserver import ingest, sessions, shard, shard_process
+from headrace.paramserver.applier import ApplierConfig
+from headrace.paramserver.file_ops import SystemFileOps
+from headrace.paramserver.file_update_log import FileUpdateLog
+from headrace.paramserver.update_log import Append, DurableFuture
+from headrace.schemas.messages import Segment
+
+_SYNCED = struct.Struct("<QQ")
+WAIT_HELD_S = 20.0
+
+
+class Synced(NamedTuple):
+    """Up to where a log was on the disk when its process ended: the first seq of its last segment, and an offset."""
+
+    first_seq: int
+    end: int
+
+    @classmethod
+    def read(cls, control: Path, number: int) -> Synced:
+        """Return what the process of a shard has noted last."""
+        return cls(*_SYNCED.unpack((control / f"synced-{number}").read_bytes()))
+
+
+class ChaosFileOps(SystemFileOps):
+    """`FileOps` on real files; see the module. Thread: any."""
+
+    def __init__(self, control: Path) -> None:
+        self._control = control
+        self._paths: dict[int, Path] = {}
+        self._ends: dict[int, int] = {}
+        self._faults: list[list[Any]] = []
+        self._is_holding = False
+        self._held = threading.Event()
+        self._lock = threading.Lock()
+        self._note_fd = -1
+
+    def serve(self, number: int) -> None:
+        """Take commands for shard `number` from now on."""
+        self._note_fd = os.open(self._control / f"synced-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = self._control / f"shard-{number}.sock"
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.fspath(path))
+        listener.listen()
+        threading.Thread(target=self._take_commands, args=(listener,), daemon=True).start()
+
+    def _take_commands(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rwb") as stream:
+                command = json.loads(stream.readline())
+                stream.write(json.dumps(self._do(command)).encode() + b"\n")
+
+    def _do(self, command: dict[str, Any]) -> bool:
+        if command["do"] == "wait_held":
+            return self._held.wait(WAIT_HELD_S)
+        with self._lock:
+            if command["do"] == "hold":
+                self._is_holding = True
+            else:
+                self._faults.append([command["operation"], command["errno"], command["after"]])
+        return True
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        self._paths[fd], self._ends[fd] = path, 0
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._paths.pop(fd)
+        self._ends.pop(fd)
+        super().close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self._paths = {fd: target if path == source else path for fd, path in self._paths.items()}
+
+    def pwritev(self, fd: int, buffers: Sequence[Segment], offset: int) -> int:
+        self._fail_if_due("pwritev")
+        written = super().pwritev(fd, buffers, offset)
+        self._ends[fd] = offset + written
+        return written
+
+    def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
+        self._fail_if_due("allocate")
+        super().allocate(fd, offset, size_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        self._sync("fdatasync", fd, super().fdatasync)
+
+    def fsync(self, fd: int) -> None:
+        self._sync("fsync", fd, super().fsync)
+
+    def _sync(self, operation: str, fd: int, sync: Callable[[int], None]) -> None:
+        if self._is_holding:
+            self._held.set()
+            threading.Event().wait()  # for ever: only `kill -9` ends it
+        self._fail_if_due(operation)
+        end = self._ends[fd]
+        sync(fd)
+        name = self._paths[fd].name.partition(".")[0]
+        # Noted before anything is acked: what is not in the note was not acked either.
+        if name.isdigit():
+            os.pwrite(self._note_fd, _SYNCED.pack(int(name), end), 0)
+
+    def _fail_if_due(self, operation: str) -> None:
+        with self._lock:
+            for fault in [fault for fault in self._faults if fault[0] == operation]:
+                fault[2] -= 1
+                if fault[2] < 0:
+                    self._faults.remove(fault)
+                    raise OSError(fault[1], os.strerror(fault[1]))
+
+
+def _ack_early() -> None:
+    """Ack each batch when it comes, and write it to the log when there is time."""
+    append = FileUpdateLog.append
+
+    def append_early(self: Any, **record: Any) -> Append:
+        durable = DurableFuture()
+        durable.set_result(None)
+        return Append(append(self, **record).seq, durable)
+
+    FileUpdateLog.append = append_early  # type: ignore[method-assign,assignment]
+
+
+def _forget_sequence() -> None:
+    """Take every batch as it comes, as if there were neither client seqs nor the check that steps rise."""
+    accept = sessions.Sessions.accept
+
+    def accept_all(self: Any, run: str, client: str, epoch: int, client_seq: int) -> Any:
+        session = self._sessions[run, client]
+        session.step = -1
+        return accept(self, run, client, epoch, session.last_client_seq + 1)
+
+    sessions.Sessions.accept = accept_all  # type: ignore[method-assign]
+
+
+def _forget_deletes() -> None:
+    """Ack deletes and do nothing about them."""
+    decode = ingest.decode_delta
+
+    def decode_without(*args: Any, **settings: Any) -> Any:
+        return dataclasses.replace(decode(*args, **settings), deleted_row_ids=None)
+
+    ingest.decode_delta = decode_without
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "acks_early": _ack_early,
+    "forgets_sequence": _forget_sequence,
+    "forgets_deletes": _forget_deletes,
+}
+
+
+def main(control: Path, breakage: str) -> int:
+    """Run the shard process."""
+    ops = ChaosFileOps(control)
+    BREAKAGES[breakage]()
+
+    class _Log(FileUpdateLog):
+        @classmethod
+        def open(cls, path: Path, *, config: Any = None, **_: Any) -> Any:
+            ops.serve(int(path.parent.name.removeprefix("shard-")))
+            return super().open(path, config=dataclasses.replace(config, allocate_bytes=1 << 20), ops=ops)
+
+    shard.FileUpdateLog = _Log  # type: ignore[misc]
+    # What takes minutes in life, flushes of the store and retention of the log, happens in a cycle's time.
+    shard.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
+    shard._RETENTION_INTERVAL_S = 1.0
+    return shard_process.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

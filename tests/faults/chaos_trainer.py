@@ -1,0 +1,307 @@
+"""The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
+
+It trains a small torch model of several sparse tables. Beside the streamer runs a raw writer, whose tables have what no
+tap gives yet: deletes, identities, virtual row ids, and rows split by columns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import random
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from chaos_ledger import acked_deltas
+from torch import nn
+
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.client import ParamServerClient
+from headrace.schemas.idl import idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.compare import compare_with_store
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.flush import Message
+from headrace.streamer.rendezvous import Writer, find_store, open_session
+from headrace.streamer.shard_channel import ShardChannel
+
+TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
+RAW_SPECS = (
+    TableSpec(
+        fqn="raw.ids",
+        num_rows=0,
+        dim=4,
+        dtype=DType.FLOAT32,
+        states=(StateSpec(name="rowwise", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+        has_identities=True,
+    ),
+    TableSpec(
+        fqn="raw.split",
+        num_rows=400,
+        dim=8,
+        dtype=DType.FLOAT16,
+        states=(StateSpec(name="pointwise", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),),
+    ),
+)
+RAW_ROWS = {
+    "raw.ids": np.arange(256, dtype=np.int64) * 1_000_003 + 2**40,
+    "raw.split": np.arange(0, 400, 2, dtype=np.int64),
+}
+ROWS: dict[str, npt.NDArray[np.int64]] = {
+    **{f"{name}.weight": np.arange(rows, dtype=np.int64) for name, (rows, _) in TORCH_TABLES.items()},
+    **RAW_ROWS,
+}
+DIMS = {**{f"{name}.weight": dim for name, (_, dim) in TORCH_TABLES.items()}, **{s.fqn: s.dim for s in RAW_SPECS}}
+
+_WAIT_S = 60.0
+_MAX_OUTSTANDING = 32
+_STEP_PAUSE_S = 0.004
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOrder:
+    """What a trainer is told when it starts: where the server is, its seed, and a policy with its spool."""
+
+    address: str
+    seed: int
+    policy: str
+    spool_dir: Path
+
+
+def run_trainer(order: TrainerOrder, commands: Connection, reports: Connection) -> None:
+    """Train until killed.
+
+    Takes `flush`, and then `go on`, from `commands`. Reports, pickled: `("ready", epoch)`, `("acked", deltas)`,
+    `("flushed", is_equal, comparison)`, `("failed", why)`.
+    """
+    lock = threading.Lock()
+
+    def report(*what: Any) -> None:
+        with lock:
+            reports.send_bytes(pickle.dumps(what))
+
+    logging.disable(logging.WARNING)  # of lost connections there will be many
+    warnings.simplefilter("ignore")  # torch's, about its own sparse tensors
+    try:
+        _report_acks(report)
+        _Trainer(order, report).run(commands)
+    except (Exception, KeyboardInterrupt):
+        report("failed", traceback.format_exc())
+
+
+def _report_acks(report: Callable[..., None]) -> None:
+    """Report each batch in the moment in which its ack is known, and before anything follows from that."""
+    ack_first = ShardChannel._ack_first
+
+    def ack_and_report(self: Any) -> None:
+        batch = self._unacked[0]
+        report("acked", acked_deltas(self._writer.epoch, batch.message.step, batch.message.deltas))
+        ack_first(self)
+
+    ShardChannel._ack_first = ack_and_report  # type: ignore[method-assign]
+
+
+class _Trainer:
+    def __init__(self, order: TrainerOrder, report: Callable[..., None]) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(order.seed)
+        self._report = report
+        self._random = np.random.default_rng(order.seed)
+        self._model = nn.ModuleDict(
+            {name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for name, (rows, dim) in TORCH_TABLES.items()}
+        )
+        self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
+        self._address = order.address
+        config = StreamerConfig(
+            policy=order.policy,
+            spool_dir=order.spool_dir,
+            staging_bytes=128 << 10,
+            message_bytes=16 << 10,
+            window_messages=16,
+            retry_min_s=0.01,
+            retry_max_s=0.2,
+            request_timeout_s=10.0,
+            connect_timeout_s=_WAIT_S,
+        )
+        self._streamer = RawEmbeddingStreamer(order.address, run="chaos", config=config)
+        self._streamer.attach(self._model, self._optimizer, publish="all")
+        self._raw = RawWriter(order.address, config, order.seed)
+        self._raw.publish()
+
+    def run(self, commands: Connection) -> None:
+        self._report("ready", self._streamer.epoch)
+        while True:
+            self._train()
+            if not commands.poll(_STEP_PAUSE_S):
+                continue
+            assert commands.recv() == "flush"
+            self._streamer.flush(_WAIT_S)
+            self._raw.wait_durable(_WAIT_S)
+            comparison = compare_with_store(self._streamer.tables, self._address)
+            self._report("flushed", comparison.is_equal, str(comparison))
+            assert commands.recv() == "go on"
+
+    def _train(self) -> None:
+        self._optimizer.zero_grad()
+        loss = torch.zeros(())
+        for name, (rows, _) in TORCH_TABLES.items():
+            # Some rows are hot, and every row comes up now and then.
+            ids = (rows * self._random.random((8, 3)) ** 3).astype(np.int64)
+            loss = loss + (self._model[name](torch.from_numpy(ids)) - 1).pow(2).mean()
+        loss.backward()
+        self._optimizer.step()
+        self._raw.write()
+
+
+class _RawFlush:
+    """Stands for a `Flush`: one ready-made message a shard."""
+
+    generation = 0
+
+    def __init__(self, messages: dict[int, Message]) -> None:
+        self.messages_by_shard = messages
+        self.num_left = len(messages)
+
+    def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
+        yield self.messages_by_shard[shard]
+
+
+class RawWriter:
+    """A client without a model, over the streamer's own channels: sets and deletes rows of `RAW_SPECS` at random."""
+
+    def __init__(self, address: str, config: StreamerConfig, seed: int) -> None:
+        """Open a session on all shards, in a thread of its own."""
+        self._config = config
+        self._random = np.random.default_rng(seed)
+        self._step = 0
+        self._changed = threading.Condition()
+        self._outstanding = 0
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._open(address), self._loop).result(_WAIT_S)
+
+    def publish(self) -> None:
+        """Write every row."""
+        self._submit({fqn: (ids, ids[:0]) for fqn, ids in RAW_ROWS.items()})
+
+    def write(self) -> None:
+        """Write and delete a few rows, unless too much is on its way already."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._outstanding >= _MAX_OUTSTANDING:
+                return
+        rows = {}
+        for fqn, ids in RAW_ROWS.items():
+            some = self._random.choice(ids, 6, replace=False)
+            num_set = int(self._random.integers(2, 6))
+            rows[fqn] = (some[:num_set], some[num_set:])
+        self._submit(rows)
+
+    def wait_durable(self, timeout_s: float) -> None:
+        """Return when all is acked."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._outstanding or self._error is not None, timeout_s)
+            if self._error is not None:
+                raise self._error
+            assert is_done, f"{self._outstanding} raw batches are not acked: {self._channels[0].describe()}"
+
+    async def _open(self, address: str) -> None:
+        config, rng = self._config, random.Random(0).random
+        connect = partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s)
+        asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
+        host, port = parse_address(address, default_port=0)
+        store = await find_store(host, port, asks, connect, timeout_s=config.connect_timeout_s, random=rng)
+        writer = asks.with_epoch(store.highest_epoch + 1)
+        await open_session(store.shards, writer, RAW_SPECS, connect, timeout_s=config.connect_timeout_s, random=rng)
+        self._channels = [
+            ShardChannel(
+                shard,
+                writer=writer,
+                config=config,
+                connect=connect,
+                random=rng,
+                on_durable=self._on_durable,
+                on_new_store=lambda: 0,
+            )
+            for shard in store.shards
+        ]
+        for channel in self._channels:
+            channel.add_tables(list(RAW_SPECS))
+            task = asyncio.create_task(channel.run())
+            task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        with self._changed:
+            self._error = task.exception()
+            self._changed.notify_all()
+
+    def _on_durable(self, flush: Any) -> None:
+        with self._changed:
+            flush.num_left -= 1
+            self._outstanding -= not flush.num_left
+            self._changed.notify_all()
+
+    def _submit(self, rows: dict[str, tuple[Any, Any]]) -> None:
+        self._step += 1
+        time_us = time.time_ns() // 1000
+        num_shards = len(self._channels)
+        messages = {shard: Message(self._step, time_us, True, True, [], 0) for shard in range(num_shards)}
+        for spec in RAW_SPECS:
+            values, deleted = rows[spec.fqn]
+            for shard, message in messages.items():
+                mine, gone = (
+                    ids[shards_of_rows(table_seed(spec.fqn), ids, num_shards) == shard] for ids in (values, deleted)
+                )
+                message.deltas += self._deltas(spec, mine, gone)
+        for message in messages.values():
+            message.size_bytes = 1024 + sum(len(delta.row_ids) * 10 for delta in message.deltas)
+        flush: Any = _RawFlush(messages)
+        with self._changed:
+            self._outstanding += 1
+        self._loop.call_soon_threadsafe(lambda: [channel.enqueue(flush) for channel in self._channels])
+
+    def _deltas(self, spec: TableSpec, row_ids: Any, deleted: Any) -> list[Any]:
+        """Return the deltas of a table: one, or two column shards of one that is split."""
+        half = spec.dim // 2
+        parts = [(0, half), (half, half)] if spec.fqn == "raw.split" else [(0, spec.dim)]
+        return [self._delta(spec, offset, width, row_ids, deleted) for offset, width in parts]
+
+    def _delta(self, spec: TableSpec, offset: int, width: int, row_ids: Any, deleted: Any) -> Any:
+        def column(dtype: DType, columns: int) -> bytes:
+            return self._random.standard_normal((row_ids.size, columns)).astype(dtype.numpy).tobytes()
+
+        return idl.TableDelta(
+            fqn=spec.fqn,
+            fingerprint=spec.fingerprint,
+            column_offset=offset,
+            width=width,
+            row_ids=row_ids.tobytes(),
+            weights=column(spec.dtype, width),
+            states=[
+                idl.StateColumn(
+                    name=state.name,
+                    dtype=int(state.dtype),
+                    width=state.width or width,
+                    data=column(state.dtype, state.width or width),
+                )
+                for state in spec.states
+            ],
+            identities=self._random.integers(0, 2**62, row_ids.size).tobytes() if spec.has_identities else None,
+            deleted_row_ids=deleted.tobytes(),
+        )

@@ -1,0 +1,70 @@
+"""The ledger tells lost, stale, resurrected and wrong rows from sound ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from chaos_ledger import AckedDelta, Ledger
+
+from headrace.paramserver.reader import Rows
+
+ROW_IDS = np.array([3, 8], np.int64)
+
+
+def _ledger() -> Ledger:
+    """Return one in which row 3 was acked with the value 7 at (2, 5), and row 8 deleted at (2, 4)."""
+    ledger = Ledger({"t": ROW_IDS}, {"t": 1})
+    for step, rows, deleted in ((4, [3, 8], []), (5, [3], []), (4, [], [8])):
+        ledger.take(
+            [
+                AckedDelta(
+                    fqn="t",
+                    version=(2, step),
+                    column_offset=0,
+                    width=1,
+                    row_ids=np.array(rows, np.int64).tobytes(),
+                    columns={"weights": np.full(len(rows), step + 2, "<f4").tobytes()},
+                    identities=None,
+                    deleted_row_ids=np.array(deleted, np.int64).tobytes(),
+                )
+            ]
+        )
+    return ledger
+
+
+def _stored(**changes: Any) -> Rows:
+    columns: dict[str, Any] = {"presence": [1, 2], "weights": [7.0, 0.0], "epochs": [2, 2], "steps": [5, 4]} | changes
+    return Rows(
+        row_ids=ROW_IDS,
+        presence=np.array(columns["presence"], np.uint8),
+        weights=np.array(columns["weights"], "<f4")[:, None],
+        states={},
+        epochs=np.array(columns["epochs"], np.int64),
+        steps=np.array(columns["steps"], np.int64),
+        times_us=None,
+        identities=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_final", "kinds"),
+    [
+        ({}, True, {}),
+        ({"steps": [6, 4], "weights": [1.0, 0.0]}, False, {}),
+        ({"steps": [6, 4]}, True, {"unacked": 1}),
+        ({"presence": [0, 2], "epochs": [0, 2], "steps": [0, 4]}, False, {"lost": 1}),
+        ({"presence": [1, 0], "epochs": [2, 0], "steps": [5, 0]}, False, {"lost": 1}),
+        ({"steps": [4, 4]}, False, {"stale": 1}),
+        ({"epochs": [1, 2], "steps": [9, 4]}, False, {"stale": 1}),
+        ({"presence": [1, 1], "weights": [7.0, 1.0]}, False, {"resurrected": 1}),
+        ({"presence": [1, 1], "weights": [7.0, 1.0], "steps": [5, 3]}, False, {"resurrected": 1}),
+        ({"presence": [1, 1], "weights": [7.0, 1.0], "steps": [5, 6]}, False, {}),
+        ({"weights": [7.5, 0.0]}, False, {"wrong": 1}),
+        ({"presence": [2, 2]}, False, {"wrong": 1}),
+    ],
+)
+def test_each_kind_is_told(changes: dict[str, Any], is_final: bool, kinds: dict[str, int]) -> None:
+    """What the store says is sound, or one row of one kind is found."""
+    assert dict(_ledger().compare("t", _stored(**changes), is_final=is_final).counts) == kinds

@@ -1,0 +1,129 @@
+"""Without a server for long: training goes on or waits as its policy says, memory is bounded, and all arrives later."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headrace import RawEmbeddingStreamer
+from headrace.paramserver.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError
+from headrace.streamer.compare import compare_with_store
+
+# Ten minutes of a trainer that makes one step a second; here they follow one another as fast as they can.
+NUM_STEPS = 600
+ROWS, DIM, BATCH = 2000, 8, 16
+STAGING_BYTES = 1 << 18
+MAX_GROWTH_BYTES = 4 << 20
+
+
+class _Trainer:
+    """A model of two tables, streamed."""
+
+    def __init__(self, address: str, **settings: Any) -> None:
+        torch.manual_seed(3)
+        self._generator = torch.Generator().manual_seed(4)
+        self.model = nn.ModuleDict(
+            {name: nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for name in ("left", "right")}
+        )
+        self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+        self.streamer = RawEmbeddingStreamer(
+            address, run="outage", staging_bytes=STAGING_BYTES, retry_min_s=0.01, retry_max_s=0.1, **settings
+        )
+        self.streamer.attach(self.model, self._optimizer, publish="all")
+
+    def step(self) -> None:
+        ids = torch.randint(0, ROWS, (BATCH, 3), generator=self._generator)
+        self._optimizer.zero_grad()
+        sum(table(ids).pow(2).mean() for table in self.model.values()).backward()  # type: ignore[union-attr]
+        self._optimizer.step()
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+
+def _restart(server: ServerProcess, path: Path) -> ServerProcess:
+    port = int(server.address.rpartition(":")[2])
+    server.close()
+    return ServerProcess.start(path, port=port)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a spool; meanwhile torch takes one thread, as tables this small need."""
+    (tmp_path / "spool").mkdir()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["coalesce", "spool"])
+def test_ten_minutes_of_steps_without_a_server(path: Path, policy: str) -> None:
+    """Training goes on, memory stays flat, rows stay dirty or lie in the bounded spool, and all arrives afterwards."""
+    spool_bytes = 1 << 20
+    server = ServerProcess.start(path / "data")
+    trainer = _Trainer(server.address, policy=policy, spool_dir=path / "spool", spool_bytes=spool_bytes)
+    streamer = trainer.streamer
+    try:
+        trainer.train(20)
+        streamer.flush()
+        server.kill()
+        trainer.train(NUM_STEPS // 2)
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        trainer.train(NUM_STEPS // 2)
+        gc.collect()
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        stats = streamer.stats()
+        assert stats.step >= NUM_STEPS
+        assert stats.num_connected == 0
+        assert stats.num_dirty_rows > ROWS
+        assert stats.inflight_bytes <= 2 * STAGING_BYTES + spool_bytes * (policy == "spool")
+        assert (stats.spooled_bytes > spool_bytes // 2) == (policy == "spool")
+        assert max(after, peak) - before < MAX_GROWTH_BYTES
+        server = _restart(server, path / "data")
+        streamer.flush(60)
+        assert streamer.stats().spooled_bytes == 0
+        comparison = compare_with_store(streamer.tables, server.address)
+        assert comparison.is_equal, str(comparison)
+        assert comparison.num_compared == 2 * ROWS
+    finally:
+        streamer.close(flush=False)
+        server.close()
+
+
+@pytest.mark.slow
+def test_the_policy_block_waits_and_then_says_why(path: Path) -> None:
+    """Under `block` a step waits and then fails, naming the shard; rows stay dirty, and all arrives afterwards."""
+    server = ServerProcess.start(path / "data")
+    trainer = _Trainer(server.address, policy="block", block_timeout_s=0.3)
+    streamer = trainer.streamer
+    try:
+        trainer.train(20)
+        streamer.flush()
+        server.kill()
+        with pytest.raises(UnavailableError, match=r"has waited 0\.3 s for a staging buffer: shard 0 .* has not acked"):
+            trainer.train(NUM_STEPS)
+        stats = streamer.stats()
+        assert stats.num_dirty_rows > 0
+        assert stats.inflight_bytes <= 2 * STAGING_BYTES
+        server = _restart(server, path / "data")
+        trainer.train(20)  # waits for the server's return, and goes on
+        streamer.flush(60)
+        comparison = compare_with_store(streamer.tables, server.address)
+        assert comparison.is_equal, str(comparison)
+    finally:
+        streamer.close(flush=False)
+        server.close()

@@ -1,0 +1,124 @@
+"""The command `headrace replay`: from a directory into another, what it says first, and its one-line errors."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_servers import serve_shards
+
+from headrace import cli
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="items.weight", num_rows=100, dim=2, dtype=DType.FLOAT32, states=(), has_identities=False)
+ROWS = np.arange(40, dtype="<i8")
+VALUES = np.arange(80, dtype="<f4").reshape(40, 2)
+
+
+async def _fill(path: Path) -> None:
+    async with serve_shards(path, 1) as (port,), await ParamServerClient.connect("127.0.0.1", port) as client:
+        who = {"run": "run", "client": "rank0", "epoch": 3}
+        await client.hello(
+            idl.HelloRequest(
+                **who,
+                protocol_version=PROTOCOL_VERSION,
+                role=idl.Role.WRITER,
+                rank=0,
+                world_size=1,
+                tables=[spec_to_idl(SPEC)],
+            )
+        )
+        for seq in range(1, 5):
+            rows = slice(10 * seq - 10, 10 * seq)
+            delta = idl.TableDelta(
+                fqn=SPEC.fqn,
+                fingerprint=SPEC.fingerprint,
+                column_offset=0,
+                width=2,
+                row_ids=ROWS[rows].tobytes(),
+                weights=VALUES[rows].tobytes(),
+                states=[],
+                deleted_row_ids=np.array([90 + seq]).tobytes(),
+            )
+            await client.set_embeddings(
+                idl.SetEmbeddingsRequest(
+                    **who,
+                    client_seq=seq,
+                    step=seq * 10,
+                    time_us=1_700_000_000_000_000 + seq * 60_000_000,
+                    ends_step=True,
+                    is_exact_cut=True,
+                    deltas=[delta],
+                )
+            )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The directory of a stopped server with four batches of ten rows and one delete each."""
+    asyncio.run(_fill(tmp_path / "source"))
+    return tmp_path / "source"
+
+
+def _run(*arguments: object) -> int:
+    return cli.main(["replay", *map(str, arguments)])
+
+
+async def _read(address: str) -> tuple[list[int], bytes]:
+    async with await EmbeddingReader.connect(address) as reader:
+        rows = await reader.get(SPEC.fqn, np.arange(100))
+        return rows.presence.tolist(), rows.weights[:40].tobytes()
+
+
+def test_into_a_new_directory(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory of another number of shards is made and holds all rows; the same replay again sends nothing."""
+    assert _run(source, "--into", tmp_path / "copy", "--shards", 2) == 0
+    assert "44 rows sent and durable" in capsys.readouterr().out
+    with ServerProcess.start(tmp_path / "copy") as server:
+        presence, weights = asyncio.run(_read(server.address))
+        assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
+        assert weights == VALUES.tobytes()
+        assert _run(source, "--to", server.address) == 0
+    out = capsys.readouterr().out
+    assert "0 rows sent and durable" in out
+    assert "44 rows were there from an earlier run of it" in out
+
+
+def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--dry-run` counts records, rows, deletes, bytes, epochs and steps of the range, and writes nothing."""
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    assert _run(source, "--dry-run", "--since", "2023-11-14T22:15:20Z", "--until", 1_700_000_180) == 0
+    out = capsys.readouterr().out
+    for words in ("items.weight", "20", "20–30", "2 records", "of 1 log;", "2023-11-14 22:15:20 to"):
+        assert words in out
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{source}"], "say where to: --to HOST:PORT"),
+        (["{source}", "--to", "127.0.0.1:1", "--into", "x"], "say where to"),
+        (["{source}", "--to", "127.0.0.1:1", "--shards", "2"], "--shards goes with --into"),
+        (["{source}", "--into", "{source}/copy"], "that is where the log to replay lies"),
+        (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
+        (["{source}", "--dry-run", "--from-seq", "90"], "nothing to replay"),
+        (["{source}", "--dry-run", "--table", "item.weight"], "no such table in the log; there is items.weight"),
+        (["{source}/nowhere", "--dry-run"], "not a directory"),
+        (["{source}/..", "--dry-run", "--from-step", "9", "--to-step", "8"], "--from-step is above --to-step"),
+    ],
+)
+def test_mistakes_are_one_line(
+    source: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    """A wrong flag, an unknown table, an empty range and a directory without a log each get one line."""
+    assert _run(*(argument.replace("{source}", str(source)) for argument in arguments)) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
