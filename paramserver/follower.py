@@ -1,0 +1,126 @@
+"""Follows one shard's update log over the wire: every record once, in order, over lost connections and restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.paramserver.shard_link import AnotherServerError, ShardLink, retry
+from headrace.schemas.errors import GoneError, ProtocolError
+from headrace.schemas.idl import idl
+from headrace.schemas.log_records import unpack_header
+
+__all__ = ["ShardFollower", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One record of a shard's log.
+
+    Attributes:
+        seq: Its position, without gaps.
+        epoch: Trainer run.
+        kind: `UpdateKind`.
+        header: The map that the log keeps beside the body.
+        body: uint8 view; it keeps the buffer of the whole reply.
+    """
+
+    seq: int
+    epoch: int
+    kind: int
+    header: dict[str, Any]
+    body: memoryview
+
+
+class ShardFollower:
+    """A place in one shard's log.
+
+    Attributes:
+        next_seq: What `fetch` returns next.
+        last_seq: Last durable record of the shard, as it last told; 0 before it has.
+    """
+
+    def __init__(
+        self,
+        link: ShardLink,
+        *,
+        from_seq: int,
+        name: str | None = None,
+        lease_s: float = 60.0,
+        max_bytes: int = 8 << 20,
+        wait_s: float = 10.0,
+    ) -> None:
+        """Begin at a seq; nothing is asked yet.
+
+        Args:
+            link: To the shard; it has said hello. The caller closes it.
+            from_seq: First record wanted, ≥ 1.
+            name: Registers at the shard, which then keeps what is not fetched yet, within its bound; None does not.
+            lease_s: For this long after each fetch, seconds.
+            max_bytes: Records of one fetch, about.
+            wait_s: How long a fetch waits for something new, seconds.
+        """
+        self.next_seq = from_seq
+        self.last_seq = 0
+        self._link = link
+        self._server_id = link.hello.server_id
+        self._name = name
+        self._lease_ms = round(lease_s * 1000)
+        self._max_bytes = max_bytes
+        self._wait_ms = round(wait_s * 1000)
+
+    async def fetch(self) -> list[Update]:
+        """Return the next records; none when nothing has come for as long as a fetch waits.
+
+        A shard that is away is tried again until it is there.
+
+        Raises:
+            GoneError: The records have been removed, or the store is another one: start over from a snapshot.
+            ProtocolError: The shard has left a record out.
+            HeadraceError: The shard refuses for good.
+
+        Cancellation: atomic; the same records come next time.
+        """
+        reply = await self._ask(self.next_seq, 0)
+        records = list(reply.records)
+        updates = []
+        expected = self.next_seq
+        for record in records:
+            if record.seq != expected:
+                raise ProtocolError(f"{self._link.address}: record {record.seq} where {expected} was expected")
+            body = record.body if record.body_size_bytes is None else await self._rest_of(record)
+            updates.append(Update(record.seq, record.epoch, record.kind, unpack_header(record.header), body))
+            expected += 1
+        self.next_seq, self.last_seq = expected, reply.last_seq
+        return updates
+
+    async def _rest_of(self, record: Any) -> memoryview:
+        """Return the whole body of a record whose first part has come."""
+        body = bytearray(record.body_size_bytes)
+        part, at = record, 0
+        while True:
+            if not len(part.body) or at + len(part.body) > len(body):
+                raise ProtocolError(f"{self._link.address}: record {record.seq} has parts that do not fit together")
+            body[at : at + len(part.body)] = part.body
+            at += len(part.body)
+            if at == len(body):
+                return memoryview(body).toreadonly()
+            reply = await self._ask(record.seq, at)
+            if not reply.records or reply.records[0].seq != record.seq:
+                raise ProtocolError(f"{self._link.address}: the rest of record {record.seq} has not come")
+            part = reply.records[0]
+
+    async def _ask(self, from_seq: int, body_offset: int) -> Any:
+        request = idl.FetchUpdatesRequest(
+            server_id=self._server_id,
+            from_seq=from_seq,
+            max_bytes=self._max_bytes,
+            wait_ms=self._wait_ms,
+            follower=self._name,
+            lease_ms=self._lease_ms if self._name is not None else None,
+            body_offset=body_offset or None,
+        )
+        try:
+            return await retry(lambda: self._link.fetch_updates(request))
+        except AnotherServerError as exc:
+            raise GoneError(f"the store is another one than before: {exc}") from exc

@@ -1,0 +1,9 @@
+"""Serving processes: copies of the tables that follow the server. The one part of `paramserver` that needs torch."""
+
+from __future__ import annotations
+
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.embedding_bags import BagTable, ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+
+__all__ = ["BagTable", "EmbeddingReplica", "ReplicaConfig", "ReplicaEmbeddingBagCollection"]

@@ -1,0 +1,160 @@
+"""A module like TorchRec's `EmbeddingBagCollection` that reads a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.table import ReplicaTable
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["BagTable", "ReplicaEmbeddingBagCollection"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BagTable:
+    """One table of a collection.
+
+    Attributes:
+        fqn: Name of the table in the replica, as in the trainer's `state_dict`.
+        features: Features that are looked up in it.
+        pooling: How the rows of a bag become one.
+    """
+
+    fqn: str
+    features: tuple[str, ...]
+    pooling: Literal["sum", "mean"] = "sum"
+
+
+class ReplicaEmbeddingBagCollection(nn.Module):
+    """Pools rows of a replica, with the same numbers as the trainer's own collection.
+
+    All tables of one call are read as of one moment: with `consistency="step"`, of one step.
+
+        ebc = ReplicaEmbeddingBagCollection.like(trained.ebc, replica, prefix="sparse.ebc")
+        pooled = ebc(features)                      # a KeyedJaggedTensor in, a KeyedTensor out
+
+    Attributes:
+        tables: As given.
+    """
+
+    def __init__(self, replica: EmbeddingReplica, tables: Sequence[BagTable], *, is_weighted: bool = False) -> None:
+        """Read from a replica.
+
+        Args:
+            replica: Open; it is not closed with this.
+            tables: In the order of the output.
+            is_weighted: Ids come with weights; for sum pooling only.
+
+        Raises:
+            ConfigError: The replica has no such table, or a mean is to be weighted.
+        """
+        super().__init__()
+        known = replica.tables
+        names = ", ".join(sorted(known)) or "none"
+        for table in tables:
+            if table.fqn not in known:
+                raise ConfigError(f"no table {table.fqn!r} in this replica; it has {names}")
+            if is_weighted and table.pooling != "sum":
+                raise ConfigError(f"table {table.fqn!r}: only sums can be weighted")
+        self.tables = tuple(tables)
+        self._replica = replica
+        self._is_weighted = is_weighted
+        self._dims = [known[table.fqn].dim for table in tables for _ in table.features]
+        self._names = _output_names(tables)
+
+    @classmethod
+    def like(cls, collection: Any, replica: EmbeddingReplica, *, prefix: str = "") -> ReplicaEmbeddingBagCollection:
+        """Return one with the tables, features and pooling of a TorchRec `EmbeddingBagCollection`.
+
+        Args:
+            collection: A TorchRec collection, sharded or not, also on the meta device: only its settings are looked at.
+            replica: To read from.
+            prefix: Where the collection is in the trained model, such as `sparse.ebc`.
+        """
+        start = f"{prefix}." if prefix else ""
+        tables = [
+            BagTable(
+                fqn=f"{start}embedding_bags.{config.name}.weight",
+                features=tuple(config.feature_names),
+                pooling="sum" if config.pooling.value == "SUM" else "mean",
+            )
+            for config in collection.embedding_bag_configs()
+        ]
+        return cls(replica, tables, is_weighted=collection.is_weighted())
+
+    def forward(self, features: Any) -> Any:
+        """Return the pooled features, float32.
+
+        Args:
+            features: TorchRec `KeyedJaggedTensor` with every feature of the tables.
+
+        Returns:
+            TorchRec `KeyedTensor`, `[batch, sum of the features' dims]`.
+        """
+        from torchrec.sparse.jagged_tensor import KeyedTensor  # here: a server that has only ids needs no torchrec
+
+        jagged = features.to_dict()
+        inputs = {
+            name: (part.values(), part.offsets(), part.weights() if self._is_weighted else None)
+            for name, part in jagged.items()
+        }
+        return KeyedTensor(keys=self._names, values=self._pool(inputs), length_per_key=self._dims)
+
+    def pool(self, features: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the pooled features, `[batch, sum of the features' dims]`, float32, of plain ids.
+
+        Args:
+            features: By name, ids `[n]` and offsets `[batch + 1]`, int64: bag i is `ids[offsets[i]:offsets[i + 1]]`.
+        """
+        return self._pool({name: (ids, offsets, None) for name, (ids, offsets) in features.items()})
+
+    def _pool(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+        wanted = []
+        for table in self.tables:
+            for feature in table.features:
+                ids, offsets, weights = inputs[feature]
+                row_ids: npt.NDArray[np.int64] = ids.detach().cpu().numpy().astype(np.int64, copy=False)
+                wanted.append((table.fqn, np.ascontiguousarray(row_ids), _Bags(offsets.long().cpu(), weights, table)))
+        return torch.cat(self._replica.look(wanted), dim=1)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bags:
+    """Pools one feature; callable, as `EmbeddingReplica.look` wants it."""
+
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    table: BagTable
+
+    def __call__(self, source: ReplicaTable, slots: torch.Tensor) -> torch.Tensor:
+        # The same kernel on the same rows in the same order: the same bits.
+        pooled = torch.nn.functional.embedding_bag(
+            slots,
+            source.weights,
+            self.offsets,
+            mode=self.table.pooling,
+            per_sample_weights=self.weights,
+            include_last_offset=True,
+        )
+        return pooled.float()
+
+
+def _output_names(tables: Sequence[BagTable]) -> list[str]:
+    """Return what TorchRec calls the outputs: the feature, with its table where several tables have it."""
+    counts: dict[str, int] = {}
+    for table in tables:
+        for feature in table.features:
+            counts[feature] = counts.get(feature, 0) + 1
+    names = []
+    for table in tables:
+        name = table.fqn.removesuffix(".weight").rpartition(".")[2]
+        names += [feature if counts[feature] == 1 else f"{feature}@{name}" for feature in table.features]
+    return names

@@ -1,0 +1,173 @@
+"""One whole copy of the tables: what lookups read, and the one place where updates become visible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from headrace.paramserver.follower import Update
+from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.replica.shard_tail import Change, Cut, ShardTail
+from headrace.paramserver.replica.table import ReplicaTable
+from headrace.paramserver.replica.version_gate import VersionGate
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """Tables and the shards' logs that they follow.
+
+    With `is_by_step` nothing becomes visible but whole steps: when every shard has come to the same step exactly, all
+    that leads there is applied in one write of the gate, so a reader sees all tables before it or behind it. Without,
+    each record is applied when it comes, and a reader sees each whole.
+
+    Thread: one takes updates; any may read through `gate`.
+
+    Attributes:
+        server_id: The store that it is a copy of.
+        tables: By fqn. Tables are added, never removed.
+        tails: By shard.
+        gate: Readers look through it.
+        visible: (epoch, step) up to which everything is visible; None when it is at no step yet.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        tails: Sequence[ShardTail],
+        *,
+        is_by_step: bool,
+        make_table: Callable[[TableSpec], ReplicaTable | None],
+        clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        """Begin with empty tables; load them, then call `advance`.
+
+        Args:
+            server_id: Identity of the store.
+            tails: One a shard.
+            is_by_step: See above.
+            make_table: Makes a table, or None for one that is not wanted.
+            clock_us: Wall clock, microseconds since 1970.
+        """
+        self.server_id = server_id
+        self.tails = list(tails)
+        self.tables: dict[str, ReplicaTable] = {}
+        self.gate = VersionGate()
+        self.visible: Cut | None = None
+        self._is_by_step = is_by_step
+        self._make_table = make_table
+        self._clock_us = clock_us
+        self._unwanted: set[str] = set()
+        self.add_tables(table.spec for tail in self.tails for table in tail.catalog)
+
+    def add_tables(self, specs: Iterable[TableSpec]) -> None:
+        """Make the tables that are not there yet."""
+        for spec in specs:
+            if spec.fqn not in self.tables and spec.fqn not in self._unwanted:
+                table = self._make_table(spec)
+                if table is None:
+                    self._unwanted.add(spec.fqn)
+                else:
+                    # Another dict: readers of the old one are not disturbed.
+                    self.tables = {**self.tables, spec.fqn: table}
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes."""
+        tables = sum(table.size_bytes for table in self.tables.values())
+        return tables + sum(tail.pending_bytes for tail in self.tails)
+
+    def take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
+        """Take records of a shard, and show what can be shown; return whether anything has become visible.
+
+        Raises:
+            CorruptionError: A record cannot be applied.
+            HeadraceError: There is no room for a new table.
+        """
+        tail = self.tails[shard]
+        for update in updates:
+            tail.take(update)
+        tail.last_seq = max(last_seq, tail.seq)
+        return self.advance()
+
+    def advance(self) -> bool:
+        """Show what can be shown; return whether anything has become visible."""
+        self.add_tables(delta.spec for tail in self.tails for change in tail.pending for delta in change.deltas)
+        if self._is_by_step:
+            return self._show_step()
+        return self._show_all()
+
+    def is_waiting(self, shard: int, max_bytes: int) -> bool:
+        """Return whether a shard is so far ahead of others that more of it should not be fetched now."""
+        tail = self.tails[shard]
+        return tail.pending_bytes > max_bytes and any(change.cut is not None for change in tail.pending)
+
+    def freshness(self) -> list[Freshness]:
+        """Return how far behind each shard's part is."""
+        found = []
+        for tail in self.tails:
+            is_behind = tail.visible_seq < tail.last_seq and tail.visible_time_us
+            found.append(
+                Freshness(
+                    shard=tail.shard,
+                    visible_seq=tail.visible_seq,
+                    last_seq=tail.last_seq,
+                    lag_s=max(self._clock_us() - tail.visible_time_us, 0) / 1e6 if is_behind else 0.0,
+                    lag_steps=len({change.step for change in list(tail.pending) if change.deltas}),
+                    delay=tail.delay,
+                )
+            )
+        return found
+
+    def _show_all(self) -> bool:
+        has_changed = False
+        for tail in self.tails:
+            while tail.pending:
+                change = tail.pending[0]
+                if change.deltas:
+                    with self.gate.write():
+                        self._apply(change)
+                tail.shown(change, self._clock_us())
+                has_changed = True
+        epoch = max((tail.epoch for tail in self.tails), default=0)
+        visible = (epoch, min((tail.watermark_of(epoch) for tail in self.tails), default=-1))
+        has_changed = has_changed or visible != self.visible
+        self.visible = visible
+        return has_changed
+
+    def _show_step(self) -> bool:
+        cut = self._newest_common_cut()
+        if cut is None or cut == self.visible:
+            return False
+        # Until then the copy was at no step, and what leads to the first one may not be pending any more.
+        with self.gate.write():
+            for tail in self.tails:
+                self._show_up_to(tail, cut)
+            self.visible = cut
+        return True
+
+    def _newest_common_cut(self) -> Cut | None:
+        common: set[Cut] | None = None
+        for tail in self.tails:
+            cuts = {change.cut for change in tail.pending if change.cut is not None}
+            if not tail.pending and tail.cut is not None:
+                cuts.add(tail.cut)
+            common = cuts if common is None else common & cuts
+            if not common:
+                return None
+        return max(common or (), default=None)
+
+    def _show_up_to(self, tail: ShardTail, cut: Cut) -> None:
+        last = max((change.seq for change in tail.pending if change.cut == cut), default=0)
+        now_us = self._clock_us()
+        while tail.pending and tail.pending[0].seq <= last:
+            change = tail.pending[0]
+            self._apply(change)
+            tail.shown(change, now_us)
+
+    def _apply(self, change: Change) -> None:
+        for delta in change.deltas:
+            table = self.tables.get(delta.spec.fqn)
+            if table is not None:
+                table.apply(delta, epoch=change.epoch, step=change.step, is_conditional=change.is_conditional)

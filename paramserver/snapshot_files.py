@@ -1,0 +1,277 @@
+"""Snapshots as files: publish, list, read, verify and remove. One directory a server.
+
+    snapshots/NAME/manifest.json         written last, before the rename that publishes all
+    snapshots/NAME/shard-0000/…          a RocksDB of its own; files may be hard links to those of the store
+    snapshots/.new-NAME                  being made; counts for nothing
+    snapshots/.gone-NAME                 being removed; counts for nothing
+
+Published means: the directory has its name, and everything in it and the name itself are on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from crc32c import crc32c
+
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, HeadraceError, RequestError, StorageError
+from headrace.schemas.snapshot_manifest import (
+    MANIFEST_NAME,
+    ShardPart,
+    SnapshotFile,
+    SnapshotManifest,
+    check_snapshot_name,
+    shard_folder,
+)
+
+__all__ = ["SnapshotFiles", "check_file", "fsync_path", "hash_file", "hash_folder", "part_folder", "verify_snapshot"]
+
+_NEW, _GONE = ".new-", ".gone-"
+_CHUNK_BYTES = 4 << 20
+# What lies about unpublished for longer than this was left by somebody who is gone.
+_STALE_S = 86_400.0
+
+
+class SnapshotFiles:
+    """The snapshots of one server.
+
+    Attributes:
+        path: Their directory; made with the first of them.
+
+    Thread: any; everything blocks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Look into a directory, which need not be there."""
+        self.path = path
+
+    def folder_of(self, name: str) -> Path:
+        """Return the directory of a published snapshot."""
+        return self.path / check_snapshot_name(name)
+
+    def new_folder(self, name: str) -> Path:
+        """Return the directory in which a snapshot is made."""
+        return self.path / f"{_NEW}{check_snapshot_name(name)}"
+
+    def list(self) -> tuple[list[SnapshotManifest], list[str]]:
+        """Return the manifests of all published snapshots, oldest first, and a line for each that cannot be read.
+
+        Raises:
+            StorageError: The directory cannot be read.
+        """
+        with _mapped_errors(self.path):
+            try:
+                names = [entry.name for entry in os.scandir(self.path) if entry.is_dir() and entry.name[0] != "."]
+            except FileNotFoundError:
+                names = []
+        manifests, damage = [], []
+        for name in sorted(names):
+            try:
+                manifests.append(self.manifest_of(name))
+            except GoneError:
+                pass  # removed since it was listed
+            except HeadraceError as exc:
+                damage.append(str(exc))
+        return sorted(manifests, key=lambda manifest: (manifest.created_us, manifest.name)), damage
+
+    def manifest_of(self, name: str) -> SnapshotManifest:
+        """Return a published snapshot's manifest.
+
+        Raises:
+            GoneError: There is no such snapshot.
+            CorruptionError: The manifest is damaged.
+        """
+        path = self.folder_of(name) / MANIFEST_NAME
+        try:
+            with _mapped_errors(path):
+                manifest = SnapshotManifest.decode(path.read_bytes())
+        except FileNotFoundError as exc:
+            raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
+        except CorruptionError as exc:
+            raise CorruptionError(f"{path}: {exc}") from exc
+        return manifest
+
+    def newest(self) -> SnapshotManifest | None:
+        """Return the newest snapshot that can be read; None when there is none."""
+        manifests, _ = self.list()
+        return manifests[-1] if manifests else None
+
+    def publish(self, manifest: SnapshotManifest) -> None:
+        """Give what the shards have made its manifest and its name, durably.
+
+        Raises:
+            CorruptionError: A file of the manifest is not there.
+            RequestError: There is a snapshot of that name.
+            StorageError: The disk failed; nothing is published.
+        """
+        folder, target = self.new_folder(manifest.name), self.folder_of(manifest.name)
+        with _mapped_errors(folder):
+            for path, file in manifest.files().items():
+                if not (folder / path).is_file() or (folder / path).stat().st_size != file.size_bytes:
+                    raise CorruptionError(f"{folder / path}: not the file that its shard has made")
+            if target.exists():
+                raise RequestError(f"there is a snapshot {manifest.name!r} already")
+            (folder / MANIFEST_NAME).write_bytes(manifest.encode())
+            fsync_path(folder / MANIFEST_NAME)
+            fsync_path(folder)
+            folder.rename(target)
+            fsync_path(self.path)
+
+    def discard(self, name: str) -> None:
+        """Remove what has been made of a snapshot that is not published."""
+        shutil.rmtree(self.new_folder(name), ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a published snapshot; from the first moment it is not seen any more.
+
+        Raises:
+            GoneError: There is no such snapshot.
+            StorageError: It could not be removed.
+        """
+        gone = self.path / f"{_GONE}{name}"
+        try:
+            with _mapped_errors(self.path):
+                self.folder_of(name).rename(gone)
+                fsync_path(self.path)
+                shutil.rmtree(gone)
+        except FileNotFoundError as exc:
+            raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
+
+    def sweep(self) -> None:
+        """Remove what interrupted removals, and attempts of more than a day ago, have left."""
+        if not self.path.is_dir():
+            return
+        for path in self.path.iterdir():
+            is_stale = path.name.startswith(_NEW) and time.time() - path.stat().st_mtime > _STALE_S
+            if is_stale or path.name.startswith(_GONE):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def read(self, name: str, path: str, offset: int, max_bytes: int) -> tuple[bytes, int]:
+        """Return (bytes of a file from an offset on, its whole length).
+
+        Args:
+            name: Snapshot.
+            path: One of its manifest; empty for the manifest itself.
+            offset: First byte.
+            max_bytes: Most bytes.
+
+        Raises:
+            GoneError: The snapshot is not there, or has no such file.
+            StorageError: It cannot be read.
+        """
+        manifest = self.manifest_of(name)
+        if path and path not in manifest.files():
+            raise GoneError(f"snapshot {name!r} has no file {path!r}")
+        file_path = self.folder_of(name) / (path or MANIFEST_NAME)
+        try:
+            with _mapped_errors(file_path), open(file_path, "rb") as file:
+                return os.pread(file.fileno(), max_bytes, offset), os.fstat(file.fileno()).st_size
+        except FileNotFoundError as exc:
+            raise GoneError(f"snapshot {name!r} has been removed") from exc
+
+
+def verify_snapshot(folder: Path, *, on_progress: Callable[[int], None] | None = None) -> SnapshotManifest:
+    """Check every byte of a snapshot's directory, wherever it lies; return its manifest.
+
+    Args:
+        folder: Directory with `manifest.json`.
+        on_progress: Called with the bytes that have been checked since the last call.
+
+    Raises:
+        ConfigError: There is no snapshot.
+        CorruptionError: A file is missing, has another length or another checksum; it is named.
+        StorageError: A file cannot be read.
+    """
+    try:
+        with _mapped_errors(folder):
+            manifest = SnapshotManifest.decode((folder / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}") from exc
+    for path, expected in manifest.files().items():
+        check_file(folder / path, expected, on_progress=on_progress)
+    return manifest
+
+
+def check_file(path: Path, expected: SnapshotFile, *, on_progress: Callable[[int], None] | None = None) -> None:
+    """Check one file.
+
+    Raises:
+        CorruptionError: It is missing, or not what is expected.
+        StorageError: It cannot be read.
+    """
+    try:
+        found = hash_file(path, on_progress=on_progress)
+    except FileNotFoundError as exc:
+        raise CorruptionError(f"{path}: missing") from exc
+    if found.size_bytes != expected.size_bytes:
+        raise CorruptionError(f"{path}: {found.size_bytes} bytes, the manifest says {expected.size_bytes}")
+    if found.crc32c != expected.crc32c:
+        raise CorruptionError(f"{path}: its checksum is not the manifest's")
+
+
+def hash_file(path: Path, *, on_progress: Callable[[int], None] | None = None) -> SnapshotFile:
+    """Return what a manifest says of a file. Other Python threads run meanwhile.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        StorageError: It cannot be read.
+    """
+    size_bytes = crc = 0
+    with _mapped_errors(path), open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = crc32c(chunk, crc, True)
+            size_bytes += len(chunk)
+            if on_progress is not None:
+                on_progress(len(chunk))
+    return SnapshotFile(name=path.name, size_bytes=size_bytes, crc32c=crc)
+
+
+def hash_folder(folder: Path) -> tuple[SnapshotFile, ...]:
+    """Make a shard's folder last, and return what a manifest says of each of its files.
+
+    Raises:
+        StorageError: A file cannot be read or synced.
+    """
+    with _mapped_errors(folder):
+        paths = sorted(folder.iterdir())
+        files = []
+        for path in paths:
+            fsync_path(path)
+            files.append(hash_file(path))
+        fsync_path(folder)
+        fsync_path(folder.parent)
+    return tuple(files)
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file or a directory survive power loss.
+
+    Raises:
+        OSError: It does not.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def part_folder(folder: Path, part: ShardPart) -> Path:
+    """Return where a shard's part lies in a snapshot's directory."""
+    return folder / shard_folder(part.shard)
+
+
+@contextlib.contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    """Turn the file system's errors into ours, but for a file that is not there."""
+    try:
+        yield
+    except (FileNotFoundError, HeadraceError):
+        raise
+    except OSError as exc:
+        raise StorageError(f"{path}: {exc.strerror or exc}") from exc

@@ -1,0 +1,202 @@
+"""The update log as followers see it: long polls for durable records, and what is kept for whom.
+
+A follower that asks for what is not there yet waits for it without holding anything up; reading is done in a thread.
+A follower that gives a name and a lease holds back the removal of log from where it is, until the lease ends or the
+configured bound is reached. Leases are in memory: after a restart of the shard a follower has the time until the first
+trim to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.update_log import LogRecord, UpdateLog
+from headrace.schemas.errors import GoneError, OverloadedError, RequestError
+from headrace.schemas.idl import idl
+from headrace.schemas.log_records import pack_header
+
+__all__ = ["Followers", "UpdateFeed"]
+
+MAX_WAIT_S = 60.0
+MAX_LEASE_S = 86_400.0
+_MAX_NAME_BYTES = 256
+_MAX_FOLLOWERS = 1024
+# Records of one reply: its containers stay far below what a decoder accepts.
+_MAX_RECORDS = 4096
+# A long enough reply to be fast, and short enough that a follower in another place is not held up for long.
+_MAX_REPLY_BYTES = 16 << 20
+# What a reply holds besides bodies, a record and in all, with room.
+_RECORD_OVERHEAD_BYTES = 64
+_REPLY_OVERHEAD_BYTES = 4096
+# Followers that are read for at the same time; others wait their turn, and so does their memory.
+_NUM_READERS = 2
+
+
+@dataclass(slots=True)
+class _Lease:
+    seq: int
+    expires_s: float
+
+
+class Followers:
+    """Who holds back the removal of log, from where and until when.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know of nobody.
+
+        Args:
+            clock: Monotonic seconds.
+        """
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}
+
+    def renew(self, name: str, from_seq: int, lease_s: float) -> None:
+        """Keep the log from a seq on for a follower; a lease of 0 seconds lets go of it.
+
+        Raises:
+            RequestError: The name or the lease is out of range.
+            OverloadedError: There are too many followers.
+        """
+        if not 1 <= len(name.encode()) <= _MAX_NAME_BYTES or not 0 <= lease_s <= MAX_LEASE_S:
+            raise RequestError(f"follower {name!r} with a lease of {lease_s:g} s: not a name, or not 0..{MAX_LEASE_S}")
+        if not lease_s:
+            self._leases.pop(name, None)
+            return
+        self._expire()
+        if name not in self._leases and len(self._leases) >= _MAX_FOLLOWERS:
+            raise OverloadedError(f"{_MAX_FOLLOWERS} followers are registered, the most", retry_after_s=1.0)
+        self._leases[name] = _Lease(from_seq, self._clock() + lease_s)
+
+    @property
+    def floor(self) -> int | None:
+        """Lowest seq that a follower needs; None when nobody is registered."""
+        self._expire()
+        return min((lease.seq for lease in self._leases.values()), default=None)
+
+    def __len__(self) -> int:
+        self._expire()
+        return len(self._leases)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for name in [name for name, lease in self._leases.items() if lease.expires_s <= now]:
+            del self._leases[name]
+
+
+class UpdateFeed:
+    """Answers `fetchUpdates`.
+
+    Thread: the event loop's.
+
+    Attributes:
+        followers: Who is registered.
+        num_waiting: Long polls that wait now.
+    """
+
+    def __init__(self, log: UpdateLog, ingest: Ingest, *, server_id: str, max_frame_bytes: int) -> None:
+        """Feed from a log.
+
+        Args:
+            log: The shard's log.
+            ingest: Says when records have become durable.
+            server_id: Identity of the store.
+            max_frame_bytes: Longest reply.
+        """
+        self.followers = Followers()
+        self.num_waiting = 0
+        self._log = log
+        self._ingest = ingest
+        self._server_id = server_id
+        self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
+        self._readers = asyncio.Semaphore(_NUM_READERS)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Answer all that wait, now and from now on: the shard is about to drain. Idempotent."""
+        self._stopping.set()
+
+    async def fetch(self, request: Any) -> Any:
+        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`.
+
+        Raises:
+            GoneError: The records have been removed or never were here; the follower has to start over.
+            RequestError: A field is out of range.
+
+        Cancellation: harmless.
+        """
+        from_seq, offset = request.from_seq, request.body_offset or 0
+        if from_seq < 1 or request.max_bytes < 1 or offset < 0 or request.wait_ms < 0:
+            raise RequestError(f"seq {from_seq}, {request.max_bytes} bytes, offset {offset} or wait is out of range")
+        self._check(request.server_id, from_seq)
+        if request.follower is not None:
+            self.followers.renew(request.follower, from_seq, (request.lease_ms or 0) / 1000)
+        if from_seq > self._log.last_seq:
+            await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
+        records: list[Any] = []
+        if from_seq <= self._log.last_seq:
+            max_bytes = min(request.max_bytes, self._max_bytes)
+            async with self._readers:
+                records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes)
+        return idl.FetchUpdatesReply(records=records, first_seq=self._log.first_seq, last_seq=self._log.last_seq)
+
+    def _check(self, server_id: str, from_seq: int) -> None:
+        if server_id != self._server_id:
+            raise GoneError(f"this is store {self._server_id}, not {server_id}: start over")
+        first, last = self._log.first_seq, self._log.last_seq
+        if from_seq < first:
+            raise GoneError(f"the log begins at seq {first}, seq {from_seq} has been removed: start over")
+        if from_seq > last + 1:
+            raise GoneError(f"the log ends at seq {last}, seq {from_seq - 1} is not in it: start over")
+
+    async def _wait(self, seq: int, timeout_s: float) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        durable = asyncio.ensure_future(self._ingest.wait_durable(seq))
+        self.num_waiting += 1
+        try:
+            await asyncio.wait((stopping, durable), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.num_waiting -= 1
+            stopping.cancel()
+            durable.cancel()
+
+
+def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
+    """Return `idl.UpdateRecord`s of about a size; a first record that is larger comes in part.
+
+    Thread: any; it blocks.
+    """
+    records: list[Any] = []
+    left = max_bytes
+    for record in log.read(from_seq):
+        header = pack_header(record.header)
+        body_bytes = record.body.nbytes - offset
+        size_bytes = body_bytes + len(header) + _RECORD_OVERHEAD_BYTES
+        if size_bytes > left and records:
+            break
+        struct = idl.UpdateRecord(
+            seq=record.seq, epoch=record.epoch, kind=_kind_of(record), header=header, body=record.body
+        )
+        if offset or size_bytes > left:
+            if body_bytes < 0:
+                raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
+            struct.body = record.body[offset : offset + max(left, 1)]
+            struct.body_size_bytes = record.body.nbytes
+        records.append(struct)
+        left -= size_bytes
+        offset = 0
+        if left <= 0 or len(records) == _MAX_RECORDS:
+            break
+    return records
+
+
+def _kind_of(record: LogRecord) -> int:
+    kind: int = record.header["kind"]
+    return kind

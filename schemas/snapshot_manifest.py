@@ -1,0 +1,253 @@
+"""The manifest of a snapshot: what it is a copy of, and every file with size and checksum. No I/O.
+
+A manifest is JSON with sorted keys and two spaces of indentation, so that equal manifests are equal bytes. Its last
+check is its own: `crc32c` over the same JSON without that field. `docs/snapshots.md` has an example.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crc32c import crc32c
+
+from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "ShardPart",
+    "SnapshotFile",
+    "SnapshotManifest",
+    "check_snapshot_name",
+    "shard_folder",
+]
+
+# ON DISK: never renumber, never rename a field.
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_FORMAT = "headrace-snapshot"
+# Starts with a letter or digit: what starts with a dot is not published.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def check_snapshot_name(name: str) -> str:
+    """Return the name of a snapshot.
+
+    Raises:
+        RequestError: It is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise RequestError(f"snapshot name {name!r}: 1 to 100 letters, digits, '.', '_' or '-', the first no sign")
+    return name
+
+
+def shard_folder(shard: int) -> str:
+    """Return the name of a shard's folder in a snapshot. ON DISK."""
+    return f"shard-{shard:04d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotFile:
+    """One file of a shard's part.
+
+    Attributes:
+        name: In the shard's folder.
+        size_bytes: Its length.
+        crc32c: Of all its bytes.
+    """
+
+    name: str
+    size_bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPart:
+    """One shard's copy: its RocksDB with exactly the batches up to `seq`.
+
+    Attributes:
+        shard: Index.
+        server_id: Identity of the store.
+        seq: Last record of the update log that is in; following goes on at `seq + 1`.
+        epoch: Epoch of the run that the cut is of; 0 for none.
+        step: Step at which the run stood exactly; -1 for a cut at no step.
+        tables: Registered tables.
+        files: All of the shard's folder, by name.
+    """
+
+    shard: int
+    server_id: str
+    seq: int
+    epoch: int
+    step: int
+    tables: tuple[TableSpec, ...]
+    files: tuple[SnapshotFile, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a form that `json` can write."""
+        return {
+            "shard": self.shard,
+            "server_id": self.server_id,
+            "seq": self.seq,
+            "epoch": self.epoch,
+            "step": self.step,
+            "tables": [_spec_to_json(spec) for spec in self.tables],
+            "files": [{"name": f.name, "size_bytes": f.size_bytes, "crc32c": f.crc32c} for f in self.files],
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> ShardPart:
+        """Return what `to_json` was made of.
+
+        Raises:
+            CorruptionError: It is something else.
+        """
+        try:
+            files = tuple(SnapshotFile(**file) for file in values["files"])
+            part = cls(
+                **{name: values[name] for name in ("shard", "server_id", "seq", "epoch", "step")},
+                tables=tuple(_spec_from_json(spec) for spec in values["tables"]),
+                files=files,
+            )
+            if any(not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..") for file in files):
+                raise ValueError("a file's name is none")
+            if not all(isinstance(n, int) for n in (part.shard, part.seq, part.epoch, part.step)):
+                raise ValueError("a number is none")
+        except (KeyError, TypeError, ValueError, RequestError) as exc:
+            raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
+        return part
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotManifest:
+    """What a snapshot is.
+
+    Attributes:
+        name: Its name.
+        created_us: Wall clock, microseconds since 1970.
+        parts: One a shard, by index; all of one server, epoch and step.
+    """
+
+    name: str
+    created_us: int
+    parts: tuple[ShardPart, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts are of one cut.
+
+        Raises:
+            CorruptionError: They are not.
+        """
+        if not self.parts or [part.shard for part in self.parts] != list(range(len(self.parts))):
+            raise CorruptionError(f"snapshot {self.name}: a shard is missing")
+        if len({(part.server_id, part.epoch, part.step) for part in self.parts}) != 1:
+            raise CorruptionError(f"snapshot {self.name}: its shards are not of one store, epoch and step")
+
+    @property
+    def server_id(self) -> str:
+        """Identity of the store."""
+        return self.parts[0].server_id
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the run that the cut is of; 0 for none."""
+        return self.parts[0].epoch
+
+    @property
+    def step(self) -> int:
+        """Step of the cut; -1 for a cut at no step."""
+        return self.parts[0].step
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def tables(self) -> dict[str, TableSpec]:
+        """Every table that a shard knows, by fqn."""
+        return {spec.fqn: spec for part in self.parts for spec in part.tables}
+
+    def files(self) -> dict[str, SnapshotFile]:
+        """Return every file by its path in the snapshot, such as `shard-0000/CURRENT`."""
+        return {f"{shard_folder(part.shard)}/{file.name}": file for part in self.parts for file in part.files}
+
+    def encode(self) -> bytes:
+        """Return the manifest's bytes."""
+        values = {
+            "format": _FORMAT,
+            "format_version": FORMAT_VERSION,
+            "name": self.name,
+            "created_us": self.created_us,
+            "shards": [part.to_json() for part in self.parts],
+        }
+        return _dump(values | {"crc32c": crc32c(_dump(values))})
+
+    @classmethod
+    def decode(cls, data: bytes) -> SnapshotManifest:
+        """Return the manifest of bytes made by `encode`.
+
+        Raises:
+            CorruptionError: They are damaged, or of another format.
+        """
+        try:
+            values = json.loads(data)
+            found = values.pop("crc32c")
+            is_known = values["format"] == _FORMAT and values["format_version"] == FORMAT_VERSION
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
+        if not is_known:
+            raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION}")
+        if crc32c(_dump(values)) != found:
+            raise CorruptionError("the snapshot manifest's checksum is wrong")
+        try:
+            name, created_us, shards = values["name"], values["created_us"], values["shards"]
+            check_snapshot_name(name)
+        except (KeyError, TypeError, RequestError) as exc:
+            raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
+        return cls(name=name, created_us=created_us, parts=tuple(ShardPart.from_json(shard) for shard in shards))
+
+
+def _dump(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
+    states: Sequence[StateSpec] = spec.states
+    return {
+        "fqn": spec.fqn,
+        "num_rows": spec.num_rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype.name,
+        "states": [{"name": s.name, "kind": s.kind.name, "dtype": s.dtype.name, "width": s.width} for s in states],
+        "has_identities": spec.has_identities,
+        "fingerprint": spec.fingerprint,
+    }
+
+
+def _spec_from_json(values: dict[str, Any]) -> TableSpec:
+    spec = TableSpec(
+        fqn=values["fqn"],
+        num_rows=values["num_rows"],
+        dim=values["dim"],
+        dtype=DType[values["dtype"]],
+        states=tuple(
+            StateSpec(name=s["name"], kind=StateKind[s["kind"]], dtype=DType[s["dtype"]], width=s["width"])
+            for s in values["states"]
+        ),
+        has_identities=values["has_identities"],
+    )
+    if spec.fingerprint != values["fingerprint"]:
+        raise ValueError(f"table {spec.fqn!r} has another fingerprint")
+    return spec

@@ -1,0 +1,246 @@
+"""The commands `headrace snapshot …`: consistent copies of a whole server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
+from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.schemas.errors import ConfigError, CorruptionError
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
+
+__all__ = ["snapshot"]
+
+snapshot = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Make, list, check, fetch and remove snapshots of a server."
+)
+
+_Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")]
+_Directory = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="Directory of a server, or one that holds snapshots.", show_default=False),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
+_Timeout = Annotated[float, typer.Option(help="How long to try, seconds.", min=0.1, metavar="SECONDS")]
+_TlsAuthority = Annotated[
+    Path | None,
+    typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+]
+_TlsCertificate = Annotated[
+    Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
+]
+_TlsKey = Annotated[
+    Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
+]
+_TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False)
+]
+_DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+@snapshot.command()
+def create(
+    address: _Address = _DEFAULT_ADDRESS,
+    *,
+    name: Annotated[
+        str | None, typer.Option(help="Its name; the time of day by default.", metavar="NAME", show_default=False)
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Cut at a step of this run; of the newest by default.", metavar="RUN", show_default=False),
+    ] = None,
+    now: Annotated[
+        bool,
+        typer.Option(
+            "--now", help="Cut each shard now, at no common step: for a run that ended in mid-step.", show_default=False
+        ),
+    ] = False,
+    timeout_s: _Timeout = 60.0,
+    as_json: _AsJson = False,
+    tls_authority: _TlsAuthority = None,
+    tls_certificate: _TlsCertificate = None,
+    tls_key: _TlsKey = None,
+    token_file: _TokenFile = None,
+) -> None:
+    """Make a snapshot of a running server: all shards at one step. Ingest goes on meanwhile."""
+    if now and run is not None:
+        raise ConfigError("--now: a cut at no step is of no --run; leave one of them out")
+    dial = _dial(idl.Role.ADMIN, tls_authority, tls_certificate, tls_key, token_file)
+    manifest = asyncio.run(
+        create_snapshot(address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s)
+    )
+    _print(manifest, as_json=as_json)
+
+
+@snapshot.command("list")
+def list_snapshots(directory: _Directory, *, as_json: _AsJson = False) -> None:
+    """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
+    manifests, damage = _files(directory).list()
+    if as_json:
+        print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
+    elif manifests:
+        table = Table(box=box.SIMPLE)
+        for column in ("name", "made, UTC"):
+            table.add_column(column)
+        for column in ("epoch", "step", "shards", "tables", "size"):
+            table.add_column(column, justify="right")
+        for manifest in manifests:
+            table.add_row(*_row(manifest))
+        Console().print(table)
+    else:
+        print("No snapshots.")
+    if damage:
+        raise CorruptionError(damage[0] if len(damage) == 1 else f"{damage[0]}; and {len(damage) - 1} more")
+
+
+@snapshot.command()
+def verify(
+    directory: _Directory,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One snapshot; all by default.")] = None,
+) -> None:
+    """Check every byte of snapshots against their manifests. Exit code 1 when something is damaged."""
+    if (directory / MANIFEST_NAME).is_file() and name is None:
+        folders = [directory]
+    else:
+        files = _files(directory)
+        manifests, damage = files.list()
+        if damage:
+            raise CorruptionError(damage[0])
+        folders = [files.folder_of(name)] if name else [files.folder_of(manifest.name) for manifest in manifests]
+    if not folders:
+        raise ConfigError(f"{directory}: no snapshots")
+    for folder in folders:
+        with _progress(f"Checking {folder.name}") as (progress, task):
+            progress.update(task, total=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+            manifest = verify_snapshot(folder, on_progress=partial(progress.advance, task))
+        print(
+            f"{manifest.name}: {len(manifest.files())} files, {decimal(manifest.size_bytes)}: all checksums are right."
+        )
+
+
+@snapshot.command()
+def prune(
+    directory: _Directory,
+    *,
+    keep: Annotated[int, typer.Option(help="How many of the newest to keep.", min=1, metavar="N")] = 3,
+) -> None:
+    """Remove all snapshots but the newest, and what interrupted ones have left."""
+    files = _files(directory)
+    manifests, _ = files.list()
+    for manifest in manifests[:-keep]:
+        files.remove(manifest.name)
+        print(f"Removed {manifest.name}.")
+    files.sweep()
+    print(f"{min(keep, len(manifests))} left.")
+
+
+@snapshot.command()
+def fetch(
+    address: _Address = _DEFAULT_ADDRESS,
+    *,
+    to: Annotated[Path, typer.Option("--to", help="Directory to put it in.", metavar="DIR", show_default=False)],
+    name: Annotated[
+        str, typer.Option(help="Snapshot; the newest by default.", metavar="NAME", show_default=False)
+    ] = "",
+    tls_authority: _TlsAuthority = None,
+    tls_certificate: _TlsCertificate = None,
+    tls_key: _TlsKey = None,
+    token_file: _TokenFile = None,
+) -> None:
+    """Bring a snapshot from a server to this machine. Interrupted, it goes on where it was."""
+    dial = _dial(idl.Role.READER, tls_authority, tls_certificate, tls_key, token_file)
+    with _progress("Fetching") as (progress, task):
+        manifest = asyncio.run(
+            fetch_snapshot(
+                address,
+                to,
+                dial=dial,
+                name=name,
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        )
+    _print(manifest, as_json=False)
+
+
+def _files(directory: Path) -> SnapshotFiles:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: not a directory")
+    return SnapshotFiles(directory / "snapshots" if (directory / DATA_DIR_MANIFEST).is_file() else directory)
+
+
+def _dial(
+    role: int, tls_authority: Path | None, tls_certificate: Path | None, tls_key: Path | None, token_file: Path | None
+) -> Dial:
+    has_tls = any((tls_authority, tls_certificate, tls_key))
+    context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
+    token = load_token(path=token_file, environ=os.environ)
+    return Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=10.0, role=role)
+
+
+class _progress:
+    """A progress bar on stderr, where that is a terminal."""
+
+    def __init__(self, text: str) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task(text, total=None)
+
+    def __enter__(self) -> tuple[Progress, Any]:
+        self._progress.start()
+        return self._progress, self._task
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+
+def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_to_json(manifest), indent=2))
+    else:
+        where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
+        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {decimal(manifest.size_bytes)}.")
+
+
+def _row(manifest: SnapshotManifest) -> tuple[str, ...]:
+    return (
+        escape(manifest.name),
+        f"{datetime.fromtimestamp(manifest.created_us / 1e6, UTC):%Y-%m-%d %H:%M:%S}",
+        str(manifest.epoch),
+        str(manifest.step) if manifest.step >= 0 else "–",
+        str(len(manifest.parts)),
+        str(len(manifest.tables)),
+        decimal(manifest.size_bytes),
+    )
+
+
+def _to_json(manifest: SnapshotManifest) -> dict[str, Any]:
+    return {
+        "name": manifest.name,
+        "created_us": manifest.created_us,
+        "server_id": manifest.server_id,
+        "epoch": manifest.epoch,
+        "step": manifest.step,
+        "seqs": [part.seq for part in manifest.parts],
+        "tables": sorted(manifest.tables),
+        "size_bytes": manifest.size_bytes,
+    }

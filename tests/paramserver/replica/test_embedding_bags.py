@@ -1,0 +1,93 @@
+"""Pooled lookups: the same bits as TorchRec's own collection, on random features, dense and sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.replica import BagTable, EmbeddingReplica, ReplicaEmbeddingBagCollection
+from headrace.schemas.errors import ConfigError
+from headrace.streamer import RawEmbeddingStreamer
+
+pytestmark = pytest.mark.torchrec
+ROWS = (100, 37, 5)
+DIMS = (16, 7, 4)
+
+
+def _collection(*, is_weighted: bool = False) -> Any:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    poolings = (PoolingType.SUM, PoolingType.SUM if is_weighted else PoolingType.MEAN, PoolingType.SUM)
+    features = (["a", "b"], ["c"], ["b"])
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=f, pooling=p)
+            for i, (n, d, f, p) in enumerate(zip(ROWS, DIMS, features, poolings, strict=True))
+        ],
+        is_weighted=is_weighted,
+    )
+
+
+def _features(seed: int, *, is_weighted: bool = False) -> Any:
+    import torchrec
+
+    generator = torch.Generator().manual_seed(seed)
+    batch = int(torch.randint(1, 9, (1,), generator=generator))
+    lengths = torch.randint(0, 12, (3 * batch,), generator=generator)
+    limits = torch.repeat_interleave(torch.tensor([ROWS[0], ROWS[2], ROWS[1]]).repeat_interleave(batch), lengths)
+    values = (torch.rand(limits.numel(), generator=generator) * limits).long()
+    weights = torch.rand(limits.numel(), generator=generator) if is_weighted else None
+    return torchrec.KeyedJaggedTensor(keys=["a", "b", "c"], values=values, lengths=lengths, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
+        yield process
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, is_weighted: bool) -> None:
+    """On random jagged features every output, its name and its place are those of the trainer's collection."""
+    torch.manual_seed(3)
+    model = torch.nn.ModuleDict({f"ebc{is_weighted}": _collection(is_weighted=is_weighted)})
+    (ebc,) = model.values()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run=f"run{is_weighted}") as streamer:
+        streamer.attach(model, optimizer, publish="all")
+        for seed in range(5):
+            optimizer.zero_grad()
+            ebc(_features(seed, is_weighted=is_weighted)).values().pow(2).sum().backward()
+            optimizer.step()
+        streamer.flush()
+        with EmbeddingReplica(server.address, consistency="step") as replica:
+            replica.wait_for(5, 30.0)
+            ours = ReplicaEmbeddingBagCollection.like(ebc, replica, prefix=f"ebc{is_weighted}")
+            for seed in range(100, 200):
+                features = _features(seed, is_weighted=is_weighted)
+                with torch.no_grad():
+                    expected, found = ebc(features), ours(features)
+                assert found.keys() == expected.keys() and found.length_per_key() == expected.length_per_key()
+                assert torch.equal(found.values().view(torch.int32), expected.values().view(torch.int32))
+                if not is_weighted:
+                    parts = {name: (part.values(), part.offsets()) for name, part in features.to_dict().items()}
+                    assert torch.equal(ours.pool(parts), expected.values())
+            assert not replica.num_missing
+
+
+def test_refuses_what_it_cannot_pool(server: ServerProcess, tmp_path: Path) -> None:
+    """A table that the replica has not, and a weighted mean."""
+    with EmbeddingReplica(server.address) as replica:
+        with pytest.raises(ConfigError, match="nothing"):
+            ReplicaEmbeddingBagCollection(replica, [BagTable(fqn="nothing", features=("a",))])
+        known = next(iter(replica.tables))
+        with pytest.raises(ConfigError, match="only sums"):
+            ReplicaEmbeddingBagCollection(
+                replica, [BagTable(fqn=known, features=("a",), pooling="mean")], is_weighted=True
+            )

@@ -1,0 +1,317 @@
+"""A replica against real servers: equal to the bit, whole steps, restarts, switches, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.security import Token
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    HeadraceError,
+    RequestError,
+    RowRangeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.streamer import RawEmbeddingStreamer
+
+WAIT_S = 30.0
+ROWS = 300
+
+
+class Training:
+    """Two tables whose every row is the step at which it was last updated: all rows, in both, at each step."""
+
+    def __init__(self, address: str, *, run: str = "run") -> None:
+        self.model = nn.ModuleDict(
+            {name: nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=False) for name in ("left", "right")}
+        )
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        # Its gradient is one everywhere: each step adds one.
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.streamer = RawEmbeddingStreamer(address, run=run)
+        self.streamer.attach(self.model, self.optimizer, publish="all")
+        self.num_steps = 0
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        self.optimizer.step()
+        self.num_steps += 1
+
+    def flush(self) -> None:
+        self.streamer.flush()
+
+    def close(self) -> None:
+        self.streamer.close()
+
+
+def _snapshot(server: ServerProcess) -> Path:
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+    manifest = asyncio.run(create_snapshot(server.address, dial=dial, timeout_s=WAIT_S))
+    return server.data_dir / "snapshots" / manifest.name
+
+
+def _assert_equal(replica: EmbeddingReplica, training: Training) -> None:
+    for name, bag in training.model.items():
+        rows = replica.lookup(f"{name}.weight", torch.arange(ROWS))
+        assert torch.equal(rows, bag.weight.detach()), name
+        assert replica.num_rows(f"{name}.weight") == ROWS
+
+
+def _settle(replica: EmbeddingReplica, training: Training) -> None:
+    """Return when the replica shows what the trainer has flushed."""
+    training.flush()
+    replica.wait_for(training.num_steps, WAIT_S)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path / "data", shards=2) as process:
+        yield process
+
+
+@pytest.fixture
+def training(server: ServerProcess) -> Iterator[Training]:
+    training = Training(server.address)
+    yield training
+    training.close()
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, consistency: Any) -> None:
+    """What the trainer has is looked up bit for bit: at the start, later, and after every shard was killed."""
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        training = Training(server.address)
+        training.step()
+        training.flush()
+        with EmbeddingReplica(server.address, consistency=consistency, name="test") as replica:
+            _assert_equal(replica, training)
+            for _ in range(3):
+                training.step()
+                _settle(replica, training)
+                _assert_equal(replica, training)
+            for pid in server.shard_pids:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(3):
+                training.step()
+            _settle(replica, training)
+            _assert_equal(replica, training)
+            assert replica.failure is None and replica.epoch == 1
+            for shard in replica.freshness():
+                assert shard.visible_seq == shard.last_seq and shard.lag_s == 0 and shard.lag_steps == 0
+                assert shard.delay.count > 0 and 0 < shard.delay.percentile(50) <= shard.delay.max_s < WAIT_S
+        training.close()
+
+
+def test_a_step_is_seen_whole(server: ServerProcess, training: Training) -> None:
+    """While the trainer runs, a lookup of both tables has one number in all rows of all shards, and it only rises."""
+    training.step()
+    training.flush()
+    with EmbeddingReplica(server.address, consistency="step") as replica:
+        seen: list[list[float]] = [[], []]
+        faults: list[object] = []
+        is_over = threading.Event()
+
+        def read(seen: list[float]) -> None:
+            ids = np.arange(ROWS)
+            while not is_over.is_set():
+                found = replica.lookup_many({"left.weight": ids, "right.weight": ids})
+                numbers = torch.cat([found["left.weight"], found["right.weight"]]).unique()
+                if numbers.numel() != 1 or (seen and numbers[0] < seen[-1]):
+                    faults.append(numbers)
+                seen.append(float(numbers[0]))
+
+        readers = [threading.Thread(target=read, args=(of_reader,)) for of_reader in seen]
+        for reader in readers:
+            reader.start()
+        for _ in range(60):
+            training.step()
+            if training.num_steps % 4 == 0:
+                _settle(replica, training)
+        is_over.set()
+        for reader in readers:
+            reader.join()
+        _settle(replica, training)
+        _assert_equal(replica, training)
+    assert not faults and len({*seen[0], *seen[1]}) > 3
+
+
+def test_snapshots_are_switched_under_lookups(server: ServerProcess, training: Training) -> None:
+    """A replica that begins from a snapshot catches up; switching to another and back fails no lookup and is equal."""
+    training.step()
+    training.flush()
+    first = _snapshot(server)
+    training.step()
+    training.flush()
+    with EmbeddingReplica(server.address, snapshot=first, consistency="step") as replica:
+        _assert_equal(replica, training)
+        failures: list[HeadraceError] = []
+        is_over = threading.Event()
+
+        def read() -> None:
+            newest = 0.0
+            while not is_over.is_set():
+                try:
+                    row = replica.lookup("left.weight", [7])
+                except HeadraceError as exc:
+                    failures.append(exc)
+                else:
+                    assert row[0, 0] >= newest
+                    newest = float(row[0, 0])
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        second = _snapshot(server)
+        for _ in range(3):
+            training.step()
+            replica.load_snapshot(second, timeout_s=WAIT_S)
+            _settle(replica, training)
+            _assert_equal(replica, training)
+        training.step()
+        replica.roll_back()
+        is_over.set()
+        reader.join()
+        assert not failures
+        _settle(replica, training)
+        _assert_equal(replica, training)
+        with pytest.raises(ConfigError, match="no previous copy"):
+            replica.roll_back()
+
+
+def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Training, tmp_path: Path) -> None:
+    """One that is damaged, is not there, or would not fit in memory is refused, and lookups go on."""
+    training.step()
+    training.flush()
+    folder = _snapshot(server)
+    with EmbeddingReplica(server.address) as replica:
+        with pytest.raises(ConfigError, match="no snapshot"):
+            replica.load_snapshot(tmp_path)
+        file = next((folder / "shard-0000").glob("*.sst"))
+        data = file.read_bytes()
+        file.unlink()  # it is a hard link to the store's own
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(CorruptionError, match=file.name):
+            replica.load_snapshot(folder)
+        _assert_equal(replica, training)
+    folder = _snapshot(server)
+    with EmbeddingReplica(server.address, max_memory_bytes=30_000) as replica:
+        with pytest.raises(ConfigError, match="MiB are free"):
+            replica.load_snapshot(folder)
+        _assert_equal(replica, training)
+    with pytest.raises(ConfigError, match="MiB are free"):
+        EmbeddingReplica(server.address, max_memory_bytes=1000)
+
+
+def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
+    """The replica keeps answering from the old store and begins anew with the new one by itself."""
+    with ServerProcess.start(tmp_path / "one", shards=2) as server:
+        training = Training(server.address)
+        training.step()
+        training.flush()
+        replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
+        port = int(server.address.rpartition(":")[2])
+        training.close()
+    assert float(replica.lookup("left.weight", 3)[0]) == 1.0
+    with replica, ServerProcess.start(tmp_path / "two", shards=1, port=port) as server:
+        training = Training(server.address)
+        for _ in range(5):
+            training.step()
+        training.flush()
+        replica.wait_for(5, WAIT_S)
+        _assert_equal(replica, training)
+        training.close()
+
+
+def test_missing_rows(server: ServerProcess) -> None:
+    """They are zeros, the table's default or an error, as set, and are counted."""
+    model = nn.ModuleDict({"few": nn.EmbeddingBag(50, 4, mode="sum", sparse=True)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="few") as streamer:
+        streamer.attach(model, optimizer, publish="updated")
+        model["few"](torch.tensor([[3, 5]])).sum().backward()
+        optimizer.step()
+        streamer.flush()
+        row = model["few"].weight[3].detach()
+    with EmbeddingReplica(server.address) as replica:
+        rows = replica.lookup("few.weight", [[3, 4], [4, 4]])
+        assert rows.shape == (2, 2, 4) and torch.equal(rows[0, 0], row) and not rows[0, 1].any()
+        assert replica.num_missing == {"few.weight": 3}
+        with pytest.raises(RowRangeError):
+            replica.lookup("few.weight", [50])
+        with pytest.raises(UnknownTableError, match=r"few\.weight"):
+            replica.lookup("many.weight", [1])
+        with pytest.raises(UnavailableError, match="is not visible"):
+            replica.wait_for(10**9, 0.01)
+    default = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with EmbeddingReplica(server.address, missing="table_default", defaults={"few.weight": default}) as replica:
+        assert torch.equal(replica.lookup("few.weight", 4), default)
+    with EmbeddingReplica(server.address, missing="error") as replica:
+        assert torch.equal(replica.lookup("few.weight", 3), row)
+        with pytest.raises(RequestError, match="row 4 is not there"):
+            replica.lookup("few.weight", [3, 4])
+    with pytest.raises(UnavailableError, match="closed"):
+        replica.lookup("few.weight", 3)
+
+
+def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
+    """A replica of an empty server learns tables when they are registered, and keeps none that it was not asked to."""
+    with EmbeddingReplica(server.address, tables=frozenset({"left.weight"})) as replica:
+        assert replica.tables == {}
+        training = Training(server.address)
+        training.step()
+        _settle(replica, training)
+        assert list(replica.tables) == ["left.weight"]
+        assert torch.equal(replica.lookup("left.weight", torch.arange(ROWS)), training.model["left"].weight.detach())
+        training.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"consistency": "none"}, "consistency"),
+        ({"missing": "none"}, "missing"),
+        ({"defaults": {"t": torch.zeros(1)}}, "table_default"),
+        ({"lease_s": 0}, "lease_s"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], says: str) -> None:
+    """A setting that is none is an error that names it, before anything is connected to."""
+    with pytest.raises(ConfigError, match=says):
+        EmbeddingReplica("127.0.0.1:1", **settings)
+
+
+def test_a_token_is_shown(tmp_path: Path) -> None:
+    """A server that asks for a token lets a replica in that has it, and no other."""
+    environ = {**os.environ, "HEADRACE_TOKEN": "a-token-of-some-length"}
+    with ServerProcess.start(tmp_path / "data", shards=2, environ=environ) as server:
+        with EmbeddingReplica(server.address, token=Token("a-token-of-some-length")) as replica:
+            assert replica.tables == {}
+        with pytest.raises(UnauthorizedError):
+            EmbeddingReplica(server.address)
+
+
+def test_no_server_is_one_line() -> None:
+    """An address where nobody listens is said so, in time."""
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        EmbeddingReplica("127.0.0.1:1", timeout_s=0.5, open_timeout_s=5.0)

@@ -1,0 +1,36 @@
+"""The map of ids to slots, against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.paramserver.replica.id_map import IdMap
+
+_ids = st.one_of(st.integers(0, 50), st.integers(0, 2**63 - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(_ids, unique=True, max_size=80), max_size=12), st.lists(_ids, max_size=40))
+def test_agrees_with_a_dict(batches: list[list[int]], others: list[int]) -> None:
+    """Each id keeps the slot that it first got; what was never inserted is not found."""
+    ids_of, found = IdMap(capacity=1), {}
+    for batch in batches:
+        slots = ids_of.insert(np.array(batch, np.int64))
+        for row, slot in zip(batch, slots.tolist(), strict=True):
+            assert found.setdefault(row, slot) == slot
+    assert len(ids_of) == len(found) and sorted(found.values()) == list(range(len(found)))
+    wanted = np.array([*found, *others, *others], np.int64)
+    assert ids_of.find(wanted).tolist() == [found.get(row, -1) for row in wanted.tolist()]
+
+
+def test_grows_to_a_million() -> None:
+    """A million ids in runs, as tables have them, are all found, and cells stay at most half full."""
+    ids_of = IdMap()
+    ids = np.arange(1_000_000, dtype=np.int64) * 64 + (1 << 40)
+    for start in range(0, ids.size, 100_000):
+        ids_of.insert(ids[start : start + 100_000])
+    assert np.array_equal(ids_of.find(ids), np.arange(ids.size))
+    assert ids_of.size_bytes >= 2 * 16 * ids.size
+    assert (ids_of.find(ids + 1) == -1).all()

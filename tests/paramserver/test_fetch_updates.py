@@ -1,0 +1,334 @@
+"""Followers of a shard's log, over real loopback: order, long polls, gaps, leases and what ends a follower's place."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.admission import ServerLimits
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.follower import ShardFollower
+from headrace.paramserver.memory_update_log import MemoryUpdateLog
+from headrace.paramserver.rpc_server import ThriftServer
+from headrace.paramserver.shard import Shard, open_shard, trim_log
+from headrace.paramserver.shard_config import ShardConfig
+from headrace.paramserver.shard_link import Dial, ShardLink
+from headrace.paramserver.update_feed import Followers
+from headrace.paramserver.update_log import UpdateLogConfig
+from headrace.schemas.errors import GoneError, OverloadedError, ProtocolError, RequestError, UnauthorizedError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
+WAIT_S = 20.0
+
+
+def shard_config(directory: Path, **changes: Any) -> ShardConfig:
+    directory.mkdir(exist_ok=True)
+    config = ShardConfig(
+        directory=directory,
+        shard=0,
+        server_id="a-server",
+        addresses=(("127.0.0.1", 7601),),
+        block_cache_bytes=32 << 20,
+        memtable_bytes=6 << 20,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+class Served:
+    """A shard on a port, a writer connected to it, and what following it takes."""
+
+    def __init__(self, shard: Shard, host: str, port: int, client: ParamServerClient) -> None:
+        self.shard = shard
+        self.host, self.port = host, port
+        self.client = client
+        self._client_seq = 0
+
+    async def write(self, rows: list[int], value: float) -> int:
+        """Write rows as the writer's next batch; return its seq in the log."""
+        self._client_seq += 1
+        delta = idl.TableDelta(
+            fqn=SPEC.fqn,
+            fingerprint=SPEC.fingerprint,
+            column_offset=0,
+            width=SPEC.dim,
+            row_ids=np.array(rows, "<i8"),
+            weights=np.full((len(rows), SPEC.dim), value, "<f4"),
+            states=[],
+        )
+        reply = await self.client.set_embeddings(
+            idl.SetEmbeddingsRequest(
+                run="run",
+                client="rank0",
+                epoch=1,
+                client_seq=self._client_seq,
+                step=self._client_seq,
+                time_us=1,
+                ends_step=True,
+                is_exact_cut=True,
+                deltas=[delta],
+            )
+        )
+        return int(reply.seq)
+
+    @asynccontextmanager
+    async def follow(self, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:
+        """A follower on a connection of its own."""
+        dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0)
+        link = ShardLink(dial, self.host, self.port)
+        await link.refresh()
+        try:
+            yield ShardFollower(link, from_seq=from_seq, **settings)
+        finally:
+            await link.close()
+
+
+@asynccontextmanager
+async def serving(config: ShardConfig, *, port: int = 0, says_hello: bool = True) -> AsyncIterator[Served]:
+    async with open_shard(config) as shard:
+        server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
+        with socket.create_server(("127.0.0.1", port)) as sock:
+            host, port = sock.getsockname()
+            await server.start(sock)
+            try:
+                async with await ParamServerClient.connect(host, port) as client:
+                    if says_hello:
+                        await client.hello(writer_hello())
+                    yield Served(shard, host, port, client)
+            finally:
+                shard.begin_drain()
+                await server.close(drain_s=5)
+
+
+def writer_hello(epoch: int = 1) -> Any:
+    return idl.HelloRequest(
+        protocol_version=PROTOCOL_VERSION,
+        role=idl.Role.WRITER,
+        run="run",
+        client="rank0",
+        epoch=epoch,
+        rank=0,
+        world_size=1,
+        tables=[spec_to_idl(SPEC)],
+    )
+
+
+def fetch_request(from_seq: int, **changes: Any) -> Any:
+    fields = {"server_id": "a-server", "max_bytes": 1 << 20, "wait_ms": 0} | changes
+    return idl.FetchUpdatesRequest(from_seq=from_seq, **fields)
+
+
+def values_of(body: memoryview) -> tuple[list[int], float]:
+    """Row ids and the value of a batch written by `Served.write`."""
+    args = decode_struct(idl.ParameterServer.setEmbeddings_args, body, decode_header(body).body_offset)
+    (delta,) = args.request.deltas
+    return np.frombuffer(delta.row_ids, "<i8").tolist(), float(np.frombuffer(delta.weights, "<f4")[0])
+
+
+async def test_every_record_comes_once_and_in_order(tmp_path: Path) -> None:
+    """A follower from seq 1 gets the hello with its tables, then each batch with the bytes that were written."""
+    async with serving(shard_config(tmp_path)) as served:
+        for i in range(1, 21):
+            await served.write([i, i + 100], float(i))
+        async with served.follow(max_bytes=600) as follower:
+            updates = []
+            while follower.next_seq <= 21:
+                updates += await follower.fetch()
+    assert [update.seq for update in updates] == list(range(1, 22))
+    assert updates[0].kind == idl.UpdateKind.HELLO and updates[0].header["tables"][0][0] == SPEC.fqn
+    assert {update.kind for update in updates[1:]} == {idl.UpdateKind.BATCH}
+    assert [values_of(update.body) for update in updates[1:]] == [([i, i + 100], float(i)) for i in range(1, 21)]
+    assert [update.header["step"] for update in updates[1:]] == list(range(1, 21))
+
+
+async def test_a_long_poll_waits_for_the_next_record_and_blocks_nobody(tmp_path: Path) -> None:
+    """While a hundred followers wait, a writer writes; then all of them are answered."""
+    async with serving(shard_config(tmp_path)) as served:
+        request = fetch_request(2, wait_ms=60_000)
+        waiting = [asyncio.create_task(served.client.fetch_updates(request)) for _ in range(100)]
+        async with asyncio.timeout(WAIT_S):
+            while served.shard.feed.num_waiting < 100:
+                await served.client.status()
+            assert not any(task.done() for task in waiting)
+            await served.write([7], 1.0)
+            for task in waiting:
+                assert [record.seq for record in (await task).records] == [2]
+
+
+async def test_a_long_poll_ends_without_a_record(tmp_path: Path) -> None:
+    """After its wait, and when the shard is about to stop, a follower is answered with nothing and keeps its place."""
+    async with serving(shard_config(tmp_path)) as served, served.follow(2, wait_s=0.05) as follower:
+        assert await follower.fetch() == [] and follower.next_seq == 2
+        async with served.follow(2, wait_s=60.0) as patient:
+            task = asyncio.create_task(patient.fetch())
+            async with asyncio.timeout(WAIT_S):
+                while not served.shard.feed.num_waiting:
+                    await served.client.status()
+                served.shard.begin_drain()
+                assert await task == []
+
+
+async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) -> None:
+    """It connects again by itself and gets what comes next, nothing twice."""
+    config = shard_config(tmp_path)
+    async with serving(config) as served:
+        port = served.port
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        await link.refresh()
+        follower = ShardFollower(link, from_seq=1, wait_s=1.0)
+        await served.write([1], 1.0)
+        assert [update.seq for update in await follower.fetch()] == [1, 2]
+    async with serving(config, port=port) as served:
+        served._client_seq = 1
+        await served.write([2], 2.0)
+        async with asyncio.timeout(WAIT_S):
+            assert [values_of(update.body) for update in await follower.fetch()] == [([2], 2.0)]
+        await link.close()
+
+
+async def test_another_store_at_the_address_ends_the_place(tmp_path: Path) -> None:
+    """The same address with another server id: the follower is told to start over."""
+    async with serving(shard_config(tmp_path / "a")) as served:
+        port = served.port
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        await link.refresh()
+        follower = ShardFollower(link, from_seq=1, wait_s=0.0)
+        await follower.fetch()
+    async with serving(shard_config(tmp_path / "b", server_id="another"), port=port) as served:
+        with pytest.raises(GoneError, match="another"):
+            await follower.fetch()
+        # Also when the connection does not tell: by the request's own field.
+        with pytest.raises(GoneError, match="this is store another, not a-server"):
+            await served.client.fetch_updates(fetch_request(1))
+        await link.close()
+
+
+async def test_a_place_beyond_the_log_is_gone(tmp_path: Path) -> None:
+    """A store that was set back, with its log, does not pretend to go on where the follower was."""
+    config = shard_config(tmp_path)
+    async with serving(config) as served:
+        for i in range(3):
+            await served.write([i], 1.0)
+    shutil.rmtree(tmp_path / "log")
+    shutil.rmtree(tmp_path / "store")
+    async with serving(config) as served:
+        with pytest.raises(GoneError, match="the log ends at seq 1, seq 3 is not in it"):
+            await served.client.fetch_updates(fetch_request(4))
+
+
+async def test_removed_records_are_gone(tmp_path: Path) -> None:
+    """A follower that asks for what retention has removed is told where the log begins."""
+    config = shard_config(tmp_path, log_segment_bytes=1 << 20)
+    async with serving(config) as served:
+        for i in range(8):
+            await served.write(list(range(20_000)), float(i))
+        await served.shard.applied()
+        trim_log(served.shard.log, 9, None, dataclasses.replace(config, log_retention_bytes=1 << 20))
+        first_seq = served.shard.log.first_seq
+        assert first_seq > 1
+        with pytest.raises(GoneError, match=f"begins at seq {first_seq}"):
+            await served.client.fetch_updates(fetch_request(1))
+        reply = await served.client.fetch_updates(fetch_request(first_seq))
+        assert reply.records[0].seq == reply.first_seq == first_seq
+
+
+async def test_a_record_larger_than_a_reply_comes_in_parts(tmp_path: Path) -> None:
+    """A batch as long as the longest frame is fetched whole, in replies that are no longer than that."""
+    config = shard_config(tmp_path, max_frame_bytes=1 << 16)
+    rows = list(range(2600))
+    async with serving(config) as served:
+        await served.write(rows, 1.5)
+        async with served.follow(2, max_bytes=10_000) as follower:
+            (update,) = await follower.fetch()
+    assert len(update.body) > 62_000 and values_of(update.body) == (rows, 1.5)
+
+
+async def test_a_registered_follower_holds_back_the_trim_within_the_bound() -> None:
+    """Records that a lease covers stay, until the log is larger than the bound for it."""
+    config = dataclasses.replace(
+        ShardConfig(directory=Path("/d"), shard=0, server_id="s", addresses=(("h", 1),)),
+        log_retention_bytes=1 << 20,
+        log_hold_bytes=4 << 20,
+    )
+    log = MemoryUpdateLog(config=UpdateLogConfig(segment_bytes=1 << 18))
+    for _ in range(12):
+        await log.append(epoch=1, header={}, body=[bytes(1 << 18)]).durable
+    trim_log(log, 12, 3, config)
+    assert log.first_seq == 3
+    for _ in range(8):
+        await log.append(epoch=1, header={}, body=[bytes(1 << 18)]).durable
+    trim_log(log, 20, 3, config)
+    assert 3 < log.first_seq < 10
+    trim_log(log, 20, None, config)
+    assert log.first_seq > 15
+    await log.close()
+
+
+def test_leases_end() -> None:
+    """The floor is the slowest follower's place; a lease that has ended, or is given back, counts no more."""
+    now = 0.0
+    followers = Followers(clock=lambda: now)
+    assert followers.floor is None
+    followers.renew("a", 5, 10.0)
+    followers.renew("b", 9, 20.0)
+    assert (followers.floor, len(followers)) == (5, 2)
+    followers.renew("a", 7, 10.0)
+    assert followers.floor == 7
+    now = 10.0
+    assert followers.floor == 9
+    followers.renew("b", 9, 0.0)
+    assert followers.floor is None
+    with pytest.raises(RequestError):
+        followers.renew("", 1, 1.0)
+    for i in range(1024):
+        followers.renew(str(i), 1, 1.0)
+    with pytest.raises(OverloadedError):
+        followers.renew("one more", 1, 1.0)
+
+
+@pytest.mark.parametrize("change", [{"from_seq": 0}, {"max_bytes": 0}, {"wait_ms": -1}, {"body_offset": -1}])
+async def test_a_bad_request_is_refused(tmp_path: Path, change: dict[str, int]) -> None:
+    """Fields out of range are an error that names them, not a hang."""
+    async with serving(shard_config(tmp_path)) as served:
+        with pytest.raises(RequestError):
+            await served.client.fetch_updates(fetch_request(**{"from_seq": 1} | change))
+        with pytest.raises(RequestError, match="offset 99999"):
+            await served.client.fetch_updates(fetch_request(1, body_offset=99_999))
+
+
+async def test_a_gap_is_noticed() -> None:
+    """A shard that leaves a record out is not believed."""
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            records = [idl.UpdateRecord(seq=s, epoch=1, kind=1, header=b"\x80", body=memoryview(b"")) for s in (1, 3)]
+            return idl.FetchUpdatesReply(records=records, first_seq=1, last_seq=3)
+
+    follower = ShardFollower(Link(), from_seq=1)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="record 3 where 2 was expected"):
+        await follower.fetch()
+    assert follower.next_seq == 1
+
+
+async def test_following_takes_the_role_of_a_reader(tmp_path: Path) -> None:
+    """A connection that has not said hello may not follow where the server asks for tokens."""
+    from headrace.paramserver.security import AccessPolicy, Token
+
+    access = AccessPolicy(Token("secret-secret-secret"))
+    access.check_call(idl.Role.READER, "fetchUpdates")
+    with pytest.raises(UnauthorizedError):
+        access.check_call(None, "fetchUpdates")

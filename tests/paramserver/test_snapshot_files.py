@@ -1,0 +1,103 @@
+"""Snapshots as files: published whole or not at all, found damage, removal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
+
+
+def make(files: SnapshotFiles, name: str, *, created_us: int = 1) -> SnapshotManifest:
+    """Make a snapshot of two shards with two files each, unpublished."""
+    parts = []
+    for shard in range(2):
+        folder = files.new_folder(name) / f"shard-{shard:04d}"
+        folder.mkdir(parents=True)
+        (folder / "CURRENT").write_bytes(b"x" * 16)
+        (folder / "000001.sst").write_bytes(bytes(range(256)) * 100)
+        hashed = hash_folder(folder)
+        parts.append(ShardPart(shard=shard, server_id="s", seq=3, epoch=1, step=2, tables=(), files=hashed))
+    return SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts))
+
+
+def test_published_snapshots_are_listed_and_read(tmp_path: Path) -> None:
+    """Before it is published a snapshot is not there; afterwards it is, whole, and stays readable in pieces."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    assert files.list() == ([], []) and files.newest() is None
+    late, early = make(files, "a", created_us=2), make(files, "b", created_us=1)
+    assert files.list() == ([], [])
+    files.publish(late)
+    files.publish(early)
+    assert files.list() == ([early, late], []) and files.newest() == late
+    assert verify_snapshot(files.folder_of("a")) == late
+    assert files.read("a", "shard-0001/000001.sst", 250, 10) == (
+        bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3]),
+        25600,
+    )
+    assert SnapshotManifest.decode(files.read("a", "", 0, 1 << 20)[0]) == late
+
+
+def test_nothing_but_files_of_the_manifest_is_read(tmp_path: Path) -> None:
+    """A path that the manifest does not name is not served, wherever it leads."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    files.publish(make(files, "a"))
+    (tmp_path / "secret").write_text("no")
+    for path in ("../../secret", "shard-0000/../../../secret", "shard-0000", str(tmp_path / "secret")):
+        with pytest.raises(GoneError):
+            files.read("a", path, 0, 10)
+    with pytest.raises(RequestError):
+        files.read("../snapshots/a", "", 0, 10)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
+def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
+    """A flipped bit, a cut file, a missing one and a changed manifest are each an error that names the file."""
+    files = SnapshotFiles(tmp_path)
+    files.publish(make(files, "a"))
+    path = files.folder_of("a") / ("manifest.json" if damage == "manifest" else "shard-0001/000001.sst")
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(CorruptionError, match="manifest" if damage == "manifest" else "000001.sst"):
+        verify_snapshot(files.folder_of("a"))
+    assert len(files.list()[1]) == (damage == "manifest")
+
+
+def test_what_is_not_whole_is_not_published(tmp_path: Path) -> None:
+    """A file that is missing when it comes to publishing, and a name that is taken, are refused."""
+    files = SnapshotFiles(tmp_path)
+    manifest = make(files, "a")
+    (files.new_folder("a") / "shard-0000" / "CURRENT").unlink()
+    with pytest.raises(CorruptionError, match="CURRENT"):
+        files.publish(manifest)
+    assert files.list() == ([], [])
+    files.discard("a")
+    files.publish(make(files, "a"))
+    with pytest.raises(RequestError, match="already"):
+        files.publish(make(files, "a"))
+
+
+def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
+    """A removed snapshot is not listed, not readable, and leaves nothing; nor does an interrupted removal."""
+    files = SnapshotFiles(tmp_path)
+    files.publish(make(files, "a"))
+    files.remove("a")
+    with pytest.raises(GoneError):
+        files.read("a", "", 0, 1)
+    with pytest.raises(GoneError):
+        files.remove("a")
+    (tmp_path / ".gone-b").mkdir()
+    make(files, "c")
+    files.sweep()
+    assert [path.name for path in tmp_path.iterdir()] == [".new-c"]  # young: somebody may be at it
+    with pytest.raises(ConfigError):
+        verify_snapshot(tmp_path / "nothing")

@@ -1,0 +1,85 @@
+"""Snapshot manifests: golden bytes, round trip, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="t.weight",
+    num_rows=10,
+    dim=2,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+
+
+def part(shard: int, *, step: int = 7, seq: int = 5, server_id: str = "s") -> ShardPart:
+    files = (SnapshotFile(name="CURRENT", size_bytes=16, crc32c=1),)
+    return ShardPart(shard=shard, server_id=server_id, seq=seq, epoch=3, step=step, tables=(SPEC,), files=files)
+
+
+def manifest() -> SnapshotManifest:
+    return SnapshotManifest(name="one", created_us=1, parts=(part(0), part(1, seq=9)))
+
+
+def test_round_trip() -> None:
+    """What is encoded is decoded, with every spec and file."""
+    decoded = SnapshotManifest.decode(manifest().encode())
+    assert decoded == manifest()
+    assert decoded.tables == {"t.weight": SPEC} and list(decoded.files()) == [
+        "shard-0000/CURRENT",
+        "shard-0001/CURRENT",
+    ]
+    assert (decoded.server_id, decoded.epoch, decoded.step, decoded.size_bytes) == ("s", 3, 7, 32)
+
+
+def test_golden_checksum() -> None:
+    """The bytes of a manifest stay what they are: the checksum over them is fixed."""
+    assert json.loads(manifest().encode())["crc32c"] == 3366028174
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"seq": 5', b'"seq": 6'),
+        (b'"headrace-snapshot"', b'"another"'),
+        (b'"format_version": 1', b'"format_version": 2'),
+        (b"{", b"["),
+    ],
+)
+def test_a_changed_byte_is_found(old: bytes, new: bytes) -> None:
+    """A manifest of which any byte has changed is refused."""
+    data = manifest().encode()
+    assert old in data
+    with pytest.raises(CorruptionError):
+        SnapshotManifest.decode(data.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "parts", [(), (part(1),), (part(0), part(1, step=8)), (part(0), part(1, server_id="other")), (part(0), part(2))]
+)
+def test_parts_must_be_of_one_cut(parts: tuple[ShardPart, ...]) -> None:
+    """Shards of different steps or stores, or with one missing, make no snapshot."""
+    with pytest.raises(CorruptionError):
+        SnapshotManifest(name="one", created_us=1, parts=parts)
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../a", "a" * 101, "-a"])
+def test_names_are_file_names(name: str) -> None:
+    """A name that could lead out of the directory, or hide, is refused."""
+    with pytest.raises(RequestError):
+        check_snapshot_name(name)
+
+
+def test_a_file_cannot_lie_outside() -> None:
+    """A shard's part with a path for a file name is refused."""
+    values = part(0).to_json()
+    values["files"][0]["name"] = "../../etc/passwd"
+    with pytest.raises(CorruptionError):
+        ShardPart.from_json(values)

@@ -1,0 +1,68 @@
+"""The commands `headrace snapshot …`, on a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from headrace.paramserver.launch import ServerProcess
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_snapshot_from_making_to_removing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is made, listed, verified, fetched to another directory, verified there, found damaged, and pruned."""
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    with ServerProcess.start(data, shards=2) as server:
+        for name in ("one", "two", "three"):
+            code, out, _ = _run(capsys, "snapshot", "create", server.address, "--name", name)
+            assert code == 0 and f"Snapshot {name}: no common step, 2 shards" in out
+        code, out, err = _run(capsys, "snapshot", "create", server.address, "--name", "one")
+        assert code == 1 and "there is a snapshot 'one' already" in err and err.count("\n") == 1
+        code, out, _ = _run(capsys, "snapshot", "fetch", server.address, "--to", copy)
+        assert code == 0 and "Snapshot three" in out
+    code, out, _ = _run(capsys, "snapshot", "list", data, "--json")
+    assert code == 0 and [s["name"] for s in json.loads(out)["snapshots"]] == ["one", "two", "three"]
+    code, out, _ = _run(capsys, "snapshot", "list", data)
+    assert code == 0 and all(name in out for name in ("one", "two", "three"))
+    assert _run(capsys, "snapshot", "verify", data)[0] == 0
+    code, out, _ = _run(capsys, "snapshot", "verify", copy / "three")
+    assert code == 0 and "all checksums are right" in out
+    current = copy / "three" / "shard-0001" / "CURRENT"
+    current.write_bytes(current.read_bytes()[::-1])
+    code, _, err = _run(capsys, "snapshot", "verify", copy, "three")
+    assert code == 1 and str(current) in err and err.count("\n") == 1
+    code, out, _ = _run(capsys, "snapshot", "prune", data, "--keep", 1)
+    assert code == 0 and "Removed one." in out and "Removed two." in out
+    assert [path.name for path in (data / "snapshots").iterdir()] == ["three"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list", "nowhere"], "nowhere: not a directory"),
+        (["verify", "."], "no snapshots"),
+        (["create", "--now", "--run", "r"], "leave one of them out"),
+        (["create", "--name", "a/b"], "snapshot name 'a/b'"),
+        (["create", "127.0.0.1:1"], "no connection to 127.0.0.1:1"),
+        (["fetch", "127.0.0.1:1", "--to", "x"], "127.0.0.1:1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+) -> None:
+    """A user's mistake is one line that says what is wrong, and exit code 1."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = _run(capsys, "snapshot", *arguments)
+    assert code == 1 and says in err and err.count("\n") == 1
