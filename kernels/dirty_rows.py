@@ -22,6 +22,9 @@ _PASS_BLOCKS = 4096
 
 _Words = npt.NDArray[np.uint64]
 
+# The bit of each row of a word.
+_BITS: _Words = np.left_shift(np.uint64(1), np.arange(_WORD_BITS, dtype=np.uint64))
+
 
 class DirtyRows:
     """The set of changed rows of one table, by local row id.
@@ -47,7 +50,6 @@ class DirtyRows:
         self._words: _Words = np.zeros((num_blocks, _BLOCK_WORDS), dtype="<u8")
         # Invariant: true exactly where the block has a bit set.
         self._has_rows: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-        self._count = 0
 
     def mark(self, row_ids: torch.Tensor) -> None:
         """Add rows; negative ids are skipped, and a row may be named many times.
@@ -58,23 +60,20 @@ class DirtyRows:
         Raises:
             IndexError: An id is not below `num_rows`; nothing is marked.
         """
-        ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64)  # a copy: sorted in place below
-        ids.sort()
-        if ids.size and ids[0] < 0:
-            ids = ids[np.searchsorted(ids, 0) :]
+        ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64, copy=False)
         if not ids.size:
             return
-        if ids[-1] >= self.num_rows:
-            raise IndexError(f"row {ids[-1]} is not below {self.num_rows}")
+        # Seen as unsigned, negative ids are the highest ones: one pass finds both kinds.
+        if ids.view(np.uint64).max() >= self.num_rows:
+            ids = ids[ids >= 0]
+            if not ids.size:
+                return
+            if (highest := ids.max()) >= self.num_rows:
+                raise IndexError(f"row {highest} is not below {self.num_rows}")
         words = ids >> 6
-        bits = np.left_shift(np.uint64(1), (ids & 63).astype(np.uint64))
-        starts = np.flatnonzero(np.concatenate(([True], words[1:] != words[:-1])))
-        words = words[starts]
-        before = self._words.reshape(-1)[words]
-        after = before | np.bitwise_or.reduceat(bits, starts)
-        self._words.reshape(-1)[words] = after  # each word is named once, so no bit is lost
+        # Unbuffered: a word that is named many times gets all of its bits. Cheaper than to sort and name it once.
+        np.bitwise_or.at(self._words.reshape(-1), words, _BITS[ids & 63])
         self._has_rows[words >> 6] = True
-        self._count += int(np.bitwise_count(before ^ after).sum(dtype=np.int64))
 
     def mark_all(self) -> None:
         """Add every row."""
@@ -87,7 +86,18 @@ class DirtyRows:
         words[first_unused + bool(used_bits) :] = 0
         if used_bits:
             words[first_unused] = np.uint64((1 << used_bits) - 1)
-        self._count = self.num_rows
+
+    def add(self, other: DirtyRows) -> None:
+        """Add every row of another set, of the same table; costs in proportion to its blocks that have rows.
+
+        Raises:
+            ValueError: The other is of a table with another number of rows.
+        """
+        if other.num_rows != self.num_rows:
+            raise ValueError(f"rows of a table of {other.num_rows} cannot be added to one of {self.num_rows}")
+        blocks = np.flatnonzero(other._has_rows)
+        self._words[blocks] |= other._words[blocks]
+        self._has_rows[blocks] = True
 
     def take(self, max_rows: int | None = None) -> torch.Tensor:
         """Remove and return the lowest dirty rows; `is_empty` then says whether any are left.
@@ -128,18 +138,24 @@ class DirtyRows:
             rest[word] &= np.uint64(2**64 - (2 << bit)) if bit < 63 else np.uint64(0)
             self._words[blocks[-1]] = rest
             self._has_rows[blocks[-1]] = True
-        self._count -= ids.size
         return ids
 
     @property
     def is_empty(self) -> bool:
         """Whether no row is dirty."""
-        return self._count == 0
+        return not self._has_rows.any()
 
     @property
     def count(self) -> int:
-        """Number of dirty rows."""
-        return self._count
+        """Number of dirty rows; costs in proportion to the blocks that have some.
+
+        Thread: any; of what is marked meanwhile some may count.
+        """
+        blocks = np.flatnonzero(self._has_rows)
+        return sum(
+            int(np.bitwise_count(self._words[blocks[first : first + _PASS_BLOCKS]]).sum(dtype=np.int64))
+            for first in range(0, blocks.size, _PASS_BLOCKS)
+        )
 
     @property
     def size_bytes(self) -> int:

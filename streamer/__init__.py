@@ -2,6 +2,7 @@
 
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
+from headrace.streamer.res_stand_in import install
 from headrace.streamer.stats import StreamerStats
 
-__all__ = ["RawEmbeddingStreamer", "StreamerConfig", "StreamerStats"]
+__all__ = ["RawEmbeddingStreamer", "StreamerConfig", "StreamerStats", "install"]

@@ -144,6 +144,8 @@ def _add(result: TableComparison, table: TappedTable, first: int, last: int, sto
         if state.name not in result.skipped_states:
             found = stored.states[state.name]
             is_different |= _differs(live_states[state.name][first:last], found if state.width else _part(table, found))
+    if table.spec.has_identities and stored.identities is not None:
+        is_different |= _differs(table.identities()[first:last], stored.identities)
     is_there = stored.presence == idl.RowPresence.PRESENT
     is_different &= is_there
     result.num_rows += last - first

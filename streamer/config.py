@@ -70,8 +70,16 @@ class StreamerConfig:
         kind=Kind.SECONDS,
         minimum=0,
         maximum=_DAY_S,
-        help="Least time between two flushes. 0 flushes at each step at which a staging buffer is free; more of it "
-        "sends hot rows less often, at the price of that much lag.",
+        help="Least time between two flushes; more of it sends hot rows less often, at the price of that much lag.",
+    )
+    flush_percent: int = setting(
+        1,
+        kind=Kind.COUNT,
+        minimum=1,
+        maximum=100,
+        help="Percent of the training thread's time that flushes may take: after one that took 5 ms, the next is not "
+        "before 0.5 s at 1. More of it lowers lag. 100 flushes at each step at which a staging buffer is free. Not "
+        "heeded while more is dirty than one buffer holds.",
     )
     policy: str = setting(
         "coalesce",

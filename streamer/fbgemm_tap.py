@@ -9,8 +9,8 @@ Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.model_tree import is_a
 from headrace.streamer.module_hook import ModuleHook
+from headrace.streamer.row_identities import RowIdentities
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec
 
 __all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
@@ -51,11 +52,18 @@ class FusedTables:
 
     Attributes:
         module: `SplitTableBatchedEmbeddingBagsCodegen`.
-        parts: One for each of its tables.
+        parts: One for each of its tables; None for those that are not streamed.
+        identities: By fqn, of the tables whose rows are given to other ids while training.
     """
 
     module: nn.Module
-    parts: tuple[TablePart, ...]
+    parts: tuple[TablePart | None, ...]
+    identities: Mapping[str, RowIdentities] = field(default_factory=dict)
+
+    @property
+    def names(self) -> str:
+        """The streamed tables, for messages."""
+        return ", ".join(repr(part.fqn) for part in self.parts if part is not None)
 
 
 def is_table_batched(module: nn.Module) -> bool:
@@ -81,7 +89,7 @@ class FbgemmTap:
     Thread: where `backward()` runs the module's node; on the CPU that is the training thread.
 
     Attributes:
-        tables: One for each of the module's tables, in its order.
+        tables: One for each of the module's tables that are streamed, in its order.
     """
 
     def __init__(self, fused: FusedTables, *, note_update: Callable[[], None]) -> None:
@@ -99,7 +107,9 @@ class FbgemmTap:
         self._note_update = note_update
         _check_exact(fused)
         self._values = _Values(self._module)
-        self.tables = [self._table(index, part) for index, part in enumerate(fused.parts)]
+        self._identities = fused.identities
+        self._by_index = [None if part is None else self._table(i, part) for i, part in enumerate(fused.parts)]
+        self.tables = [table for table in self._by_index if table is not None]
         feature_table_map: list[int] = list(module.feature_table_map)
         self._features = list(_feature_runs(feature_table_map))
         self._num_features = len(feature_table_map)
@@ -114,6 +124,11 @@ class FbgemmTap:
             for table in self.tables:
                 table.dirty.mark_all()
             self._note_update()
+        for table in self.tables:
+            identities = self._identities.get(table.spec.fqn)
+            if identities is not None and (slots := identities.take_reassigned()) is not None:
+                table.dirty.mark(slots)
+                self._note_update()
 
     def close(self) -> None:
         """Remove the hook; a backward that is still to come marks nothing. Idempotent."""
@@ -124,6 +139,9 @@ class FbgemmTap:
     def _table(self, index: int, part: TablePart) -> TappedTable:
         weights = self._values.weights(index)
         num_local_rows, num_columns = weights.shape
+        identities = self._identities.get(part.fqn)
+        if identities is not None:
+            identities.check(part.fqn, num_local_rows)
         spec = TableSpec(
             fqn=part.fqn,
             num_rows=part.num_rows,
@@ -133,6 +151,7 @@ class FbgemmTap:
                 state_spec(part.fqn, name, state.dtype, rowwise_width=1 if is_rowwise else 0)
                 for name, (state, is_rowwise) in self._values.states_and_kinds(index).items()
             ),
+            has_identities=identities is not None,
         )
         return TappedTable(
             spec=spec,
@@ -141,6 +160,8 @@ class FbgemmTap:
             num_local_rows=num_local_rows,
             weights=lambda: self._values.weights(index),
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
+            identities=identities,
+            scalars=lambda: self._values.scalars(index),
         )
 
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -175,8 +196,10 @@ class FbgemmTap:
             starts = offsets[::num_bags].tolist() if num_bags else [0] * (self._num_features + 1)
         else:
             starts = offsets[batch_offsets.to(torch.int64)].tolist()
-        for table, first, end in self._features:
-            self.tables[table].dirty.mark(indices[starts[first] : starts[end]])
+        for index, first, end in self._features:
+            table = self._by_index[index]
+            if table is not None:
+                table.dirty.mark(indices[starts[first] : starts[end]])
         self._note_update()
 
 
@@ -190,9 +213,10 @@ class _Values:
         self._store_names = [
             name for name, store in stores.items() if isinstance(store, torch.Tensor) and store.numel()
         ]
-        self._addresses: tuple[int, ...] = ()
+        self._addresses: tuple[int, ...] | None = None
         self._weights: list[torch.Tensor] = []
         self._states: list[dict[str, tuple[torch.Tensor, bool]]] = []
+        self._scalars: list[dict[str, torch.Tensor]] = []
 
     def weights(self, index: int) -> torch.Tensor:
         self._refresh()
@@ -202,6 +226,11 @@ class _Values:
         """Return `[rows, width]` by name, and whether it is rowwise."""
         self._refresh()
         return self._states[index]
+
+    def scalars(self, index: int) -> dict[str, torch.Tensor]:
+        """Return what the optimizer keeps once for the table, by name."""
+        self._refresh()
+        return self._scalars[index]
 
     def snapshot(self) -> tuple[tuple[int, int], ...]:
         """Return numbers that differ after torch has written or replaced a store; fused updates do not count."""
@@ -218,13 +247,21 @@ class _Values:
         states: list[dict[str, torch.Tensor]] = self._module.get_optimizer_state() or [{} for _ in self._weights]
         self._states = [
             {
-                name: (state.detach().view(weights.shape[0], -1), state.dim() == 1)
+                name: (_by_row(state, weights.shape[1]), state.dim() == 1)
                 for name, state in of_table.items()
                 if name not in _TABLE_STATES
             }
             for weights, of_table in zip(self._weights, states, strict=True)
         ]
+        self._scalars = [
+            {name: of_table[name].detach() for name in _TABLE_STATES & of_table.keys()} for of_table in states
+        ]
         self._addresses = addresses
+
+
+def _by_row(state: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a state as `[rows, width]`; a shard may have no rows at all."""
+    return state.detach().view(-1, 1 if state.dim() == 1 else dim)
 
 
 def _feature_runs(feature_table_map: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -239,7 +276,7 @@ def _feature_runs(feature_table_map: list[int]) -> Iterator[tuple[int, int, int]
 def _check_exact(fused: FusedTables) -> None:
     """Refuse what changes rows outside of the batch, or keeps rows where they cannot be read."""
     module: Any = fused.module
-    names = ", ".join(repr(part.fqn) for part in fused.parts)
+    names = fused.names
     optimizer: str = module.optimizer.name
     if optimizer not in _EXACT:
         raise UnsupportedModelError(

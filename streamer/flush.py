@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.schemas.idl import idl
-from headrace.schemas.tables import ColumnShard, StateSpec, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.staging import StagingBuffer
 
 __all__ = ["Column", "Flush", "FlushedTable", "Message", "StepMark", "TableFormat"]
@@ -19,6 +19,7 @@ __all__ = ["Column", "Flush", "FlushedTable", "Message", "StepMark", "TableForma
 _MESSAGE_BYTES = 256
 _DELTA_BYTES = 128
 _STATE_BYTES = 48
+_SCALARS_BYTES = 48  # of one, such as `step`; no table has more
 
 
 class TableFormat:
@@ -30,7 +31,7 @@ class TableFormat:
         fingerprint: The spec's digest.
         row_bytes: Bytes of one row with its id and states.
         overhead_bytes: Bound on what a `TableDelta` takes besides its rows.
-        num_columns: Ids, weights and states.
+        num_columns: Ids, weights, states, and identities if the table has them.
     """
 
     def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
@@ -38,10 +39,10 @@ class TableFormat:
         self.spec, self.shard, self.fingerprint = spec, shard, spec.fingerprint
         self.states: tuple[tuple[StateSpec, int], ...] = tuple((s, s.width_in(shard)) for s in spec.states)
         state_bytes = sum(width * state.dtype.size_bytes for state, width in self.states)
-        self.row_bytes = 8 + shard.width * spec.dtype.size_bytes + state_bytes
+        self.row_bytes = 8 + shard.width * spec.dtype.size_bytes + state_bytes + (8 if spec.has_identities else 0)
         names = sum(_STATE_BYTES + len(state.name.encode()) for state in spec.states)
-        self.overhead_bytes = _DELTA_BYTES + len(spec.fqn.encode()) + names
-        self.num_columns = 2 + len(self.states)
+        self.overhead_bytes = _DELTA_BYTES + _SCALARS_BYTES + len(spec.fqn.encode()) + names
+        self.num_columns = 2 + len(self.states) + spec.has_identities
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class FlushedTable:
         row_ids: int64, global.
         weights: Elements of the spec's type, `shard.width` a row.
         states: In the spec's order.
+        identities: int64, the raw ids behind the rows; None when the table has none.
+        scalars: Values that the table has once: name, element type and bytes.
     """
 
     format: TableFormat
@@ -78,15 +81,21 @@ class FlushedTable:
     row_ids: Column
     weights: Column
     states: tuple[Column, ...]
+    identities: Column | None = None
+    scalars: tuple[tuple[str, DType, bytes], ...] = ()
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """All columns: ids, weights, states."""
-        return (self.row_ids, self.weights, *self.states)
+        """All columns: ids, weights, states, and identities if the table has them."""
+        return (self.row_ids, self.weights, *self.states, *(() if self.identities is None else (self.identities,)))
 
     def with_columns(self, columns: Sequence[Column]) -> FlushedTable:
         """Return the same rows with their bytes elsewhere."""
-        return FlushedTable(self.format, self.bounds, columns[0], columns[1], tuple(columns[2:]))
+        end = 2 + len(self.states)
+        identities = None if self.identities is None else columns[end]
+        return FlushedTable(
+            self.format, self.bounds, columns[0], columns[1], tuple(columns[2:end]), identities, self.scalars
+        )
 
     def delta(self, first: int, last: int) -> Any:
         """Return the IDL's `TableDelta` of the rows `first` to `last - 1`; its columns are views."""
@@ -102,6 +111,9 @@ class FlushedTable:
                 idl.StateColumn(name=state.name, dtype=int(state.dtype), width=width, data=column.rows(first, last))
                 for (state, width), column in zip(fmt.states, self.states, strict=True)
             ],
+            identities=None if self.identities is None else self.identities.rows(first, last),
+            scalars=[idl.TableScalar(name=name, dtype=int(dtype), data=data) for name, dtype, data in self.scalars]
+            or None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,12 +16,15 @@ from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flush import Column, Flush, FlushedTable, StepMark, TableFormat
-from headrace.streamer.staging import ALIGNMENT_BYTES, StagingBuffer, StagingPool
+from headrace.streamer.staging import ALIGNMENT_BYTES, TORCH_DTYPES, StagingBuffer, StagingPool
 from headrace.streamer.tapped_table import TappedTable
 
 __all__ = ["Flusher"]
 
 _Ids = npt.NDArray[np.int64]
+
+# Flushes whose time on the training thread decides when the next one is due.
+_NUM_COSTS = 5
 
 
 class _Source:
@@ -36,6 +40,10 @@ class _Source:
     @property
     def num_dirty_rows(self) -> int:
         return self.table.dirty.count + (self.backlog.count if self.backlog else 0)
+
+    @property
+    def is_clean(self) -> bool:
+        return self.table.dirty.is_empty and (self.backlog is None or self.backlog.is_empty)
 
     def rows_that_fit(self, free_bytes: int) -> int:
         return max(0, free_bytes - self.format.num_columns * ALIGNMENT_BYTES) // self.format.row_bytes
@@ -111,6 +119,7 @@ class Flusher:
         self._sweep_began_s = 0.0
         self._dirty_since_s: float | None = None
         self._last_flush_s = float("-inf")
+        self._costs_s: deque[float] = deque(maxlen=_NUM_COSTS)
         self._generation = 0
         self._cut_at: int | None = None
 
@@ -119,22 +128,25 @@ class Flusher:
         """Rows that have changed and are not in any flush."""
         return sum(source.num_dirty_rows for source in self._sources)
 
-    def add_tables(self, tables: list[TappedTable], *, max_frame_bytes: int) -> None:
-        """Take tables in, all or none.
+    def check_tables(self, tables: list[TappedTable], *, max_frame_bytes: int) -> None:
+        """Check that tables can be added.
 
         Args:
-            tables: Not streamed by this flusher yet.
+            tables: Of one model.
             max_frame_bytes: Longest frame that every shard reads.
 
         Raises:
             ConfigError: One row of a table is too long for a frame or a staging buffer.
-            UnsupportedModelError: A table has identities.
+            UnsupportedModelError: Another model has a table of its name.
         """
-        sources = [_Source(table) for table in tables]
-        for source in sources:
+        names = {source.format.spec.fqn for source in self._sources}
+        for source in [_Source(table) for table in tables]:
             fmt = source.format
-            if fmt.spec.has_identities:
-                raise UnsupportedModelError(f"table {fmt.spec.fqn!r}: tables with identities cannot be tapped yet")
+            if fmt.spec.fqn in names:
+                raise UnsupportedModelError(
+                    f"table {fmt.spec.fqn!r} of another model is streamed already: give one of them another name, or "
+                    "put both models into one module"
+                )
             if not source.rows_that_fit(self._pool.buffer_bytes):
                 raise ConfigError(
                     f"staging_bytes: {self._config.staging_bytes} cannot hold one row of table {fmt.spec.fqn!r}, "
@@ -147,7 +159,10 @@ class Flusher:
                     f"one row of table {fmt.spec.fqn!r} has {fmt.row_bytes} bytes, and the server's max_frame_bytes is "
                     f"{max_frame_bytes}: raise it there"
                 )
-        self._sources += sources
+
+    def add_tables(self, tables: list[TappedTable]) -> None:
+        """Take tables in. REQUIRES: `check_tables` has found nothing wrong with them."""
+        self._sources += [_Source(table) for table in tables]
         self._cut_at = None
 
     def mark_all(self, *, generation: int = 0) -> None:
@@ -174,7 +189,7 @@ class Flusher:
         now_s = self._monotonic_s()
         if self._dirty_since_s is None:
             self._dirty_since_s = now_s
-        if now_s - self._last_flush_s < self._config.flush_interval_s:
+        if now_s - self._last_flush_s < self._interval_s():
             return
         buffer = self._pool.acquire()
         if buffer is None:
@@ -200,7 +215,7 @@ class Flusher:
             UnavailableError: No buffer became free in time, naming the shard that is behind.
         """
         deadline_s = self._monotonic_s() + timeout_s
-        while self._cut_at != step or self.num_dirty_rows:
+        while self._cut_at != step or not self._is_clean:
             buffer = self._pool.acquire() or self._pool.acquire(deadline_s - self._monotonic_s())
             if buffer is None:
                 raise UnavailableError(
@@ -209,9 +224,24 @@ class Flusher:
                 )
             self._flush_into(buffer, step, self._monotonic_s())
 
+    @property
+    def _is_clean(self) -> bool:
+        return all(source.is_clean for source in self._sources)
+
+    def _interval_s(self) -> float:
+        """Return the least time from one flush to the next."""
+        least_s = self._config.flush_interval_s
+        if self._sweep_mark is not None or not self._costs_s or self._config.flush_percent == 100:
+            # In a sweep more is dirty than a buffer holds: to hold it back would only make the backlog longer.
+            return least_s
+        # The median: one flush that the system has interrupted says nothing of the next one.
+        cost_s = sorted(self._costs_s)[len(self._costs_s) // 2]
+        return max(least_s, cost_s * 100 / self._config.flush_percent)
+
     def _flush_into(self, buffer: StagingBuffer, step: int, now_s: float) -> None:
         """Cut a flush and submit it; whatever fails, no row is forgotten and the buffer is free again."""
         taken = _Taken()
+        begin_s = self._monotonic_s()
         try:
             flush = self._cut(buffer, step, now_s, taken)
             self._submit(flush)
@@ -220,11 +250,12 @@ class Flusher:
             self._pool.release(buffer)
             raise
         self._settle(flush, now_s)
+        self._costs_s.append(self._monotonic_s() - begin_s)
 
     def _cut(self, buffer: StagingBuffer, step: int, now_s: float, taken: _Taken) -> Flush:
         time_us = self._wall_ns() // 1000
         has_swept = self._take(buffer.free_bytes, taken)
-        is_exact = not any(source.num_dirty_rows for source in self._sources)
+        is_exact = self._is_clean
         with torch.no_grad():
             tables = [self._gather(source, ids, buffer) for source, ids in taken.by_table()]
         mark = StepMark(step, time_us, True) if is_exact else self._sweep_mark if has_swept else None
@@ -293,7 +324,21 @@ class Flusher:
             _gather_rows(live_states[state.name], ids, carved.tensor)
             self._check_finite(fmt, f"state {state.name!r}", carved.tensor, row_ids.tensor)
             columns.append(Column(carved.data, width * state.dtype.size_bytes))
-        return FlushedTable(fmt, bounds, columns[0], columns[1], tuple(columns[2:]))
+        identities = None
+        if fmt.spec.has_identities:
+            carved = buffer.carve(DType.INT64, num_rows, 1)
+            _gather_rows(table.identities().view(-1, 1), ids, carved.tensor)
+            identities = Column(carved.data, 8)
+        scalars = tuple(table.scalars().items())
+        return FlushedTable(
+            fmt,
+            bounds,
+            columns[0],
+            columns[1],
+            tuple(columns[2:]),
+            identities,
+            tuple((name, *_scalar(value)) for name, value in scalars),
+        )
 
     def _route(self, source: _Source, local_ids: _Ids) -> tuple[_Ids, list[int]]:
         """Return (local ids by shard, where each shard's begin and the last one's end)."""
@@ -315,6 +360,12 @@ class Flusher:
                 f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
                 "nothing of this flush was sent"
             )
+
+
+def _scalar(value: torch.Tensor) -> tuple[DType, bytes]:
+    """Return the type and the bytes of a tensor of one element."""
+    dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)
+    return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
 def _gather_rows(source: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> None:

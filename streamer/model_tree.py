@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["inner_optimizers", "is_a", "named_modules"]
+__all__ = ["Found", "inner_optimizers", "is_a", "named_modules"]
 
 # Attribute under which a wrapper holds the module that the user wrote; wrapper's class by name, so that nothing is
 # imported that the model does not use.
@@ -15,6 +17,7 @@ _WRAPPERS = {
     "DistributedModelParallel": "_dmp_wrapped_module",
     "DistributedDataParallel": "module",
     "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
 
@@ -24,31 +27,52 @@ def is_a(thing: object, class_name: str) -> bool:
     return any(base.__name__ == class_name for base in type(thing).__mro__)
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once, with its path in the model as it was before it was wrapped.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A module of a model.
 
-    Paths are those of the keys of the unwrapped model's `state_dict`. The wrappers themselves are not yielded.
+    Attributes:
+        path: In the model as it was before it was wrapped: that of the keys of its `state_dict`.
+        module: It.
+        replicated_by: The innermost `DistributedDataParallel` around it, which keeps its parameters equal on all ranks
+            but for those that it was told to ignore; None if there is none.
+        flattened_by: The `FullyShardedDataParallel` around it, which owns its parameters; None if there is none.
+    """
+
+    path: str
+    module: nn.Module
+    replicated_by: Any = None
+    flattened_by: Any = None
+
+
+def named_modules(model: nn.Module) -> Iterator[Found]:
+    """Yield each module once; the wrappers themselves are not yielded.
 
     Args:
         model: Any module; `DistributedModelParallel`, `DistributedDataParallel` and compiled modules are looked
             through, at any depth.
     """
-    yield from _named_modules(model, "", set())
+    yield from _named_modules(Found("", model), set())
 
 
-def _named_modules(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(found: Found, seen: set[nn.Module]) -> Iterator[Found]:
+    module = found.module
     for class_name, attribute in _WRAPPERS.items():
         # DMPCollection (2D parallel) is yielded as it is, and refused: its rows are on several ranks.
         if is_a(module, class_name) and not is_a(module, "DMPCollection"):
-            yield from _named_modules(getattr(module, attribute), path, seen)
+            replicated_by = module if class_name == "DistributedDataParallel" else found.replicated_by
+            flattened_by = module if class_name == "FullyShardedDataParallel" else found.flattened_by
+            inner = Found(found.path, getattr(module, attribute), replicated_by, flattened_by)
+            yield from _named_modules(inner, seen)
             return
     if module in seen:
         return
     seen.add(module)
-    yield path, module
+    yield found
     for name, child in module._modules.items():
         if child is not None:
-            yield from _named_modules(child, f"{path}.{name}" if path else name, seen)
+            path = f"{found.path}.{name}" if found.path else name
+            yield from _named_modules(Found(path, child, found.replicated_by, found.flattened_by), seen)
 
 
 def inner_optimizers(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from headrace.paramserver.address import format_address, parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flusher import Flusher
+from headrace.streamer.live_rows import LiveRows, fetch_rows
 from headrace.streamer.rendezvous import Connect, Store, Writer
+from headrace.streamer.run_state import RunState
 from headrace.streamer.sender import Sender
 from headrace.streamer.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
@@ -34,6 +43,7 @@ from headrace.streamer.world import World, current_world
 __all__ = ["RawEmbeddingStreamer"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _MAX_RUN_BYTES = 512
 _STOP_TIMEOUT_S = 5.0
 
@@ -106,12 +116,15 @@ class RawEmbeddingStreamer:
         self._given_step: int | None = None
         self._generation = 0
         self._failure: HeadraceError | None = None
+        self._pre_eviction_hooks: OrderedDict[int, Callable[[str, torch.Tensor], None]] = OrderedDict()
         self._is_closed = False
+        self._is_paused = False
         self._pool = StagingPool(self._config.staging_bytes)
         self._sender = Sender(config=self._config, pool=self._pool, connect=_connector(self._config))
         self._sender.start()
         try:
-            self._store, self._writer = self._take_over(host, port, run, world or current_world())
+            self._address, self._world = address, world or current_world()
+            self._store, self._writer = self._take_over(host, port, run, self._world)
         except BaseException:
             self._sender.stop(_STOP_TIMEOUT_S)
             raise
@@ -131,6 +144,11 @@ class RawEmbeddingStreamer:
         return self._writer.epoch
 
     @property
+    def num_shards(self) -> int:
+        """Shards of the store."""
+        return len(self._store.shards)
+
+    @property
     def tables(self) -> list[TappedTable]:
         """The tables that are streamed."""
         return list(self._tables)
@@ -141,6 +159,7 @@ class RawEmbeddingStreamer:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
         publish: Literal["updated", "all"] = "updated",
+        tables: Iterable[str] | None = None,
     ) -> None:
         """Stream the embedding tables of a model from now on; may be called for several models.
 
@@ -149,8 +168,12 @@ class RawEmbeddingStreamer:
             optimizer: Those that train the tables; None when the tables have fused optimizers.
             publish: `updated` sends rows once they change; `all` sends every row first, so that the store has the
                 whole tables.
+            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all.
+
+        With `torch.distributed` initialized, all ranks must attach together; a refusal is one on every rank.
 
         Raises:
+            ConfigError: A name or a pattern in `tables` is that of no table; the message lists the nearest.
             UnsupportedModelError: A table cannot be streamed exactly; nothing is attached.
             SpecMismatchError: The server has a table of that name with another shape; nothing is attached.
             UnavailableError: A shard cannot be reached; nothing is attached.
@@ -159,15 +182,8 @@ class RawEmbeddingStreamer:
             raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
         with self._lock:
             self._check_usable()
-            tap = tap_model(model, () if optimizer is None else optimizer, self._on_step)
-            try:
-                self._sender.register(_specs_of(tap.tables))
-                self._flusher.add_tables(tap.tables, max_frame_bytes=self._store.max_frame_bytes)
-            except BaseException:
-                tap.close()
-                raise
-            self._taps.append(tap)
-            self._tables += tap.tables
+            tap = tap_model(model, () if optimizer is None else optimizer, self._on_step, tables=tables)
+            self._add_tap(tap)
             if publish == "all":
                 for table in tap.tables:
                     table.dirty.mark_all()
@@ -197,6 +213,26 @@ class RawEmbeddingStreamer:
                     self._end_step()
             finally:
                 self._given_step = None
+
+    def pause(self) -> None:
+        """Send nothing at the ends of steps until `resume`; what changes meanwhile stays marked and goes out then.
+
+        Steps go on to be counted. `flush` and `close` send everything all the same.
+        """
+        with self._lock:
+            self._check_usable()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Send again, from the next end of a step on."""
+        with self._lock:
+            self._check_usable()
+            self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the ends of steps send nothing."""
+        return self._is_paused
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Send everything that has changed and return when all of it is durable on every shard.
@@ -228,6 +264,147 @@ class RawEmbeddingStreamer:
             except HeadraceError:
                 self._raise_failure()
                 raise
+
+    def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
+        """Flush, then compare every row with the store's by digests, and name the rows that differ.
+
+        On several ranks all must call it: each compares its own rows, and every one gets the report of all.
+
+        Args:
+            only_present: Rows that the store does not have are no fault, as where rows are sent once they change.
+            timeout_s: For the flush and then for the comparison, seconds; None takes `flush_timeout_s` for the flush,
+                and no deadline for the comparison.
+
+        Raises:
+            UnavailableError: Not all is durable in time, or a shard does not answer.
+            HeadraceError: Streaming has ended; on several ranks also when another rank could not do it.
+        """
+        with self._lock:
+            mine: list[TableAudit] | HeadraceError
+            try:
+                self.flush(timeout_s)
+                mine = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+            except HeadraceError as exc:
+                if self._world.size == 1:
+                    raise
+                mine = exc
+            parts = self._world.gather(mine)
+            for rank, part in enumerate(parts):
+                if isinstance(part, HeadraceError):
+                    raise part if part is mine else HeadraceError(f"rank {rank} could not audit: {part}")
+            tables = tuple(table for part in parts if isinstance(part, list) for table in part)
+            return AuditReport(tables=tables, only_present=only_present, step=self._step)
+
+    def fetch(self, fqn: str, row_ids: torch.Tensor) -> LiveRows:
+        """Return copies of present weights and states of the trainer's rows, flushed or not.
+
+        Call it where no update is under way.
+
+        Args:
+            fqn: Table.
+            row_ids: Integers of any shape, global, on this rank; may repeat.
+
+        Raises:
+            UnknownTableError: No such table is streamed on this rank.
+            RowRangeError: A row is not on this rank.
+        """
+        with self._lock:
+            return fetch_rows(self._tables, fqn, row_ids)
+
+    def register_pre_eviction_hook(self, hook: Callable[[str, torch.Tensor], None]) -> RemovableHandle:
+        """Have a function called before rows are taken from their present use and given to another.
+
+        It gets the table's fqn and the global row ids, int64[n] on the CPU, while `fetch` still returns their last
+        values. What it raises ends the eviction. Hooks are called in the order in which they were registered.
+
+        Returns:
+            `remove()` ends it.
+        """
+        handle = RemovableHandle(self._pre_eviction_hooks)
+        self._pre_eviction_hooks[handle.id] = hook
+        return handle
+
+    def notify_eviction(self, fqn: str, row_ids: torch.Tensor) -> None:
+        """Say that rows are about to be evicted; for whoever evicts them. Nothing is sent: the new values will be.
+
+        Args:
+            fqn: Table.
+            row_ids: Integers of any shape, global.
+        """
+        ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+        if ids.numel():
+            for hook in list(self._pre_eviction_hooks.values()):
+                hook(fqn, ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to put into the trainer's checkpoint, beside the model's and the optimizer's state: a few bytes.
+
+        After a `flush` a resumed run has the least to send.
+        """
+        with self._lock:
+            stats = self.stats()
+            return RunState(
+                run=self._writer.run,
+                epoch=self.epoch,
+                step=self._step,
+                acked_step=stats.acked_step,
+                is_drained=not stats.num_dirty_rows and not stats.num_inflight_flushes,
+                server_ids=tuple(shard.server_id for shard in self._store.shards),
+            ).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float | None = None) -> int:
+        """Go on where a checkpoint was made: call it after the model's and the optimizer's state are loaded.
+
+        Compares every row with the store's by digests and marks those that differ; see `run_state.py` for which rows
+        else are sent. Steps count on from the checkpoint's. The epoch is this streamer's own, above the old one's.
+
+        Args:
+            state: What `state_dict` has returned.
+            timeout_s: For the comparison, seconds; None has no deadline.
+
+        Returns:
+            Rows of this rank that are marked to be sent.
+
+        Raises:
+            ConfigError: It is the state of another run, or no model is attached.
+            UnavailableError: A shard does not answer.
+        """
+        saved = RunState.from_dict(state)
+        with self._lock:
+            self._check_usable()
+            if saved.run != self._writer.run:
+                raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {self._writer.run!r}")
+            if not self._taps:
+                raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
+            self._step = max(self._step, saved.step)
+            if saved.server_ids != tuple(shard.server_id for shard in self._store.shards):
+                _log.warning("the checkpoint's store was another one: sending every row")
+                self._flusher.mark_all()
+                return self._flusher.num_dirty_rows
+            mark = partial(mark_what_differs, self._tables, marks_absent=not saved.is_drained)
+            return self._ask_store(mark, timeout_s)
+
+    def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
+        """Return what a coroutine returns that is given a reader of all shards."""
+
+        async def run() -> _T:
+            async with (
+                asyncio.timeout(timeout_s),
+                await EmbeddingReader.connect(
+                    self._address,
+                    timeout_s=self._config.request_timeout_s,
+                    ssl_context=_tls_context(self._config),
+                    token=self._writer.token,
+                ) as reader,
+            ):
+                return await ask(reader)
+
+        # In a thread of its own: this one may have an event loop running, as in a notebook.
+        with ThreadPoolExecutor(1, "headrace-ask") as pool:
+            try:
+                return pool.submit(asyncio.run, run()).result()
+            except TimeoutError as exc:
+                raise UnavailableError(f"the store has not been compared within {timeout_s:g} s") from exc
 
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove every hook, close the connections and end the thread. Idempotent.
@@ -279,6 +456,31 @@ class RawEmbeddingStreamer:
         except HeadraceError as close_error:
             _log.warning("closing the streamer: %s", close_error)
 
+    def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
+        """Stream the tables of a tap of one's own making, as `headrace.streamer.install` does.
+
+        Args:
+            make_tap: Gets what the tap has to call at each step boundary, on the training thread.
+
+        Raises:
+            SpecMismatchError: The server has a table of that name with another shape; nothing is attached.
+            UnavailableError: A shard cannot be reached; nothing is attached.
+        """
+        with self._lock:
+            self._check_usable()
+            self._add_tap(make_tap(self._on_step))
+
+    def _add_tap(self, tap: Tap) -> None:
+        try:
+            self._flusher.check_tables(tap.tables, max_frame_bytes=self._store.max_frame_bytes)
+            self._sender.register(_specs_of(tap.tables))
+        except BaseException:
+            tap.close()
+            raise
+        self._flusher.add_tables(tap.tables)
+        self._taps.append(tap)
+        self._tables += tap.tables
+
     def _take_over(self, host: str, port: int, run: str, world: World) -> tuple[Store, Writer]:
         """Agree with the other ranks on an epoch above all that the store has seen, and open the session."""
         token = load_token(path=self._config.token_file, environ=os.environ)
@@ -298,7 +500,7 @@ class RawEmbeddingStreamer:
         """Choose the epoch, as rank 0, and tell the other ranks, also of a failure: they would wait for ever."""
         try:
             store = self._sender.find_store(host, port, asks)
-            writer = asks.with_epoch(store.highest_epoch + 1)
+            writer = self._sender.claim_epoch(store, asks)
             self._sender.open(store, writer)
         except BaseException as exc:
             world.share(_Agreed(0, (), str(exc) or type(exc).__name__))
@@ -320,7 +522,8 @@ class RawEmbeddingStreamer:
         try:
             self._raise_failure()
             self._heed_new_store()
-            self._flusher.on_step(self._step)
+            if not self._is_paused:
+                self._flusher.on_step(self._step)
         except HeadraceError as exc:
             self._fail(self._sender.error or exc)
 
@@ -353,12 +556,13 @@ class RawEmbeddingStreamer:
 
 
 def _connector(config: StreamerConfig) -> Connect:
-    context = None
-    if config.tls:
-        context = client_tls_context(
-            authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key
-        )
-    return partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s, ssl_context=context)
+    return partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s, ssl_context=_tls_context(config))
+
+
+def _tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
+    if not config.tls:
+        return None
+    return client_tls_context(authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key)
 
 
 def _specs_of(tables: list[TappedTable]) -> list[Any]:

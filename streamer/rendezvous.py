@@ -6,18 +6,19 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.security import Token
-from headrace.schemas.errors import HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.backoff import Backoff
 
-__all__ = ["Connect", "Store", "StoreShard", "Writer", "find_store", "open_session"]
+__all__ = ["Connect", "Store", "StoreShard", "Writer", "claim_epoch", "find_store", "open_session"]
 
+_T = TypeVar("_T")
 _WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 
 Connect = Callable[[str, int], Awaitable[ParamServerClient]]
@@ -48,9 +49,10 @@ class Writer:
         """Return the same writer in an epoch."""
         return dataclasses.replace(self, epoch=epoch)
 
-    def hello(self, tables: Sequence[TableSpec]) -> Any:
+    def hello(self, tables: Sequence[TableSpec], *, claims_epoch: bool = False) -> Any:
         """Return the IDL's `HelloRequest` that opens or resumes the session and registers tables."""
         return idl.HelloRequest(
+            claims_epoch=claims_epoch or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=self.run,
@@ -125,13 +127,96 @@ async def find_store(
         HeadraceError: The server refuses.
     """
     request = writer.with_epoch(0).hello(())
+    return await _until_answered(
+        lambda: _ask_all(host, port, request, connect),
+        timeout_s=timeout_s,
+        random=random,
+        what=f"no parameter server at {format_address(host, port)}",
+        advice=f"; start one with `headrace serve --data DIR --port {port}`, or mend the address",
+    )
+
+
+async def claim_epoch(
+    store: Store, writer: Writer, connect: Connect, *, timeout_s: float, random: Callable[[], float]
+) -> Writer:
+    """Return the writer in an epoch above all that the store has seen and that no other trainer has.
+
+    Shard 0 gives epochs away, so two trainers that start at the same moment get two.
+
+    Args:
+        store: Where it writes.
+        writer: Rank 0 of the run; its epoch is not looked at.
+        connect: Opens connections.
+        timeout_s: How long to try, seconds.
+        random: Source of numbers in [0, 1), for the pauses.
+
+    Cancellation: an epoch may have been taken for nothing; the next one is above it.
+
+    Raises:
+        UnavailableError: Shard 0 could not be reached in time.
+    """
+    first, epoch = store.shards[0], store.highest_epoch + 1
+
+    async def claim() -> Writer:
+        nonlocal epoch
+        while True:
+            claimant = writer.with_epoch(epoch)
+            try:
+                await _hello(first.host, first.port, claimant.hello((), claims_epoch=True), connect)
+            except FencedError as exc:
+                epoch = exc.epoch + 1
+            else:
+                return claimant
+
+    return await _until_answered(claim, timeout_s=timeout_s, random=random, what=f"{first} does not answer")
+
+
+async def open_session(
+    shards: Sequence[StoreShard],
+    writer: Writer,
+    tables: Sequence[TableSpec],
+    connect: Connect,
+    *,
+    timeout_s: float,
+    random: Callable[[], float],
+) -> list[Any]:
+    """Say hello as a writer to every shard at once, each over a connection of its own, and return the replies.
+
+    Args:
+        shards: Of one store.
+        writer: Who writes, in which epoch.
+        tables: Registered where they are not known.
+        connect: Opens connections.
+        timeout_s: How long to try, seconds.
+        random: Source of numbers in [0, 1), for the pauses.
+
+    Cancellation: some shards may have the session and the tables; saying hello again is harmless.
+
+    Raises:
+        FencedError: A newer epoch holds the run.
+        SpecMismatchError: A table is registered with another spec.
+        UnavailableError: A shard could not be reached in time.
+    """
+    request = writer.hello(tables)
+    return await _until_answered(
+        lambda: _gather([_hello(shard.host, shard.port, request, connect) for shard in shards]),
+        timeout_s=timeout_s,
+        random=random,
+        what="a shard does not answer",
+    )
+
+
+async def _until_answered(
+    ask: Callable[[], Awaitable[_T]], *, timeout_s: float, random: Callable[[], float], what: str, advice: str = ""
+) -> _T:
+    """Return what `ask` returns, asking again after errors that may pass, until the deadline."""
     backoff = Backoff(min_s=0.02, max_s=0.5, random=random)
     last_error: HeadraceError | None = None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    return await _ask_all(host, port, request, connect)
+                    return await ask()
                 except HeadraceError as exc:
                     if not exc.retriable:
                         raise
@@ -139,26 +224,7 @@ async def find_store(
                 await asyncio.sleep(backoff.next_s())
     except TimeoutError:
         reason = f" ({last_error})" if last_error else ""
-        raise UnavailableError(
-            f"no parameter server at {format_address(host, port)} within {timeout_s:g} s{reason}; "
-            f"start one with `headrace serve --data DIR --port {port}`, or mend the address"
-        ) from last_error
-
-
-async def open_session(
-    shards: Sequence[StoreShard], writer: Writer, tables: Sequence[TableSpec], connect: Connect
-) -> list[Any]:
-    """Say hello as a writer to every shard at once, each over a connection of its own, and return the replies.
-
-    Cancellation: some shards may have the session and the tables; saying hello again is harmless.
-
-    Raises:
-        FencedError: A newer epoch holds the run.
-        SpecMismatchError: A table is registered with another spec.
-        UnavailableError: A shard cannot be reached.
-    """
-    request = writer.hello(tables)
-    return await _gather([_hello(shard.host, shard.port, request, connect) for shard in shards])
+        raise UnavailableError(f"{what} within {timeout_s:g} s{reason}{advice}") from last_error
 
 
 async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Store:

@@ -21,7 +21,7 @@ from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flush import Flush
-from headrace.streamer.rendezvous import Connect, Store, Writer, find_store, open_session
+from headrace.streamer.rendezvous import Connect, Store, Writer, claim_epoch, find_store, open_session
 from headrace.streamer.shard_channel import ShardChannel
 from headrace.streamer.spool import Spool
 from headrace.streamer.staging import StagingPool
@@ -107,6 +107,14 @@ class Sender:
         timeout_s = self._config.connect_timeout_s
         return self._call(
             lambda: find_store(host, port, writer, self._connect, timeout_s=timeout_s, random=self._random),
+            timeout_s=timeout_s,
+        )
+
+    def claim_epoch(self, store: Store, writer: Writer) -> Writer:
+        """Return the writer in an epoch of its own, see `rendezvous.claim_epoch`."""
+        timeout_s = self._config.connect_timeout_s
+        return self._call(
+            lambda: claim_epoch(store, writer, self._connect, timeout_s=timeout_s, random=self._random),
             timeout_s=timeout_s,
         )
 
@@ -212,7 +220,7 @@ class Sender:
     def stop(self, timeout_s: float) -> None:
         """End the thread; what is not durable stays undelivered. Idempotent.
 
-        Thread: any but the sender's own.
+        Thread: any.
 
         Args:
             timeout_s: How long to wait for its end; it is a daemon, so giving up is harmless.
@@ -226,6 +234,8 @@ class Sender:
             loop.call_soon_threadsafe(stop.set)
         except RuntimeError:
             return  # the loop has just ended by itself
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector may run a streamer's finalizer on any thread
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning("the sender's thread has not ended within %g s", timeout_s)
@@ -264,8 +274,7 @@ class Sender:
         # What is left of the channels is cancelled, and their connections closed, as `asyncio.run` ends.
 
     async def _open(self) -> None:
-        assert self._writer is not None
-        replies = await open_session([channel.shard for channel in self._channels], self._writer, (), self._connect)
+        replies = await self._say_hello([])
         for channel, reply in zip(self._channels, replies, strict=True):
             if reply.server_id != channel.shard.server_id:
                 raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
@@ -276,9 +285,19 @@ class Sender:
             self._spool_wake = asyncio.Event()
             self._tasks.append(asyncio.create_task(self._run_spool(self._spool, self._spool_wake)))
 
-    async def _register(self, specs: list[TableSpec]) -> None:
+    async def _say_hello(self, specs: list[TableSpec]) -> list[Any]:
         assert self._writer is not None
-        await open_session([channel.shard for channel in self._channels], self._writer, specs, self._connect)
+        return await open_session(
+            [channel.shard for channel in self._channels],
+            self._writer,
+            specs,
+            self._connect,
+            timeout_s=self._config.connect_timeout_s,
+            random=self._random,
+        )
+
+    async def _register(self, specs: list[TableSpec]) -> None:
+        await self._say_hello(specs)
         for channel in self._channels:
             channel.add_tables(specs)
 

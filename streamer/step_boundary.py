@@ -19,7 +19,13 @@ class StepBoundary:
 
     With optimizers, the step is over when each has stepped, or when one is about to step again (the others have a
     slower rhythm, or their step was skipped for an infinite gradient). Without, the updates are part of `backward()`
-    (fused optimizers), and the step is over when the model's next forward in training mode begins.
+    (fused optimizers): a forward of the model in training mode, with gradients on, opens a step, and the next one ends
+    it.
+
+    The ranks of a run compare their progress by the steps' numbers, so what ends a step must not depend on what a rank
+    has to stream: a rank without tables, or one that no row of the batch belongs to, ends each step as the others do.
+    Forwards and optimizer steps are the same on all ranks, because these talk to each other within them. An early
+    `end_step` (a flush on one rank only) ends the open step and takes no number of its own.
 
     Thread: the training thread's.
     """
@@ -31,6 +37,7 @@ class StepBoundary:
         model: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer],
         sweep: Callable[[], None],
+        is_alone: bool = True,
     ) -> None:
         """Register hooks.
 
@@ -40,10 +47,14 @@ class StepBoundary:
             optimizers: Those that step once a training step, unwrapped. Hooks that mark rows after their step must
                 be registered before: hooks run in that order.
             sweep: Called before each boundary is judged or told, to mark what no hook saw.
+            is_alone: The run has one rank, so `end_step` may number a step for updates that no forward of the model
+                led to. On several ranks those go with the last step, and only `RawEmbeddingStreamer.step` numbers them.
         """
         self._on_step = on_step
         self._sweep = sweep
+        self._is_alone = is_alone
         self._has_updates = False
+        self._is_step_open = False
         self._stepped: set[int] = set()
         self._handles: list[RemovableHandle] = []
         optimizers = list(optimizers)
@@ -59,9 +70,9 @@ class StepBoundary:
         self._has_updates = True
 
     def end_step(self) -> bool:
-        """Tell the boundary now if there were updates since the last; return whether it was told."""
+        """Tell the boundary now if a step is open or there were updates since the last; return whether it was told."""
         self._sweep()
-        if self._has_updates:
+        if self._is_step_open or (self._has_updates and self._is_alone):
             self._tell()
             return True
         return False
@@ -84,10 +95,16 @@ class StepBoundary:
             self._tell()
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
-        if model.training:
-            self.end_step()
+        # A forward within a backward (activation checkpointing) is part of a step that has begun.
+        if not model.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._is_step_open:
+            self._sweep()
+            self._tell()
+        self._is_step_open = True
 
     def _tell(self) -> None:
         self._has_updates = False
+        self._is_step_open = False
         self._stepped.clear()
         self._on_step()

@@ -26,14 +26,18 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablePart:
-    """Which rows and columns of which table a tensor `[num_local_rows, num_local_columns]` holds.
+    """Which rows and columns of which table a local tensor holds, or a rectangle of it.
 
     Attributes:
         fqn: Name of the weight parameter in the unwrapped model's `state_dict`.
         num_rows: Rows of the whole table.
         dim: Columns of the whole table.
-        row_offset: Global id of the tensor's row 0.
-        column_offset: Column of the table that is the tensor's column 0.
+        row_offset: Global id of the rectangle's row 0.
+        column_offset: Column of the table that is the rectangle's column 0.
+        first_row: The tensor's row at which the rectangle begins.
+        num_local_rows: Rows of the rectangle; None for all of the tensor's.
+        first_column: The tensor's column at which it begins.
+        num_local_columns: Columns of it; None for all of the tensor's.
     """
 
     fqn: str
@@ -41,6 +45,29 @@ class TablePart:
     dim: int
     row_offset: int = 0
     column_offset: int = 0
+    first_row: int = 0
+    num_local_rows: int | None = None
+    first_column: int = 0
+    num_local_columns: int | None = None
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rectangle's rows of a tensor `[local rows, any]`, a view."""
+        if self.num_local_rows is None:
+            return tensor
+        return tensor.narrow(0, self.first_row, self.num_local_rows)
+
+    def columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rectangle's columns of a tensor `[any, local columns]`, a view."""
+        if self.num_local_columns is None:
+            return tensor
+        return tensor.narrow(1, self.first_column, self.num_local_columns)
+
+    def row_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
+        """Return those of a tensor's row ids that lie in the rectangle, counted from its first row."""
+        if self.num_local_rows is None:
+            return local_ids
+        is_inside = (local_ids >= self.first_row) & (local_ids < self.first_row + self.num_local_rows)
+        return local_ids[is_inside] - self.first_row
 
 
 class TappedTable:
@@ -66,6 +93,8 @@ class TappedTable:
         states: Callable[[], dict[str, torch.Tensor]],
         shard: ColumnShard | None = None,
         row_offset: int = 0,
+        identities: Callable[[], torch.Tensor] | None = None,
+        scalars: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:
         """Describe a table; no row is dirty.
 
@@ -76,7 +105,10 @@ class TappedTable:
             states: Returns the present states, see `states`.
             shard: Columns that this rank has; None for all.
             row_offset: Global id of local row 0.
+            identities: Returns the present identities, see `identities`; for tables that have them.
+            scalars: Returns the present values that the table has once, see `scalars`.
         """
+        assert (identities is not None) == spec.has_identities
         self.spec = spec
         self.shard = spec.whole if shard is None else shard
         self.row_offset = row_offset
@@ -84,6 +116,8 @@ class TappedTable:
         self.dirty = DirtyRows(num_local_rows)
         self._weights = weights
         self._states = states
+        self._identities = identities
+        self._scalars = scalars
 
     def weights(self) -> torch.Tensor:
         """Return the live weights, `[num_local_rows, shard.width]`, without gradient; not to be written or kept."""
@@ -96,6 +130,21 @@ class TappedTable:
         optimizer has not made yet is its initial value, expanded (zero strides): it takes no memory.
         """
         return self._states()
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return the values that the optimizer keeps once for the table, such as its count of steps; one element each.
+
+        Empty before the optimizer has made them. They travel with the table's rows.
+        """
+        return self._scalars()
+
+    def identities(self) -> torch.Tensor:
+        """Return the raw id that is mapped to each row now, int64[num_local_rows]; -1 where none is.
+
+        REQUIRES: the table has identities.
+        """
+        assert self._identities is not None
+        return self._identities()
 
     def __repr__(self) -> str:
         """Name the table and the part that is here."""

@@ -2,7 +2,8 @@
 
 The gradient tells the truth: after an optimizer's step, the rows of a sparse gradient, or the rows of a dense one with
 an element that is not zero, are the rows that changed. That holds whatever led to the gradient: accumulation over
-several batches, tied weights, forwards without gradient, and steps that a gradient scaler skipped.
+several batches, tied weights, forwards without gradient, and steps that a gradient scaler skipped. Optimizers that
+change more rows than those widen the set, see `optimizer_rules`.
 
 What changes a table without a gradient (loading a checkpoint, a clamp by hand) shows in the version that torch counts
 on every tensor: then all rows are marked.
@@ -10,6 +11,7 @@ on every tensor: then all rows are marked.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,13 +20,16 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
-from headrace.streamer.optimizer_rules import Rule, rule_of
+from headrace.streamer.local_parts import is_dtensor, local_tensor
+from headrace.streamer.optimizer_rules import Reach, Rule, rule_of
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec, zero_state
 
 __all__ = ["TableParameter", "TorchOptimTap"]
 
+_log = logging.getLogger(__name__)
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,35 +38,64 @@ class TableParameter:
     """A parameter that is an embedding table.
 
     Attributes:
-        part: What of the table it holds.
-        parameter: `[rows, columns]`.
+        parts: What of the table this rank streams of it: one, none, or several that do not overlap.
+        parameter: `[rows, columns]`; may be a DTensor.
         is_sparse: Whether its gradient is expected to be sparse.
     """
 
-    part: TablePart
+    parts: tuple[TablePart, ...]
     parameter: torch.nn.Parameter
     is_sparse: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """One part of a parameter.
+
+    Attributes:
+        part: Where it lies.
+        table: What is streamed.
+        touched: Rows whose states are not all zero, if the optimizer goes on to move them; else empty.
+    """
+
+    part: TablePart
+    table: TappedTable
+    touched: DirtyRows
+
+
 @dataclass(kw_only=True, slots=True)
 class _Followed:
-    """A table and the optimizer that updates it."""
+    """A parameter and the optimizer that updates it."""
 
     source: TableParameter
     optimizer: torch.optim.Optimizer
     rule: Rule
-    table: TappedTable
+    states: tuple[tuple[str, bool], ...]
+    parts: list[_Part] = field(default_factory=list)
     seen: tuple[int, ...] = ()
     has_warned: bool = field(default=False)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return what is streamed of this table and exists."""
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.source.parts[0].fqn
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Return the row states that the optimizer has made so far, local ones."""
         state = self.optimizer.state.get(self.source.parameter, {})
-        return [self.source.parameter, *(state[name] for name, _ in self.rule.states if name in state)]
+        return {name: local_tensor(state[name]) for name, _ in self.states if state.get(name) is not None}
 
     def snapshot(self) -> tuple[int, ...]:
         """Return numbers that differ after any of its tensors was written in place or replaced."""
-        return tuple(number for tensor in self.tensors() for number in (tensor.data_ptr(), tensor._version))
+        state = self.optimizer.state.get(self.source.parameter, {})
+        tensors = [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
+        return tuple(
+            number
+            for tensor in tensors
+            for local in (local_tensor(tensor),)
+            # A DTensor counts its own writes, and its local tensor those that are made to it directly.
+            for number in (local.data_ptr(), tensor._version, local._version)
+        )
 
     def group(self) -> dict[str, Any]:
         """Return the present settings of the optimizer for this table."""
@@ -70,6 +104,16 @@ class _Followed:
             for group in self.optimizer.param_groups
             if any(parameter is self.source.parameter for parameter in group["params"])
         )
+
+    def mark_all(self) -> None:
+        """Mark every row, and find out anew which rows the optimizer goes on to move."""
+        reach = self.rule.reach(self.group(), self.source.parameter.dtype, self.source.is_sparse)
+        for part in self.parts:
+            part.table.dirty.mark_all()
+            if reach is not Reach.GRADIENT:
+                part.touched.take()
+                for state in self.made().values():
+                    part.touched.mark(_rows_with_any_bit(part.part.rows(state)))
 
 
 class TorchOptimTap:
@@ -104,8 +148,12 @@ class TorchOptimTap:
         self._note_update = note_update
         self._handles: list[RemovableHandle] = []
         self._frozen = [source for source in parameters if not source.parameter.requires_grad]
-        self._followed = [_follow(source, optimizers) for source in parameters if source.parameter.requires_grad]
-        self.tables = [followed.table for followed in self._followed]
+        # A rank may hold none of a table's rows.
+        self._followed = [
+            _follow(source, optimizers) for source in parameters if source.parameter.requires_grad and source.parts
+        ]
+        self.tables = [part.table for followed in self._followed for part in followed.parts]
+        _tell_wide_reach(self._followed)
         by_optimizer: dict[int, list[_Followed]] = {}
         for followed in self._followed:
             followed.seen = followed.snapshot()
@@ -120,7 +168,7 @@ class TorchOptimTap:
         for source in [source for source in self._frozen if source.parameter.requires_grad]:
             self._frozen.remove(source)
             warnings.warn(
-                f"table {source.part.fqn!r} was frozen when the streamer was attached and is not streamed, "
+                f"table {source.parts[0].fqn!r} was frozen when the streamer was attached and is not streamed, "
                 f"but it is trained now: attach again",
                 RuntimeWarning,
                 stacklevel=2,
@@ -154,7 +202,7 @@ class TorchOptimTap:
         now = followed.snapshot()
         if now != followed.seen:
             followed.seen = now
-            followed.table.dirty.mark_all()
+            followed.mark_all()
             self._note_update()
 
     def _mark(self, followed: _Followed) -> None:
@@ -164,19 +212,62 @@ class TorchOptimTap:
         if gradient is None:  # the optimizer passes over such a parameter
             return
         self._note_update()
-        reason = followed.rule.refuse(followed.group(), followed.source.parameter.dtype, gradient.is_sparse)
+        parameter, group = followed.source.parameter, followed.group()
+        reason = followed.rule.refuse(group, parameter.dtype, gradient.is_sparse)
+        if reason is None and (states := followed.rule.states(group)) != followed.states:
+            reason = f"states were {_names(followed.states)} and are {_names(states)}"
         if reason is not None:
             _warn_once(followed, reason)
-            followed.table.dirty.mark_all()
-        elif gradient.is_sparse:
-            followed.table.dirty.mark(gradient._indices())
-        else:
-            followed.table.dirty.mark(_rows_with_any_bit(gradient))
+            followed.mark_all()
+            return
+        reach = followed.rule.reach(group, parameter.dtype, gradient.is_sparse)
+        if reach is Reach.ALL:
+            for part in followed.parts:
+                part.table.dirty.mark_all()
+                part.touched.mark_all()  # a setting may go back, and the states that it has left would move rows on
+            return
+        ids = _changed_rows(gradient, parameter)
+        for part in followed.parts:
+            if reach is Reach.TOUCHED:
+                part.touched.mark(part.part.row_ids(ids))
+                part.table.dirty.add(part.touched)
+            else:
+                part.table.dirty.mark(part.part.row_ids(ids))
+
+
+def _tell_wide_reach(followed: list[_Followed]) -> None:
+    """Say once for each optimizer and reach that more is streamed than the rows of the batches."""
+    found: dict[tuple[str, Reach], list[str]] = {}
+    for each in followed:
+        reach = each.rule.reach(each.group(), each.source.parameter.dtype, each.source.is_sparse)
+        if reach is not Reach.GRADIENT:
+            found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
+    for (kind, reach), names in found.items():
+        _log.warning(
+            "a step of %s may change %s of a table, and all of these are streamed after each step: %s",
+            kind,
+            reach.value,
+            ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        )
+
+
+def _names(states: tuple[tuple[str, bool], ...]) -> str:
+    return ", ".join(name for name, _ in states) or "none"
+
+
+def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return int64 ids, local, of the rows that have a gradient."""
+    if gradient.is_sparse:
+        return gradient._indices()
+    if is_dtensor(gradient):
+        # Every rank is here: the optimizer's step has just done the same.
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return _rows_with_any_bit(local_tensor(gradient))
 
 
 def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:
     """Find the one optimizer of a table and describe the table, or say why it cannot be streamed."""
-    parameter = source.parameter
+    parameter, fqn = source.parameter, source.parts[0].fqn
     in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
     owners = [
         optimizer
@@ -186,61 +277,87 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
     if len(owners) != 1:
         names = " and ".join(type(owner).__name__ for owner in owners)
         raise UnsupportedModelError(
-            f"table {source.part.fqn!r} is updated by {len(owners)} optimizers ({names}); one is needed"
+            f"table {fqn!r} is updated by {len(owners)} optimizers ({names}); one is needed"
             if owners
-            else f"table {source.part.fqn!r} is trained by none of the optimizers given: "
+            else f"table {fqn!r} is trained by none of the optimizers given: "
             f"give the one that trains it, or freeze it with requires_grad_(False)"
         )
     (optimizer,) = owners
     try:
         rule = rule_of(optimizer)
     except UnsupportedModelError as exc:
-        raise UnsupportedModelError(f"table {source.part.fqn!r}: {exc}") from None
-    table = TappedTable(
-        spec=_spec(source, optimizer, rule),
-        shard=ColumnShard(offset=source.part.column_offset, width=parameter.shape[1]),
-        row_offset=source.part.row_offset,
-        num_local_rows=parameter.shape[0],
-        weights=parameter.detach,
-        states=lambda: _states(parameter, optimizer, rule),
-    )
-    followed = _Followed(source=source, optimizer=optimizer, rule=rule, table=table)
-    reason = rule.refuse(followed.group(), parameter.dtype, source.is_sparse)
+        raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
+    followed = _Followed(source=source, optimizer=optimizer, rule=rule, states=())
+    group, kind = followed.group(), type(optimizer).__name__
+    reason = rule.refuse(group, parameter.dtype, source.is_sparse)
+    followed.states = rule.states(group)
+    if is_dtensor(parameter) and any(is_rowwise for _, is_rowwise in followed.states):
+        reason = "its rowwise states of a DTensor are not followed"
     if reason is not None:
-        kind = type(optimizer).__name__
-        raise UnsupportedModelError(f"table {source.part.fqn!r} with {kind} cannot be streamed exactly: {reason}")
+        raise UnsupportedModelError(f"table {fqn!r} with {kind} cannot be streamed exactly: {reason}")
+    followed.parts = [_part(followed, part) for part in source.parts]
+    reach = rule.reach(group, parameter.dtype, source.is_sparse)
+    if reach is not Reach.GRADIENT:
+        for part in followed.parts:
+            for state in followed.made().values():
+                part.touched.mark(_rows_with_any_bit(part.part.rows(state)))
     return followed
 
 
-def _spec(source: TableParameter, optimizer: torch.optim.Optimizer, rule: Rule) -> TableSpec:
-    parameter = source.parameter
-    made = optimizer.state.get(parameter, {})
+def _part(followed: _Followed, part: TablePart) -> _Part:
+    parameter = followed.source.parameter
+    local_shape = local_tensor(parameter).shape
+    num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
+    num_columns = local_shape[1] if part.num_local_columns is None else part.num_local_columns
+    table = TappedTable(
+        spec=_spec(followed, part),
+        shard=ColumnShard(offset=part.column_offset, width=num_columns),
+        row_offset=part.row_offset,
+        num_local_rows=num_rows,
+        weights=lambda: part.columns(part.rows(local_tensor(parameter))),
+        states=lambda: _states(followed, part, num_rows, num_columns),
+        scalars=lambda: _scalars(followed),
+    )
+    return _Part(part=part, table=table, touched=DirtyRows(num_rows))
+
+
+def _spec(followed: _Followed, part: TablePart) -> TableSpec:
+    dtype, made = followed.source.parameter.dtype, followed.made()
     return TableSpec(
-        fqn=source.part.fqn,
-        num_rows=source.part.num_rows,
-        dim=source.part.dim,
-        dtype=dtype_of(f"table {source.part.fqn!r}", parameter.dtype),
+        fqn=part.fqn,
+        num_rows=part.num_rows,
+        dim=part.dim,
+        dtype=dtype_of(f"table {part.fqn!r}", dtype),
         states=tuple(
             state_spec(
-                source.part.fqn,
-                name,
-                made[name].dtype if name in made else parameter.dtype,
-                rowwise_width=1 if is_rowwise else 0,
+                part.fqn, name, made[name].dtype if name in made else dtype, rowwise_width=1 if is_rowwise else 0
             )
-            for name, is_rowwise in rule.states
+            for name, is_rowwise in followed.states
         ),
     )
 
 
-def _states(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, rule: Rule) -> dict[str, torch.Tensor]:
+def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
     """Return the live states; those that the optimizer makes in its first step are zeros before."""
-    made = optimizer.state.get(parameter, {})
-    num_rows, dim = parameter.shape
+    parameter, made = followed.source.parameter, followed.made()
+    states = {}
+    for name, is_rowwise in followed.states:
+        if name not in made:
+            width = 1 if is_rowwise else num_columns
+            states[name] = zero_state(num_rows, width, parameter.dtype, parameter.device)
+        else:
+            rows = part.rows(made[name])
+            states[name] = rows if is_rowwise else part.columns(rows)
+    return states
+
+
+def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
+    """Return the optimizer's numbers for the whole table; a plain number (SparseAdam's step) as int64."""
+    state = followed.optimizer.state.get(followed.source.parameter, {})
     return {
-        name: made[name].detach()
-        if name in made
-        else zero_state(num_rows, 1 if is_rowwise else dim, parameter.dtype, parameter.device)
-        for name, is_rowwise in rule.states
+        name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        for name in followed.rule.scalars
+        if (value := state.get(name)) is not None
     }
 
 
@@ -249,6 +366,8 @@ def _rows_with_any_bit(gradient: torch.Tensor) -> torch.Tensor:
 
     Bits, not values: NaN counts, and -0.0 too, since subtracting it turns a weight of -0.0 into 0.0.
     """
+    if not gradient.numel():
+        return torch.empty(0, dtype=torch.int64)
     row_bytes = gradient.shape[1] * gradient.element_size()
     size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
     return gradient.detach().contiguous().view(_INT_OF_SIZE[size]).any(dim=1).nonzero().reshape(-1)
@@ -258,7 +377,7 @@ def _warn_once(followed: _Followed, reason: str) -> None:
     if not followed.has_warned:
         followed.has_warned = True
         warnings.warn(
-            f"table {followed.source.part.fqn!r}: since the streamer was attached, settings of "
+            f"table {followed.name!r}: since the streamer was attached, settings of "
             f"{type(followed.optimizer).__name__} changed: {reason}. Every row is streamed after each step from now "
             f"on; states that the optimizer keeps for this setting are not.",
             RuntimeWarning,

@@ -30,6 +30,9 @@ class World(Protocol):
     def share(self, value: _T | None) -> _T:
         """Return rank 0's value on every rank; all must call it, and the others' values are not looked at."""
 
+    def gather(self, value: _T) -> list[_T]:
+        """Return every rank's value, by rank, on every rank; all must call it."""
+
 
 class SoloWorld:
     """A run of one process."""
@@ -41,6 +44,10 @@ class SoloWorld:
         """Return the value."""
         assert value is not None
         return value
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return the value alone."""
+        return [value]
 
 
 class TorchWorld:
@@ -56,6 +63,12 @@ class TorchWorld:
         dist.broadcast_object_list(box, src=0)
         shared: _T = box[0]
         return shared
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return all values; blocks until all ranks are here."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
 
 def current_world() -> World:

@@ -129,3 +129,16 @@ def test_negative_size_is_refused() -> None:
     """A table cannot have a negative number of rows."""
     with pytest.raises(ValueError, match="-1"):
         DirtyRows(-1)
+
+
+def test_add_is_the_union_and_leaves_the_other_as_it_was() -> None:
+    """Rows of another set of the same table are added once; the other keeps its own."""
+    ours, theirs = DirtyRows(100_000), DirtyRows(100_000)
+    ours.mark(torch.tensor([0, 5, 70_000]))
+    theirs.mark(torch.tensor([5, 6, 99_999]))
+    ours.add(theirs)
+    assert ours.count == 5
+    assert ours.take().tolist() == [0, 5, 6, 70_000, 99_999]
+    assert theirs.take().tolist() == [5, 6, 99_999]
+    with pytest.raises(ValueError, match="cannot be added"):
+        ours.add(DirtyRows(3))

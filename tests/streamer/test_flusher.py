@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import hypothesis.strategies as st
@@ -14,6 +15,7 @@ from trainer_tables import ROWWISE, Submitted, Trained, rows_of
 from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError
 from headrace.streamer.flush import Flush
 from headrace.streamer.staging import StagingBuffer, StagingPool
+from headrace.streamer.tapped_table import TappedTable
 
 # 64 KiB of staging hold about 2 × 450 rows of 72 bytes of these.
 SMALL = 64 * 2**10
@@ -106,6 +108,22 @@ def test_hot_low_rows_do_not_starve_high_ones() -> None:
     assert all(not is_exact and marked < step for marked, is_exact, step in marks)
 
 
+def test_row_that_changes_during_a_sweep_goes_once_a_flush() -> None:
+    """A row that waits in the backlog and changes again is sent once, with its newest value."""
+    table = Trained(num_rows=1200, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL)
+    table.update(range(1200), 1.0)
+    submitted.flusher.on_step(1)
+    submitted.release()
+    table.update([3, 1150], 2.0)
+    submitted.flusher.on_step(2)
+    rows = taken(submitted.flushes[1])
+    assert len(rows) == len(set(rows))
+    assert {3, 1150} < set(rows)
+    values = {row: np.frombuffer(data, "<f4")[0] for _, _, row, data in rows_of(submitted.flushes[1], 1)}
+    assert (values[3], values[1150], values[1149]) == (2.0, 2.0, 1.0)
+
+
 def test_mark_of_an_earlier_step_is_a_message_of_its_own() -> None:
     """The end of a sweep is marked by an empty message with the step at which it began."""
     table = Trained(num_rows=3000, dim=WIDE)
@@ -168,6 +186,40 @@ def test_flush_interval_holds_flushes_back() -> None:
         submitted.flusher.on_step(step)
     assert [taken(flush) for flush in submitted.flushes] == [[1], [2, 3, 4]]
     assert submitted.flushes[1].dirty_since_s == 101.0
+
+
+def test_costly_flushes_are_rare() -> None:
+    """After flushes of 10 ms the next one is due a second later at one percent, whatever one interrupted flush took."""
+    now = [100.0]
+    table = Trained()
+    submitted = Submitted([table], flush_percent=1, clock=lambda: now[0])
+    flushed_at = []
+    for step in range(1, 60):
+        now[0] += 0.1001
+        table.mark([step % 50])
+        submitted.cost = lambda: now.__setitem__(0, now[0] + (5.0 if flushed_at[-1:] == [21] else 0.01))
+        submitted.flusher.on_step(step)
+        if submitted.flushes and submitted.flushes[-1].step == step:
+            flushed_at.append(step)
+            submitted.release()
+    # The fourth has taken 5 s, so the second after its beginning is over at the next step.
+    assert flushed_at == [1, 11, 21, 31, 32, 42, 52]
+
+
+def test_a_sweep_is_not_held_back() -> None:
+    """While more is dirty than a buffer holds, every step at which a buffer is free flushes."""
+    now = [100.0]
+    table = Trained(num_rows=1000, dim=64)
+    submitted = Submitted([table], flush_percent=1, staging_bytes=2**16, clock=lambda: now[0])
+    submitted.cost = lambda: now.__setitem__(0, now[0] + 0.01)
+    table.mark(range(1000))
+    sent: list[int] = []
+    for step in range(1, 6):
+        submitted.flusher.on_step(step)
+        sent += taken(submitted.flushes[-1])
+        submitted.release()
+    assert len(submitted.flushes) == 5
+    assert sent == list(range(1000))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -249,10 +301,10 @@ def test_row_that_fits_nowhere_is_refused() -> None:
     table = Trained(num_rows=2, dim=20_000)
     submitted = Submitted([], staging_bytes=SMALL)
     with pytest.raises(ConfigError, match="staging_bytes"):
-        submitted.flusher.add_tables([table.tapped], max_frame_bytes=2**26)
+        submitted.flusher.check_tables([table.tapped], max_frame_bytes=2**26)
     submitted = Submitted([])
     with pytest.raises(ConfigError, match="max_frame_bytes"):
-        submitted.flusher.add_tables([table.tapped], max_frame_bytes=2**16)
+        submitted.flusher.check_tables([table.tapped], max_frame_bytes=2**16)
 
 
 def test_closed_pool_wakes_who_waits() -> None:
@@ -300,3 +352,40 @@ def test_marks_keep_their_promise(steps: list[tuple[list[int], bool, bool]]) -> 
         submitted.flusher.on_step(len(steps) + 1)
         submitted.release()
     assert submitted.flusher.num_dirty_rows == 0
+
+
+def test_row_ids_beyond_32_bits_stay_whole() -> None:
+    """A shard that begins beyond row 2^33 of a table sends its rows by their 64-bit ids."""
+    first = 2**33 + 5
+    table = Trained(num_rows=40, row_offset=first, total_rows=2**34)
+    submitted = Submitted([table], num_shards=3)
+    table.update([0, 39], 1.0)
+    submitted.flusher.flush_all(1, 1.0)
+    (flush,) = submitted.flushes
+    assert sorted(row for _, _, row, _ in rows_of(flush, 3)) == [first, first + 39]
+
+
+def test_identities_travel_with_their_rows() -> None:
+    """Rows of a table with identities carry the raw ids that they stand for when they are gathered, shard by shard."""
+    identities = torch.arange(50, dtype=torch.int64) * 2**40
+    plain = Trained(num_rows=50)
+    spec = dataclasses.replace(plain.tapped.spec, has_identities=True)
+    tapped = TappedTable(
+        spec=spec,
+        num_local_rows=50,
+        weights=lambda: plain.weights,
+        states=dict,
+        identities=lambda: identities,
+    )
+    plain.tapped = tapped
+    submitted = Submitted([plain], num_shards=2)
+    plain.mark([3, 4, 49])
+    identities[4] = -1
+    submitted.flusher.flush_all(1, 1.0)
+    found = {}
+    for shard in range(2):
+        for message in submitted.flushes[0].messages(shard, 2**20):
+            for delta in message.deltas:
+                rows, ids = (np.frombuffer(column, "<i8").tolist() for column in (delta.row_ids, delta.identities))
+                found |= dict(zip(rows, ids, strict=True))
+    assert found == {3: 3 * 2**40, 4: -1, 49: 49 * 2**40}

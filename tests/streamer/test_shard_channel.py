@@ -21,13 +21,14 @@ from headrace.schemas.errors import (
     NonFiniteError,
     OverloadedError,
     RowRangeError,
+    SequenceGapError,
     StorageError,
     UnavailableError,
 )
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flush import Flush
 from headrace.streamer.rendezvous import find_store, open_session
-from headrace.streamer.shard_channel import ShardChannel
+from headrace.streamer.shard_channel import ShardChannel, _gravest
 
 FAST = {"retry_min_s": 0.001, "retry_max_s": 0.01}
 
@@ -92,7 +93,7 @@ async def channel_to(
         host, port = "127.0.0.1", store.shards[0].port
         found = await find_store(host, port, WRITER, connect, timeout_s=5.0, random=lambda: 0.5)
         specs = [table.tapped.spec for table in tables]
-        await open_session(found.shards, WRITER, specs, connect)
+        await open_session(found.shards, WRITER, specs, connect, timeout_s=5.0, random=lambda: 0.5)
         running: Channel | None = None
         channel = ShardChannel(
             found.shards[0],
@@ -141,6 +142,26 @@ async def test_dropped_connection_loses_and_repeats_nothing(takes_effect: bool, 
         assert sum(batch.ends_step for batch in to.shard.received) == 2
         assert to.channel.num_reconnects >= 1
         assert to.channel.last_error is None
+
+
+async def test_what_hello_says_is_durable_is_not_sent_again() -> None:
+    """A batch that took effect before its connection broke is acked by the next hello alone."""
+    async with channel_to(FakeStore()) as to:
+        to.shard.faults.append(Fault(takes_effect=True))
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
+        assert to.shard.num_requests == 1
+
+
+def test_gravest_of_several_errors_decides() -> None:
+    """A bug is shown before a refusal, a refusal before an overload, and a gap only when there is nothing else."""
+    gap = SequenceGapError("batch 3, expected 2", expected_seq=2)
+    lost, full = UnavailableError("lost"), OverloadedError("full", retry_after_s=1)
+    refused, bug = RowRangeError("row 9"), ZeroDivisionError()
+    order: list[Exception] = [gap, lost, full, refused, bug]
+    for last in range(len(order)):
+        assert _gravest(ExceptionGroup("", order[: last + 1])) is order[last]
+        assert _gravest(ExceptionGroup("", [ExceptionGroup("", order[last::-1])])) is order[last]
 
 
 async def test_many_faults_in_a_row() -> None:

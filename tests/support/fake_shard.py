@@ -147,6 +147,9 @@ class FakeShard:
 
     def _open(self, request: Any) -> Session:
         self._fence(request)
+        highest = max((session.epoch for session in self.sessions.values()), default=0)
+        if request.claims_epoch and request.epoch <= highest:
+            raise FencedError(f"epoch {request.epoch} has been taken", epoch=highest)
         specs = [spec_from_idl(spec) for spec in request.tables]
         for spec in specs:
             known = self.tables.get(spec.fqn, spec)

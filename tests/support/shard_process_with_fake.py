@@ -24,6 +24,9 @@ class _Shard:
     def disconnected(self, peer: Any) -> None:
         pass
 
+    def begin_drain(self) -> None:
+        pass
+
 
 @contextlib.asynccontextmanager
 async def open_shard(config: Any) -> AsyncIterator[_Shard]:

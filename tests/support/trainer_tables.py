@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class Submitted:
     Attributes:
         flushes: In order.
         error: Raised by the next submits.
+        cost: Called by each submit: moves a fake clock.
     """
 
     def __init__(
@@ -93,20 +94,23 @@ class Submitted:
     ) -> None:
         self.flushes: list[Flush] = []
         self.error: Exception | None = None
+        self.cost: Callable[[], None] | None = None
         self.pool = StagingPool(staging_bytes)
         self.flusher = Flusher(
-            config=StreamerConfig.load(environ={}, **settings),
+            config=StreamerConfig.load(environ={}, **{"flush_percent": 100, **settings}),
             num_shards=num_shards,
             pool=self.pool,
             submit=self._submit,
             describe_delay=lambda: "shard 0 is behind",
             **({"monotonic_s": clock} if clock else {}),
         )
-        self.flusher.add_tables([table.tapped for table in tables], max_frame_bytes=2**26)
+        self.flusher.add_tables([table.tapped for table in tables])
 
     def _submit(self, flush: Flush) -> None:
         if self.error is not None:
             raise self.error
+        if self.cost is not None:
+            self.cost()
         self.flushes.append(flush)
 
     def release(self) -> None:

@@ -1,0 +1,99 @@
+"""The digest of a table, or of a part of it, added up of what several shards, ranks or replies say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.schemas.errors import ProtocolError
+from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
+from headrace.schemas.tables import ColumnShard, TableSpec
+
+__all__ = ["TableDigest"]
+
+_BITMAP_BYTES = BUCKET_ROWS // 8
+
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True, slots=True)
+class TableDigest:
+    """Sums of row digests by bucket.
+
+    Attributes:
+        spec: The table.
+        columns: Columns that were looked at.
+        buckets: (digest, number of rows) by bucket, those that have rows.
+        presence: uint8[8192] by bucket, a bit a row, where it was asked for.
+        is_steady: Nothing was written between the parts.
+    """
+
+    spec: TableSpec
+    columns: ColumnShard
+    buckets: dict[int, tuple[int, int]] = field(default_factory=dict)
+    presence: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    is_steady: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all buckets."""
+        return sum(count for _, count in self.buckets.values())
+
+    @property
+    def total(self) -> int:
+        """Digest of all rows."""
+        return sum(digest for digest, _ in self.buckets.values()) % 2**64
+
+    def add_rows(self, row_ids: _Ids, columns: list[npt.NDArray[Any]]) -> None:
+        """Add rows.
+
+        Args:
+            row_ids: int64[n], global, none added before.
+            columns: As `digest_rows` takes them.
+        """
+        for bucket, digest, count in zip(*bucket_digests(row_ids, digest_rows(row_ids, columns)), strict=True):
+            self._add(int(bucket), int(digest), int(count))
+
+    def add(self, reply: Any) -> None:
+        """Add an `idl.DigestRowsReply`.
+
+        Raises:
+            ProtocolError: Its fields do not fit together.
+        """
+        num_buckets = len(reply.buckets) // 8
+        sizes = {len(reply.buckets), len(reply.digests), len(reply.counts)}
+        is_fit = reply.presence is None or len(reply.presence) == num_buckets * _BITMAP_BYTES
+        if sizes != {8 * num_buckets} or not is_fit:
+            raise ProtocolError(f"digests of table {self.spec.fqn!r}: columns of different lengths")
+        columns = (
+            np.frombuffer(data, kind).tolist()
+            for data, kind in zip((reply.buckets, reply.digests, reply.counts), ("<i8", "<u8", "<i8"), strict=True)
+        )
+        for at, (bucket, digest, count) in enumerate(zip(*columns, strict=True)):
+            self._add(bucket, digest, count)
+            if reply.presence is not None:
+                bits = np.frombuffer(reply.presence, np.uint8, _BITMAP_BYTES, at * _BITMAP_BYTES)
+                known = self.presence.get(bucket)
+                self.presence[bucket] = bits.copy() if known is None else known | bits
+
+    def present_rows(self, bucket: int) -> _Ids:
+        """Return the global ids of a bucket's rows that are there, ascending."""
+        bits = self.presence.get(bucket)
+        if bits is None:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")) + bucket * BUCKET_ROWS
+
+    def differing_buckets(self, other: TableDigest) -> list[int]:
+        """Return the buckets in which this and another digest of the same table differ, ascending."""
+        return sorted(
+            bucket
+            for bucket in self.buckets.keys() | other.buckets.keys()
+            if self.buckets.get(bucket, (0, 0)) != other.buckets.get(bucket, (0, 0))
+        )
+
+    def _add(self, bucket: int, digest: int, count: int) -> None:
+        known, num_rows = self.buckets.get(bucket, (0, 0))
+        self.buckets[bucket] = ((known + digest) % 2**64, num_rows + count)

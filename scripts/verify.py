@@ -1,0 +1,285 @@
+"""The command `headrace verify`: digests of what a server holds, against another server's or ones saved before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.errors import ConfigError, UnknownTableError
+from headrace.schemas.row_digest import BUCKET_ROWS
+
+__all__ = ["verify"]
+
+_FORMAT = "headrace digests"
+_FORMAT_VERSION = 1
+_MAX_NAMED = 10
+_ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved:
+    """Digests of one table, as they were saved.
+
+    Attributes:
+        fingerprint: Of the table's spec.
+        buckets: (digest, number of rows) by bucket.
+    """
+
+    fingerprint: int
+    buckets: dict[int, tuple[int, int]]
+
+
+@dataclass(kw_only=True, slots=True)
+class _TableResult:
+    """What is known of one table.
+
+    Attributes:
+        fqn: Its name.
+        digest: Of the server's rows; None when it is not there.
+        problem: Why it cannot be compared.
+        differing: Buckets that differ; None when nothing was compared.
+        row_ids: The first rows that differ, where both sides could be asked.
+    """
+
+    fqn: str
+    digest: TableDigest | None
+    problem: str | None = None
+    differing: list[int] | None = None
+    row_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.problem is None and not self.differing
+
+
+def verify(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")] = (
+        f"127.0.0.1:{DEFAULT_PORT}"
+    ),
+    *,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS|FILE",
+            help="Compare with another server, or with digests saved before.",
+            show_default=False,
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the digests to this file.", show_default=False)
+    ] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+    timeout_s: Annotated[
+        float, typer.Option(help="How long to wait in all, seconds.", min=0.1, metavar="SECONDS")
+    ] = 3600.0,
+    tls_authority: Annotated[
+        Path | None,
+        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
+    ] = None,
+) -> int:
+    """Add up digests of all rows that a server holds, and compare them with another server's or with saved ones.
+
+    Every row's id, weights and optimizer states count, versions do not. A running trainer is compared with its server
+    by `streamer.audit()`. Exit code 1 when something differs.
+    """
+    token = load_token(path=token_file, environ=os.environ)
+    context = client_tls_context(authority=tls_authority) if tls_authority is not None else None
+    file = None if against is None or not Path(against).is_file() else Path(against)
+    saved = None if file is None else _load(file)
+    begin_s = time.perf_counter()
+
+    async def compare() -> list[_TableResult]:
+        async with (
+            asyncio.timeout(timeout_s),
+            await EmbeddingReader.connect(address, ssl_context=context, token=token) as reader,
+        ):
+            if against is None or saved is not None:
+                return await _digest_all(reader, table, saved)
+            async with await EmbeddingReader.connect(against, ssl_context=context, token=token) as other:
+                return await _compare_servers(reader, other, table)
+
+    try:
+        results = asyncio.run(compare())
+    except TimeoutError as exc:
+        raise ConfigError(f"not done within {timeout_s:g} s; give it more with --timeout-s") from exc
+    seconds = time.perf_counter() - begin_s
+    if save is not None:
+        _save(save, results)
+    if as_json:
+        typer.echo(json.dumps(_to_json(results, seconds), indent=2))
+    else:
+        typer.echo("\n".join(_lines(results, seconds, is_compared=against is not None)))
+    return 0 if all(result.is_equal for result in results) else 1
+
+
+async def _digest_all(
+    reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None
+) -> list[_TableResult]:
+    results = []
+    for fqn in _chosen(reader.tables.keys() | (saved or {}).keys(), only):
+        if fqn not in reader.tables:
+            if only is not None and saved is None:
+                raise UnknownTableError(f"no table {fqn!r} on this server")
+            results.append(_TableResult(fqn=fqn, digest=None, problem="not on the server"))
+            continue
+        result = _TableResult(fqn=fqn, digest=await reader.digest(fqn))
+        results.append(result)
+        if saved is not None:
+            _compare_saved(result, saved.get(fqn))
+    return results
+
+
+def _compare_saved(result: _TableResult, saved: _Saved | None) -> None:
+    assert result.digest is not None
+    if saved is None:
+        result.problem = "not in the file"
+    elif saved.fingerprint != result.digest.spec.fingerprint:
+        result.problem = "another shape, type or set of states than in the file"
+    else:
+        before = TableDigest(spec=result.digest.spec, columns=result.digest.columns, buckets=saved.buckets)
+        result.differing = result.digest.differing_buckets(before)
+
+
+async def _compare_servers(
+    reader: EmbeddingReader, other: EmbeddingReader, only: list[str] | None
+) -> list[_TableResult]:
+    results = []
+    for fqn in _chosen(reader.tables.keys() | other.tables.keys(), only):
+        result = _TableResult(fqn=fqn, digest=None)
+        results.append(result)
+        if fqn not in reader.tables or fqn not in other.tables:
+            result.problem = f"not on the {'first' if fqn not in reader.tables else 'second'} server"
+        elif difference := reader.tables[fqn].describe_difference(other.tables[fqn]):
+            result.problem = difference
+        else:
+            ours, theirs = await asyncio.gather(reader.digest(fqn), other.digest(fqn))
+            result.digest, result.differing = ours, ours.differing_buckets(theirs)
+            for bucket in result.differing:
+                if len(result.row_ids) >= _MAX_NAMED:
+                    break
+                result.row_ids += await _differing_rows(reader, other, fqn, bucket)
+            del result.row_ids[_MAX_NAMED:]
+    return results
+
+
+async def _differing_rows(reader: EmbeddingReader, other: EmbeddingReader, fqn: str, bucket: int) -> list[int]:
+    """Return the rows of a bucket that differ, or that only one server has."""
+    first_row, end_row = bucket * BUCKET_ROWS, (bucket + 1) * BUCKET_ROWS
+    digests = [await of.digest(fqn, first_row=first_row, end_row=end_row, with_presence=True) for of in (reader, other)]
+    row_ids = np.union1d(*(digest.present_rows(bucket) for digest in digests))
+    found: list[int] = []
+    for first in range(0, row_ids.size, _ROWS_AT_ONCE):
+        some = row_ids[first : first + _ROWS_AT_ONCE]
+        ours, theirs = await asyncio.gather(
+            reader.get(fqn, some, with_states=True), other.get(fqn, some, with_states=True)
+        )
+        differs = np.zeros(some.size, np.bool_)
+        for one, two in zip(_columns(ours), _columns(theirs), strict=True):
+            differs |= (one != two).any(axis=1)
+        found += some[differs].tolist()
+    return found
+
+
+def _columns(rows: Rows) -> Iterator[npt.NDArray[np.uint8]]:
+    for column in (rows.presence.reshape(-1, 1), rows.weights, *rows.states.values()):
+        yield np.ascontiguousarray(column).view(np.uint8).reshape(len(rows.row_ids), -1)
+
+
+def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
+    return sorted(fqns) if only is None else list(only)
+
+
+def _save(path: Path, results: list[_TableResult]) -> None:
+    tables = [
+        {
+            "fqn": result.fqn,
+            "fingerprint": result.digest.spec.fingerprint,
+            "buckets": [
+                [bucket, f"{digest:016x}", count] for bucket, (digest, count) in sorted(result.digest.buckets.items())
+            ],
+        }
+        for result in results
+        if result.digest is not None
+    ]
+    text = json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION, "bucket_rows": BUCKET_ROWS, "tables": tables})
+    try:
+        path.write_text(text + "\n", "utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+
+
+def _load(path: Path) -> dict[str, _Saved]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if (content["format"], content["version"], content["bucket_rows"]) != (_FORMAT, _FORMAT_VERSION, BUCKET_ROWS):
+            raise ConfigError(f"{path} has digests of another format or version")
+        return {
+            table["fqn"]: _Saved(
+                fingerprint=int(table["fingerprint"]),
+                buckets={int(bucket): (int(digest, 16), int(count)) for bucket, digest, count in table["buckets"]},
+            )
+            for table in content["tables"]
+        }
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{path} is no file that --save has made") from exc
+
+
+def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) -> Iterator[str]:
+    for result in results:
+        digest = result.digest
+        text = f"{result.fqn}: "
+        text += f"{digest.num_rows} rows, digest {digest.total:016x}" if digest is not None else "no digest"
+        if result.problem is not None:
+            text += f"; DIFFERENT: {result.problem}"
+        elif result.differing:
+            ranges = [f"{bucket * BUCKET_ROWS}–{(bucket + 1) * BUCKET_ROWS - 1}" for bucket in result.differing]
+            text += f"; DIFFERENT in {len(ranges)} buckets: rows {', '.join(ranges[:_MAX_NAMED])}"
+            text += ", …" if len(ranges) > _MAX_NAMED else ""
+            text += f"; first {', '.join(map(str, result.row_ids))}" if result.row_ids else ""
+        elif is_compared:
+            text += "; equal"
+        if digest is not None and not digest.is_steady:
+            text += "; written to meanwhile"
+        yield text
+    num_rows = sum(result.digest.num_rows for result in results if result.digest is not None)
+    yield f"{num_rows} rows of {len(results)} tables in {seconds:.1f} s ({num_rows / seconds:,.0f} rows/s)"
+
+
+def _to_json(results: list[_TableResult], seconds: float) -> dict[str, Any]:
+    return {
+        "is_equal": all(result.is_equal for result in results),
+        "seconds": seconds,
+        "tables": [
+            {
+                "fqn": result.fqn,
+                "num_rows": result.digest.num_rows if result.digest else None,
+                "digest": f"{result.digest.total:016x}" if result.digest else None,
+                "is_steady": result.digest.is_steady if result.digest else None,
+                "problem": result.problem,
+                "differing_buckets": result.differing,
+                "differing_row_ids": result.row_ids,
+            }
+            for result in results
+        ],
+    }

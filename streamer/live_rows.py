@@ -1,0 +1,89 @@
+"""Present values of rows out of the trainer's own tables, by id."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace.schemas.errors import RowRangeError, UnknownTableError
+from headrace.streamer.tapped_table import TappedTable
+
+__all__ = ["LiveRows", "fetch_rows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveRows:
+    """Copies of rows of one table, in the order in which they were asked for.
+
+    Attributes:
+        row_ids: int64[n], as asked, on the CPU.
+        columns: (first column, number of columns) of the parts that this rank has, side by side in what follows.
+        weights: `[n, width of all parts]`, on the CPU.
+        states: By name, `[n, width]`, on the CPU; of a rowwise state each part's own copy, side by side.
+    """
+
+    row_ids: torch.Tensor
+    columns: tuple[tuple[int, int], ...]
+    weights: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+
+def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor) -> LiveRows:
+    """Return rows as they are now.
+
+    Args:
+        tables: Of this rank.
+        fqn: Which of them.
+        row_ids: Integers of any shape, global; may repeat.
+
+    Raises:
+        UnknownTableError: This rank has no part of such a table.
+        RowRangeError: It does not have one of the rows.
+    """
+    parts = [table for table in tables if table.spec.fqn == fqn]
+    if not parts:
+        near = difflib.get_close_matches(fqn, sorted({table.spec.fqn for table in tables}), n=3)
+        hint = f"; there is {', '.join(map(repr, near))}" if near else ""
+        raise UnknownTableError(f"no table {fqn!r} is streamed on this rank{hint}")
+    ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+    by_columns: dict[tuple[int, int], list[TappedTable]] = {}
+    for part in parts:
+        by_columns.setdefault((part.shard.offset, part.shard.width), []).append(part)
+    columns = tuple(sorted(by_columns))
+    pieces = [_gather(by_columns[of], ids) for of in columns]
+    return LiveRows(
+        row_ids=ids,
+        columns=columns,
+        weights=torch.cat([piece["weights"] for piece in pieces], dim=1),
+        states={
+            state.name: torch.cat([piece[f"state:{state.name}"] for piece in pieces], dim=1)
+            for state in parts[0].spec.states
+        },
+    )
+
+
+def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the columns of rows out of parts that have the same columns and different rows."""
+    spec, shard = parts[0].spec, parts[0].shard
+    found = torch.zeros(ids.numel(), dtype=torch.bool)
+    columns: dict[str, torch.Tensor] = {}
+    for part in parts:
+        inside = (ids >= part.row_offset) & (ids < part.row_offset + part.num_local_rows)
+        found |= inside
+        states = part.states()
+        live = {"weights": part.weights()} | {f"state:{state.name}": states[state.name] for state in spec.states}
+        for name, tensor in live.items():
+            if name not in columns:
+                columns[name] = torch.zeros(ids.numel(), tensor.shape[1], dtype=tensor.dtype)
+            local = (ids[inside] - part.row_offset).to(tensor.device)
+            columns[name][inside] = tensor.detach().index_select(0, local).cpu()
+    if not bool(found.all()):
+        missing = int(ids[~found][0])
+        raise RowRangeError(
+            f"table {spec.fqn!r}: row {missing} is not on this rank, or beyond the table's {spec.num_rows} rows "
+            f"(columns {shard.offset} to {shard.offset + shard.width - 1})"
+        )
+    return columns

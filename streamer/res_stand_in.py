@@ -1,0 +1,283 @@
+"""A stand-in for `torch.classes.fbgemm.RawEmbeddingStreamer`, whose network half the public FBGEMM lacks.
+
+A table-batched module that was made with `enable_raw_embedding_streaming=True` calls it from its prefetch with the rows
+of its cache that the last step (with a prefetch pipeline the last but one) has changed. `install` puts ours in its
+place. The rows are written through to the module's own table in host memory, which the cache would overwrite with the
+same or newer values anyway, and marked: so the memory taken stays one bit a row, and hot rows coalesce like any others.
+
+What FBGEMM hands over is all that can be sent: weights without optimizer states, a step or two late, of cached tables
+only. Where `RawEmbeddingStreamer.attach` takes a model, it is the better way.
+
+Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py` (`raw_embedding_stream`), fbgemm-gpu 1.8.0, and
+`fbgemm_gpu/src/split_embeddings_cache/raw_embedding_streamer.cpp`, pytorch/FBGEMM at 71d6f8b.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.schemas.errors import ConfigError, RowRangeError, UnsupportedModelError
+from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.streamer.fbgemm_tap import is_table_batched, table_parts
+from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
+from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of
+
+__all__ = ["ResStandIn", "install"]
+
+_log = logging.getLogger(__name__)
+_PORT_VARIABLE = "LOCAL_RES_PORT"
+
+
+def install(
+    module: Any,
+    streamer: RawEmbeddingStreamer | None = None,
+    *,
+    run: str = "res",
+    path: str = "",
+    parts: Sequence[TablePart] | None = None,
+    enabled_tables: str | Sequence[str] | None = None,
+) -> RawEmbeddingStreamer:
+    """Put our object in the place of the RES streamer of a table-batched module.
+
+    Args:
+        module: `SplitTableBatchedEmbeddingBagsCodegen` made with `enable_raw_embedding_streaming=True`.
+        streamer: Where its rows go; None connects to this machine at the port of the environment's LOCAL_RES_PORT or of
+            the module's `res_params.res_server_port`, as RES does.
+        run: Name of the run, when there is no streamer yet.
+        path: The module's path in the model; tables are named `PATH.NAME`, or `NAME` without one.
+        parts: Which part of which table each of the module's tables is; None takes the names and row offsets of its
+            `res_params`, each table ending with the last row here and having all columns: right for tables that are
+            whole, and for the last rows of one. RES itself mixes column shards up; with parts they are kept apart.
+        enabled_tables: Names or patterns of tables to stream, in a list or with commas as `res_enabled_tables` has
+            them; None for all.
+
+    Returns:
+        The streamer; `flush` and `close` it as always.
+
+    Raises:
+        UnsupportedModelError: It is no such module.
+        ConfigError: No table is enabled, no port is given, or the settings do not fit the module.
+        UnavailableError: No server there.
+    """
+    if not is_table_batched(module) or not getattr(module, "enable_raw_embedding_streaming", False):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was not made with enable_raw_embedding_streaming=True, or is no table-batched "
+            f"module of FBGEMM: attach the model instead"
+        )
+    parts = _parts_of(module, path) if parts is None else parts
+    enabled = _enabled(parts, enabled_tables)
+    is_own = streamer is None
+    if streamer is None:
+        streamer = RawEmbeddingStreamer(f"127.0.0.1:{_port_of(module)}", run=run)
+    num_shards = module.res_params.res_store_shards
+    if num_shards not in (1, streamer.num_shards):
+        _log.warning(
+            "res_store_shards is %d and the server has %d shards: rows are spread over the server's",
+            num_shards,
+            streamer.num_shards,
+        )
+    made: list[ResStandIn] = []
+
+    def make(on_step: Callable[[], None]) -> ResStandIn:
+        made.append(ResStandIn(module, parts, enabled, on_step))
+        return made[0]
+
+    try:
+        streamer.attach_tap(make)
+    except BaseException:
+        if is_own:
+            streamer.close(flush=False)
+        raise
+    made[0].share_steps(_steps.setdefault(streamer, set()))
+    made[0].take_place()
+    return streamer
+
+
+# Per streamer, the stand-ins that have streamed since the last step boundary.
+_steps: weakref.WeakKeyDictionary[RawEmbeddingStreamer, set[int]] = weakref.WeakKeyDictionary()
+
+
+class ResStandIn:
+    """Has the methods of `torch.classes.fbgemm.RawEmbeddingStreamer`, and is a tap.
+
+    Thread: the one that calls the module's forward or prefetch.
+
+    Attributes:
+        tables: Those that are streamed.
+    """
+
+    def __init__(
+        self, module: Any, parts: Sequence[TablePart], is_enabled: Sequence[bool], on_step: Callable[[], None]
+    ) -> None:
+        """Describe the module's tables; `take_place` begins."""
+        self._module = module
+        self._on_step = on_step
+        self._streamed: set[int] = set()
+        self._has_updates = self._has_warned = False
+        self._replaced: Any = None
+        weights = module.split_embedding_weights()
+        if len(parts) != len(weights):
+            raise ConfigError(f"{len(parts)} names or parts for a module of {len(weights)} tables")
+        self._sizes = np.array([0, *np.cumsum([table.shape[0] for table in weights])], np.int64)
+        # By the module's table number, of any size: RES itself has eight bits for it.
+        self._tables = [
+            self._table(index, part, weights[index]) if enabled and weights[index].shape[0] else None
+            for index, (part, enabled) in enumerate(zip(parts, is_enabled, strict=True))
+        ]
+        self.tables = [table for table in self._tables if table is not None]
+
+    def stream(
+        self,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        identities: torch.Tensor | None,
+        runtime_meta: torch.Tensor | None,
+        count: torch.Tensor,
+        require_tensor_copy: bool,
+        blocking_tensor_copy: bool = True,
+        copy_done_flag: torch.Tensor | None = None,
+        use_hbm: bool = False,
+    ) -> None:
+        """Take changed rows. All is copied when this returns, whatever the flags say.
+
+        Args:
+            indices: int64[≥ n], rows of all tables one after the other; negative ones are skipped.
+            weights: `[≥ n, ≥ dim]`, their values.
+            identities: Raw ids behind the rows; not streamed.
+            runtime_meta: Not streamed.
+            count: Integer `[1]`: n, how many rows are valid.
+            require_tensor_copy: Not needed.
+            blocking_tensor_copy: Not needed.
+            copy_done_flag: Set to 0 when the rows are copied.
+            use_hbm: Not needed: values are read where they are.
+
+        Raises:
+            RowRangeError: An index is beyond the last table; nothing was taken.
+        """
+        del require_tensor_copy, blocking_tensor_copy, use_hbm
+        if (identities is not None or runtime_meta is not None) and not self._has_warned:
+            self._has_warned = True
+            _log.warning("identities and runtime meta of rows are not streamed; the rows and their weights are")
+        if id(self) in self._streamed:
+            self._end_step()
+        self._streamed.add(id(self))
+        num_rows = min(int(count.reshape(-1)[0]), indices.numel())
+        # `.cpu()` waits for what the device was told to copy into the buffers.
+        ids = indices.detach().reshape(-1)[:num_rows].cpu().numpy().astype(np.int64, copy=False)
+        rows = np.flatnonzero(ids >= 0)
+        if rows.size and int(ids[rows].max()) >= self._sizes[-1]:
+            raise RowRangeError(f"row {int(ids[rows].max())} of all tables' {int(self._sizes[-1])} rows")
+        # The table that begins last at or before the row: tables without rows begin where the next one does.
+        numbers = np.searchsorted(self._sizes, ids[rows], side="right") - 1
+        live = self._module.split_embedding_weights() if rows.size else []
+        for number in np.unique(numbers).tolist():
+            table = self._tables[number]
+            if table is not None:
+                self._take(table, live[number], rows[numbers == number], ids - self._sizes[number], weights)
+        if copy_done_flag is not None:
+            copy_done_flag.zero_()
+
+    def join_stream_tensor_copy_thread(self) -> None:
+        """Return at once: nothing is copied behind the caller's back."""
+
+    def share_steps(self, streamed: set[int]) -> None:
+        """Count steps together with other modules: one is over when one of them streams for the second time."""
+        self._streamed = streamed
+
+    def take_place(self) -> None:
+        """Become the module's streamer."""
+        self._replaced, self._module._raw_embedding_streamer = self._module._raw_embedding_streamer, self
+
+    def end_step(self) -> bool:
+        """Declare that the step is over; return whether there were updates."""
+        had_updates = self._has_updates
+        if had_updates:
+            self._end_step()
+        return had_updates
+
+    def close(self) -> None:
+        """Give the module its own streamer back; idempotent."""
+        if self._replaced is not None:
+            self._module._raw_embedding_streamer, self._replaced = self._replaced, None
+
+    def _end_step(self) -> None:
+        self._streamed.clear()
+        self._has_updates = False
+        self._on_step()
+
+    def _take(self, table: TappedTable, live: torch.Tensor, rows: Any, local_ids: Any, weights: torch.Tensor) -> None:
+        """Write some of the rows through to a table, and mark them."""
+        local = torch.from_numpy(local_ids[rows])
+        values = weights.detach()[torch.from_numpy(rows).to(weights.device), : table.shard.width]
+        with torch.no_grad():
+            live.detach().index_copy_(0, local.to(live.device), values.to(device=live.device, dtype=live.dtype))
+        table.dirty.mark(local)
+        self._has_updates = True
+
+    def _table(self, index: int, part: TablePart, weights: torch.Tensor) -> TappedTable:
+        if part.num_local_rows is not None or part.num_local_columns is not None:
+            raise ConfigError(f"table {part.fqn!r}: a part of a module's table is not streamed, only all of it")
+        num_local_rows, num_columns = weights.shape
+        spec = TableSpec(
+            fqn=part.fqn,
+            num_rows=part.num_rows,
+            dim=part.dim,
+            dtype=dtype_of(f"table {part.fqn!r}", weights.dtype),
+        )
+        return TappedTable(
+            spec=spec,
+            shard=ColumnShard(offset=part.column_offset, width=num_columns),
+            row_offset=part.row_offset,
+            num_local_rows=num_local_rows,
+            weights=lambda: self._module.split_embedding_weights()[index].detach(),
+            states=dict,
+        )
+
+
+def _parts_of(module: Any, path: str) -> list[TablePart]:
+    """Return the parts that the module's `res_params` describe, or those of whole tables where it has no names."""
+    res = module.res_params
+    whole = list(table_parts(path, module))
+    names = [f"{path}.{name}" if path else name for name in res.table_names] or [part.fqn for part in whole]
+    offsets = list(res.table_offsets) or [0] * len(names)
+    if not len(names) == len(offsets) == len(whole):
+        raise ConfigError(
+            f"res_params have {len(names)} table_names and {len(offsets)} table_offsets for {len(whole)} tables"
+        )
+    return [
+        TablePart(fqn=name, num_rows=offset + part.num_rows, dim=part.dim, row_offset=offset)
+        for name, offset, part in zip(names, offsets, whole, strict=True)
+    ]
+
+
+def _enabled(parts: Sequence[TablePart], wanted: str | Sequence[str] | None) -> list[bool]:
+    """Return which tables are streamed."""
+    patterns = wanted.split(",") if isinstance(wanted, str) else list(wanted or ())
+    patterns = [pattern.strip() for pattern in patterns if pattern.strip()]
+    if not patterns:  # as in TorchRec: an empty list enables all
+        return [True] * len(parts)
+
+    def is_wanted(fqn: str) -> bool:
+        names = (fqn, fqn.rpartition(".")[2])
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+    enabled = [is_wanted(part.fqn) for part in parts]
+    if not any(enabled):
+        known = ", ".join(part.fqn for part in parts)
+        raise ConfigError(f"none of the tables {known} is in res_enabled_tables, {', '.join(patterns)}")
+    return enabled
+
+
+def _port_of(module: Any) -> int:
+    text = os.environ.get(_PORT_VARIABLE) or str(module.res_params.res_server_port)
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ConfigError(f"port {text!r}: set {_PORT_VARIABLE} or res_server_port, or give install() a streamer")
+    return int(text)

@@ -1,0 +1,67 @@
+"""What of a streamer travels in the trainer's checkpoint: a few numbers and names, no rows.
+
+A trainer that starts again from a checkpoint may be behind its store (steps after the checkpoint had been acked) and
+ahead of it (steps before it had not). So a resumed streamer does not count on numbers alone: it compares its rows with
+the store's by digests, and sends those that differ. Rows that the store does not have at all are, in a run that sends
+rows once they change, rows that never changed, as long as the checkpoint says that everything was acked when it was
+made; else they are sent too. A store that is not the one of the checkpoint gets every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["RunState"]
+
+# ON DISK, in checkpoints: a field's meaning never changes.
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """A streamer at the time of a checkpoint.
+
+    Attributes:
+        run: Its name.
+        epoch: In which it was.
+        step: Last step boundary.
+        acked_step: Last step of which every change was durable on every shard; -1 before the first.
+        is_drained: Nothing was dirty or on its way.
+        server_ids: Identities of the shards.
+    """
+
+    run: str
+    epoch: int
+    step: int
+    acked_step: int
+    is_drained: bool
+    server_ids: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as `torch.save(weights_only=True)` and JSON take them."""
+        return {"version": _VERSION, **asdict(self), "server_ids": list(self.server_ids)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` has made.
+
+        Raises:
+            ConfigError: It is something else, or of a newer version.
+        """
+        if state.get("version") != _VERSION:
+            raise ConfigError(f"a streamer's state of version {state.get('version')!r}, this one reads {_VERSION}")
+        try:
+            return cls(
+                run=str(state["run"]),
+                epoch=int(state["epoch"]),
+                step=int(state["step"]),
+                acked_step=int(state["acked_step"]),
+                is_drained=bool(state["is_drained"]),
+                server_ids=tuple(map(str, state["server_ids"])),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ConfigError(f"a streamer's state lacks {exc}") from exc

@@ -1,0 +1,73 @@
+"""Which tables of a model are streamed: names and patterns that a user gives."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["Selection", "check_names"]
+
+_MAX_NEAR = 3
+
+
+class Selection:
+    """Chooses tables by name, and remembers what it was asked, to tell names that no table has.
+
+    Attributes:
+        names: Every table that it was asked about.
+        unmatched: Names and patterns that no table has had so far.
+    """
+
+    def __init__(self, patterns: Iterable[str] | None = None) -> None:
+        """Choose the tables that have one of the names or match one of the patterns (`*`, `?`, `[…]`).
+
+        Args:
+            patterns: None chooses all.
+
+        Raises:
+            ConfigError: There are none, or they are one string.
+        """
+        if isinstance(patterns, str):
+            raise ConfigError(f"tables {patterns!r} is one string: give a list of names or patterns")
+        self._patterns = None if patterns is None else list(dict.fromkeys(patterns))
+        if self._patterns == []:
+            raise ConfigError("tables is empty: give names or patterns of tables, or leave it out for all of them")
+        self.names: list[str] = []
+        self.unmatched = list(self._patterns or ())
+
+    def takes(self, fqn: str) -> bool:
+        """Return whether a table is streamed."""
+        self.names.append(fqn)
+        if self._patterns is None:
+            return True
+        matching = [p for p in self._patterns if p == fqn or fnmatch.fnmatchcase(fqn, p)]
+        self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
+        return bool(matching)
+
+    def check(self) -> None:
+        """Check that every name and pattern is that of a table.
+
+        Raises:
+            ConfigError: One is not; names the nearest tables.
+        """
+        check_names(self.unmatched, self.names)
+
+
+def check_names(unmatched: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse names and patterns that no table has.
+
+    Args:
+        unmatched: Those.
+        names: Names of all tables.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    names = sorted(set(names))
+    for pattern in unmatched:
+        near = difflib.get_close_matches(pattern, names, n=_MAX_NEAR, cutoff=0.4) or names[:_MAX_NEAR]
+        hint = f"the nearest are {', '.join(map(repr, near))}" if near else "the model has none"
+        raise ConfigError(f"tables: no table is named or matches {pattern!r}; {hint}")

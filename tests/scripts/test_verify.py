@@ -1,0 +1,194 @@
+"""`headrace verify` against real servers: equal ones, different ones, and saved digests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.cli import main
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.schemas.errors import RequestError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.row_digest import digest_rows
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="items.weight",
+    num_rows=300_000,
+    dim=6,
+    dtype=DType.FLOAT32,
+    states=(
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT16),
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+    ),
+)
+IDS = np.unique(np.random.default_rng(0).integers(0, 300_000, 9000))
+
+
+def values(ids: np.ndarray, columns: ColumnShard) -> dict[str, np.ndarray]:
+    """Return the same values for the same rows."""
+    whole = (ids[:, None] % 1000 * 10 + np.arange(6)).astype("<f4")
+    weights = whole[:, columns.offset : columns.offset + columns.width]
+    return {"weights": weights, "exp_avg": (weights / 7).astype("<f2"), "sum": ids[:, None].astype("<f4")}
+
+
+async def write(
+    address: str, ids: np.ndarray, columns: ColumnShard, *, client: str = "rank0", deleted: tuple[int, ...] = ()
+) -> None:
+    """Write rows of some columns to a server of one shard."""
+    made = values(ids, columns)
+    delta = idl.TableDelta(
+        fqn=SPEC.fqn,
+        fingerprint=SPEC.fingerprint,
+        column_offset=columns.offset,
+        width=columns.width,
+        row_ids=ids.astype("<i8").tobytes(),
+        weights=np.ascontiguousarray(made["weights"]).tobytes(),
+        states=[
+            idl.StateColumn(
+                name=state.name,
+                dtype=int(state.dtype),
+                width=state.width_in(columns),
+                data=np.ascontiguousarray(made[state.name]).tobytes(),
+            )
+            for state in SPEC.states
+        ],
+        deleted_row_ids=np.array(deleted, "<i8").tobytes() if deleted else None,
+    )
+    async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
+        await writer.hello(
+            idl.HelloRequest(
+                protocol_version=PROTOCOL_VERSION,
+                role=idl.Role.WRITER,
+                run=client,
+                client=client,
+                epoch=1,
+                rank=0,
+                world_size=1,
+                tables=[spec_to_idl(SPEC)],
+            )
+        )
+        await writer.set_embeddings(
+            idl.SetEmbeddingsRequest(
+                run=client,
+                client=client,
+                epoch=1,
+                client_seq=1,
+                step=1,
+                time_us=1,
+                ends_step=True,
+                is_exact_cut=True,
+                deltas=[delta],
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two servers with the same rows, one of them in column shards, and a third with one row less and another one."""
+    folder = tmp_path_factory.mktemp("verify")
+    with (
+        ServerProcess.start(folder / "whole", shards=1) as whole,
+        ServerProcess.start(folder / "split", shards=1) as split,
+        ServerProcess.start(folder / "other", shards=1) as other,
+    ):
+        asyncio.run(write(whole.address, IDS, SPEC.whole, deleted=(299_999,)))
+        asyncio.run(write(split.address, IDS, ColumnShard(offset=0, width=4)))
+        asyncio.run(write(split.address, IDS, ColumnShard(offset=4, width=2), client="rank1"))
+        asyncio.run(write(other.address, np.append(IDS[1:], 299_998), SPEC.whole))
+        yield [whole.address, split.address, other.address]
+
+
+async def test_digests_are_those_of_the_rows(servers: list[str]) -> None:
+    """The server's digest is that of the rows written, deleted ones left out, whatever column shards they came in."""
+    made = values(IDS, SPEC.whole)
+    expected = int(digest_rows(IDS, [made["weights"], made["exp_avg"], made["sum"]]).sum())
+    for address in servers[:2]:
+        async with await EmbeddingReader.connect(address) as reader:
+            digest = await reader.digest(SPEC.fqn, with_presence=True)
+            assert (digest.num_rows, digest.total) == (IDS.size, expected)
+            assert digest.is_steady
+            present = np.concatenate([digest.present_rows(bucket) for bucket in sorted(digest.buckets)])
+            assert np.array_equal(present, IDS)
+
+
+async def test_parts_of_rows_and_columns(servers: list[str]) -> None:
+    """A digest of some columns is that of a trainer that has these, and ranges of rows add up to all."""
+    part = ColumnShard(offset=4, width=2)
+    made = values(IDS, part)
+    expected = int(digest_rows(IDS, [made["weights"], made["exp_avg"]]).sum())
+    for address in servers[:2]:
+        async with await EmbeddingReader.connect(address) as reader:
+            assert (await reader.digest(SPEC.fqn, columns=part)).total == expected
+            ends = [0, 1, 65_536, 100_000, 300_000]
+            parts = [
+                await reader.digest(SPEC.fqn, columns=part, first_row=first, end_row=end)
+                for first, end in itertools.pairwise(ends)
+            ]
+            assert sum(digest.total for digest in parts) % 2**64 == expected
+            assert sum(digest.num_rows for digest in parts) == IDS.size
+
+
+async def test_replies_are_bounded(servers: list[str]) -> None:
+    """A shard sends as many buckets as are asked for, and says where to go on."""
+    async with await ParamServerClient.connect(*parse_address(servers[1], default_port=0)) as client:
+        buckets, first_row = [], 0
+        while first_row < 300_000:
+            request = idl.DigestRowsRequest(
+                fqn=SPEC.fqn,
+                first_row=first_row,
+                end_row=2**63 - 1,
+                column_offset=0,
+                width=6,
+                max_buckets=1,
+                with_presence=False,
+            )
+            reply = await client.digest_rows(request)
+            buckets += np.frombuffer(reply.buckets, "<i8").tolist()
+            assert reply.next_row > first_row
+            first_row = reply.next_row
+        assert buckets == [0, 1, 2, 3, 4]
+        request.width = 7
+        with pytest.raises(RequestError, match="6 columns"):
+            await client.digest_rows(request)
+        request.width, request.max_buckets = 6, 0
+        with pytest.raises(RequestError, match="out of range"):
+            await client.digest_rows(request)
+
+
+def test_equal_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Two servers with the same rows are equal, however the rows were sharded: exit code 0."""
+    assert main(["verify", servers[0], "--against", servers[1]]) == 0
+    assert f"items.weight: {IDS.size} rows" in (out := capsys.readouterr().out)
+    assert "; equal" in out
+
+
+def test_different_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that one server lacks are named: exit code 1."""
+    assert main(["verify", servers[0], "--against", servers[2], "--json"]) == 1
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert table["differing_buckets"] == [0, 4]
+    assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+
+
+def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved digests compare with a server later; a file that is none is refused in one line."""
+    file = tmp_path / "digests.json"
+    assert main(["verify", servers[0], "--save", str(file)]) == 0
+    assert main(["verify", servers[1], "--against", str(file)]) == 0
+    assert main(["verify", servers[2], "--against", str(file)]) == 1
+    assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in capsys.readouterr().out
+    file.write_text("[]")
+    assert main(["verify", servers[0], "--against", str(file)]) == 1
+    assert "no file that --save has made" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--table", "nothing"]) == 1
+    assert "no table 'nothing'" in capsys.readouterr().err

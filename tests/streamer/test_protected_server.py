@@ -1,0 +1,157 @@
+"""A streamer, a reader and `headrace status` against a real server with mutual TLS and a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from headrace.cli import main  # noqa: E402 (these need torch)
+from headrace.paramserver.launch import ServerProcess  # noqa: E402
+from headrace.paramserver.reader import EmbeddingReader  # noqa: E402
+from headrace.paramserver.security import Token, client_tls_context, load_token  # noqa: E402
+from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError  # noqa: E402
+from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer  # noqa: E402
+
+TLS = Path(__file__).parents[1] / "paramserver" / "tls"
+SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
+CLIENT = {"tls_certificate": TLS / "client.pem", "tls_key": TLS / "client.key.pem"}
+STRANGER = {"tls_certificate": TLS / "stranger.pem", "tls_key": TLS / "stranger.key.pem"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of two shards that asks for a certificate and a token."""
+    folder = tmp_path_factory.mktemp("protected")
+    with ServerProcess.start(
+        folder / "data",
+        shards=2,
+        tls_certificate=TLS / "server.pem",
+        tls_key=TLS / "server.key.pem",
+        tls_client_authority=TLS / "authority.pem",
+        token_file=secret_file(folder / "token", SECRET),
+        environ={name: value for name, value in os.environ.items() if name != "HEADRACE_TOKEN"},
+    ) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin each test without a token in the environment."""
+    monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
+
+
+def secret_file(path: Path, secret: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(secret + "\n")
+    return path
+
+
+def streamer(server: ServerProcess, **settings: Any) -> RawEmbeddingStreamer:
+    """Return a streamer that speaks TLS; `settings` say what it shows."""
+    defaults = {"tls": True, "tls_authority": TLS / "authority.pem", "connect_timeout_s": 5.0}
+    return RawEmbeddingStreamer(server.address, run="protected", **(defaults | settings))
+
+
+async def refused_by(server: ServerProcess) -> int:
+    """Return how often the shards say that they have refused somebody."""
+    context = client_tls_context(
+        authority=TLS / "authority.pem", certificate=CLIENT["tls_certificate"], key=CLIENT["tls_key"]
+    )
+    async with await EmbeddingReader.connect(server.address, ssl_context=context, token=Token(SECRET)) as reader:
+        return sum(status.num_refused for status in await reader.status())
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_rows_travel_with_certificate_and_token(
+    server: ServerProcess, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the right ones a trainer streams over TLS, and a reader gets back what it has trained."""
+    file = secret_file(tmp_path / "token", SECRET)
+    if source == "environment":
+        monkeypatch.setenv("HEADRACE_TOKEN", SECRET)
+    shown = {"token_file": file} if source == "file" else {}
+    model = torch.nn.ModuleDict({f"{source}_rows": torch.nn.EmbeddingBag(100, 8, mode="sum", sparse=True)})
+    table = model[f"{source}_rows"]
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with streamer(server, **CLIENT, **shown) as running:
+        running.attach(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(torch.arange(100).reshape(10, 10)).sum().backward()
+            optimizer.step()
+        running.flush()
+
+    async def read() -> Any:
+        context = client_tls_context(
+            authority=TLS / "authority.pem", certificate=CLIENT["tls_certificate"], key=CLIENT["tls_key"]
+        )
+        token = load_token(path=file, environ={})
+        async with await EmbeddingReader.connect(server.address, ssl_context=context, token=token) as reader:
+            return await reader.get(f"{source}_rows.weight", list(range(100)))
+
+    assert (asyncio.run(read()).weights == table.weight.detach().numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "secret", "kind", "words"),
+    [
+        pytest.param(CLIENT, OTHER, UnauthorizedError, "the token is wrong", id="wrong token"),
+        pytest.param(CLIENT, None, UnauthorizedError, "a token is required", id="no token"),
+        pytest.param({}, SECRET, UnavailableError, "may ask for a client certificate", id="no certificate"),
+        pytest.param(STRANGER, SECRET, UnavailableError, "may ask for a client certificate", id="another certificate"),
+        pytest.param(
+            CLIENT | {"tls_authority": TLS / "stranger.pem"}, SECRET, UnauthorizedError, "TLS", id="another server"
+        ),
+        pytest.param({"tls": False, "tls_authority": None}, SECRET, UnavailableError, "no param", id="no TLS"),
+    ],
+)
+def test_who_may_not_is_told_so_in_one_line(
+    server: ServerProcess,
+    settings: dict[str, Any],
+    secret: str | None,
+    kind: type[HeadraceError],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A trainer with the wrong ones fails at its start with a clear line; the server counts it and logs who it was."""
+    caplog.set_level(logging.DEBUG)
+    before = asyncio.run(refused_by(server))
+    if secret is not None:
+        monkeypatch.setenv("HEADRACE_TOKEN", secret)
+    with pytest.raises(kind, match=words) as error:
+        streamer(server, connect_timeout_s=1.5 if kind is UnavailableError else 10.0, **settings).close()
+    assert "\n" not in str(error.value)
+    assert asyncio.run(refused_by(server)) > before
+    warnings = [fact["message"] for fact in server.read_log() if fact.get("level") == "warning"]
+    assert any(line.startswith("127.0.0.1:") for line in warnings)
+    log = server.log_path.read_text()
+    for text in (caplog.text, str(error.value), log):
+        assert SECRET not in text
+        assert OTHER not in text
+
+
+def test_status_shows_its_credentials(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command takes them from its flags; with the wrong ones it is one line and exit code 1."""
+    flags = ["--tls-authority", str(TLS / "authority.pem")]
+    own = ["--tls-certificate", str(TLS / "client.pem"), "--tls-key", str(TLS / "client.key.pem")]
+    right = ["--token-file", str(secret_file(tmp_path / "right", SECRET))]
+    wrong = ["--token-file", str(secret_file(tmp_path / "wrong", OTHER))]
+    assert main(["status", server.address, *flags, *own, *right]) == 0
+    capsys.readouterr()
+    for arguments in ([*flags, *own, *wrong], [*flags, *own], [*flags, *right]):
+        assert main(["status", server.address, *arguments]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1
+        assert printed.err.startswith("headrace: error: ")
+        assert OTHER not in printed.err + printed.out

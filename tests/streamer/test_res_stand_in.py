@@ -1,0 +1,186 @@
+"""The stand-in for FBGEMM's RES streamer, called as a table-batched module calls it, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_shard import WAIT_S, FakeStore, hosted
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    EmbeddingLocation,
+    RESParams,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from headrace.schemas.errors import ConfigError, RowRangeError, UnsupportedModelError
+from headrace.streamer import RawEmbeddingStreamer, install
+from headrace.streamer.compare import compare_with_store
+from headrace.streamer.tapped_table import TablePart
+
+FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": 5.0, "flush_timeout_s": WAIT_S}
+
+
+def make_module(specs: list[tuple[int, int]], **res: Any) -> Any:
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in specs],
+        enable_raw_embedding_streaming=True,
+        res_params=RESParams(**res),
+    )
+
+
+@pytest.fixture
+def store() -> Iterator[FakeStore]:
+    with hosted(FakeStore(num_shards=2)) as store:
+        yield store
+
+
+@pytest.fixture
+def streamer(store: FakeStore) -> Iterator[RawEmbeddingStreamer]:
+    streamer = RawEmbeddingStreamer(store.address, run="res", **FAST)
+    yield streamer
+    streamer.close(flush=False)
+
+
+def call(module: Any, indices: list[int], weights: torch.Tensor, *, count: int | None = None, **more: Any) -> Any:
+    """Call it as `raw_embedding_stream` of fbgemm-gpu 1.8.0 does: buffers longer than what is valid, then flags."""
+    padding = 3
+    buffer = torch.cat([torch.tensor(indices, dtype=torch.int64), torch.full((padding,), 1)])
+    values = torch.cat([weights, torch.full((padding, weights.shape[1]), torch.nan)])
+    flag = torch.ones(1, dtype=torch.int32)
+    module._raw_embedding_streamer.join_stream_tensor_copy_thread()
+    module._raw_embedding_streamer.stream(
+        buffer,
+        values,
+        more.get("identities"),
+        more.get("runtime_meta"),
+        torch.tensor([len(indices) if count is None else count], dtype=torch.int32),
+        True,
+        False,
+        flag,
+    )
+    return flag
+
+
+def test_rows_reach_the_store(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """Valid rows arrive under their global ids; negative ones (of uncached tables) and those after `count` do not."""
+    module = make_module([(10, 8), (0, 4), (20, 4)], table_names=["a", "empty", "b"], table_offsets=[0, 0, 100])
+    assert install(module, streamer, path="m") is streamer
+    assert [(t.spec.fqn, t.row_offset, t.spec.dim) for t in streamer.tables] == [
+        ("m.a", 0, 8),
+        ("m.b", 100, 4),
+    ]
+    before = [table.clone() for table in module.split_embedding_weights()]
+    values = torch.arange(48, dtype=torch.float32).reshape(6, 8)
+    flag = call(module, [9, -1, 10, 29, -1, 3], values, count=5)
+    assert int(flag) == 0
+    streamer.flush()
+    a, _, b = module.split_embedding_weights()
+    assert torch.equal(a[9], values[0])
+    assert torch.equal(b[[0, 19]], values[[2, 3], :4])
+    assert torch.equal(a[3], before[0][3])
+    result = compare_with_store(streamer.tables, store.address, only_present=True, timeout_s=WAIT_S)
+    assert result.is_equal
+    assert [(t.num_equal, t.num_missing) for t in result.tables] == [(1, 9), (2, 18)]
+    rows = streamer.fetch("m.b", torch.tensor([100, 119]))
+    assert torch.equal(rows.weights, values[[2, 3], :4])
+
+
+def test_many_tables(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """Table 200 is not truncated to eight bits."""
+    names = [f"t{i}" for i in range(201)]
+    module = make_module([(2, 4)] * 201, table_names=names, table_offsets=[0] * 201)
+    install(module, streamer)
+    call(module, [401], torch.full((1, 4), 7.0))
+    streamer.flush()
+    result = compare_with_store(streamer.tables, store.address, only_present=True, timeout_s=WAIT_S)
+    assert [t.fqn for t in result.tables if t.num_equal] == ["t200"]
+    assert result.num_compared == 1
+
+
+def test_steps_of_several_modules(streamer: RawEmbeddingStreamer) -> None:
+    """A step is over when a module streams for the second time, whatever the others do; late rows have their values."""
+    first, second = (make_module([(8, 4)], table_names=[name], table_offsets=[0]) for name in "ab")
+    install(first, streamer)
+    install(second, streamer)
+    for step in range(3):
+        call(first, [step], torch.full((1, 4), float(step)))
+        call(second, [step], torch.full((1, 4), float(step)))
+    assert streamer.stats().step == 2
+    streamer.flush()
+    assert streamer.stats().step >= 3
+    assert streamer.stats().acked_step == streamer.stats().step
+
+
+def test_identities_are_said_not_to_be_streamed(
+    streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Identities and runtime meta of any shape are taken, and one line says that only the rows are streamed."""
+    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+    install(module, streamer)
+    for width in (1, 3):
+        call(
+            module,
+            [2],
+            torch.ones(1, 4),
+            identities=torch.zeros(4, 1, dtype=torch.int64),
+            runtime_meta=torch.zeros(4, width),
+        )
+    ours = [record.message for record in caplog.records if record.name.startswith("headrace")]
+    assert [message.count("not streamed") for message in ours] == [1]
+    assert streamer.stats().num_dirty_rows + streamer.stats().num_inflight_flushes >= 1
+
+
+def test_enabled_tables(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """Only tables of the allow-list are streamed; one that names none of them is an error."""
+    module = make_module([(8, 4), (8, 4)], table_names=["a", "b"], table_offsets=[0, 0])
+    with pytest.raises(ConfigError, match="none of the tables m\\.a, m\\.b"):
+        install(module, streamer, path="m", enabled_tables="x,y")
+    install(module, streamer, path="m", enabled_tables="x, b")
+    assert [table.spec.fqn for table in streamer.tables] == ["m.b"]
+    before = module.split_embedding_weights()[0].clone()
+    call(module, [1, 9], torch.ones(2, 4))
+    assert torch.equal(module.split_embedding_weights()[0], before)
+    streamer.flush()
+    assert compare_with_store(streamer.tables, store.address, only_present=True).num_compared == 1
+
+
+def test_column_shards_are_kept_apart(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """Two column shards of one table, which RES mixes up, arrive in their own columns."""
+    module = make_module([(8, 4), (8, 4)], table_names=["a", "a"], table_offsets=[0, 0])
+    parts = [TablePart(fqn="a", num_rows=8, dim=8, column_offset=offset) for offset in (0, 4)]
+    install(module, streamer, parts=parts)
+    call(module, [3, 11], torch.tensor([[1.0] * 4, [2.0] * 4]))
+    streamer.flush()
+    assert compare_with_store(streamer.tables, store.address, only_present=True).is_equal
+    assert streamer.fetch("a", torch.tensor([3])).weights.tolist() == [[1.0] * 4 + [2.0] * 4]
+
+
+def test_port_as_res_has_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a streamer the port of LOCAL_RES_PORT is taken; `close` gives the module its own object back."""
+    monkeypatch.setenv("LOCAL_RES_PORT", store.address.rpartition(":")[2])
+    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+    original = module._raw_embedding_streamer
+    streamer = install(module, run="port")
+    call(module, [1], torch.ones(1, 4))
+    streamer.close()
+    assert module._raw_embedding_streamer is original
+    monkeypatch.delenv("LOCAL_RES_PORT")
+    with pytest.raises(ConfigError, match="LOCAL_RES_PORT"):
+        install(make_module([(8, 4)], table_names=["a"], table_offsets=[0]))
+
+
+def test_wrong_calls(streamer: RawEmbeddingStreamer) -> None:
+    """A module without RES, settings that do not fit, and rows beyond the tables are refused."""
+    plain = SplitTableBatchedEmbeddingBagsCodegen([(8, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
+    with pytest.raises(UnsupportedModelError, match="enable_raw_embedding_streaming"):
+        install(plain, streamer)
+    with pytest.raises(ConfigError, match="1 table_names and 2 table_offsets"):
+        install(make_module([(8, 4)], table_names=["a"], table_offsets=[0, 0]), streamer)
+    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+    install(module, streamer)
+    with pytest.raises(RowRangeError, match="row 8 of all tables' 8 rows"):
+        call(module, [8], torch.ones(1, 4))
+    assert not streamer.stats().num_dirty_rows

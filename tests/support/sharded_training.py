@@ -1,0 +1,289 @@
+"""A TorchRec model trained on several ranks under any sharding, streamed, and its whole tables as TorchRec has them.
+
+Functions here run on a rank (see `ranks`); what they return is gathered and put together by `whole_tables`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["BAG_TABLES", "Job", "train_on_rank", "whole_tables"]
+
+# name: rows, dim, kind of module. 1001 rows do not divide evenly.
+BAG_TABLES = {"users": (1001, 32), "films": (303, 64), "shops": (5, 32), "wide": (77, 256)}
+SEQUENCE_TABLES = {"clicks": (211, 32)}
+BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train, and where to stream it.
+
+    Attributes:
+        address: The server's; None trains without streaming.
+        run: Name of the run, which is also the module's path, so that jobs do not share tables.
+        module: Path of the model in the root.
+        shardings: By table: name of the sharding and its settings.
+        optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-adagrad` leaves all to a torch optimizer.
+        num_steps: Steps.
+        seed: Of the batches.
+        publish: As for `attach`.
+        start: Whole weights and states to begin with, by fqn; None begins at random.
+        has_dense_optimizer: Whether the rest of the model has an optimizer, whose step ends a step.
+        idle_steps: Steps in which all batches are empty.
+        flush_on_rank_0: Flush amid training, on rank 0 only.
+        table_column_wise: Those of the column-wise tables whose columns are on one node.
+        settings: Of the streamer.
+    """
+
+    address: str | None
+    run: str
+    module: str
+    shardings: dict[str, tuple[str, dict[str, Any]]]
+    optimizer: str = "row-wise-adagrad"
+    num_steps: int = 6
+    seed: int = 0
+    publish: str = "all"
+    start: dict[str, dict[str, npt.NDArray[Any]]] | None = None
+    has_dense_optimizer: bool = False
+    idle_steps: tuple[int, ...] = ()
+    flush_on_rank_0: bool = False
+    table_column_wise: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class SparseModel(nn.Module):
+    """Bags and sequences with a dense layer over them."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        import torchrec
+
+        bags = {name: size for name, size in BAG_TABLES.items() if name in names}
+        sequences = {name: size for name, size in SEQUENCE_TABLES.items() if name in names}
+        cpu = torch.device("cpu")
+        if bags:
+            self.bags = torchrec.EmbeddingBagCollection(
+                tables=[
+                    torchrec.EmbeddingBagConfig(
+                        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"]
+                    )
+                    for name, (rows, dim) in bags.items()
+                ],
+                device=cpu,
+            )
+        if sequences:
+            self.sequences = torchrec.EmbeddingCollection(
+                tables=[
+                    torchrec.EmbeddingConfig(
+                        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"]
+                    )
+                    for name, (rows, dim) in sequences.items()
+                ],
+                device=cpu,
+            )
+        self.names = {"bags": list(bags), "sequences": list(sequences)}
+        self.dense = nn.Linear(2 * sum(dim for _, dim in bags.values()) or 1, 1)
+
+    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = torch.zeros(())
+        if "bags" in inputs:
+            loss = loss + (self.dense(self.bags(inputs["bags"]).values()) - 1).pow(2).mean()
+        else:
+            loss = loss + self.dense(torch.ones(1, 1)).pow(2).mean()
+        if "sequences" in inputs:
+            for values in self.sequences(inputs["sequences"]).values():
+                loss = loss + (values.values() - 1).pow(2).sum()
+        return loss
+
+
+def batch(names: dict[str, list[str]], seed: int, *, is_empty: bool) -> dict[str, Any]:
+    """Return jagged ids for each module, skewed so that rows repeat over steps and ranks."""
+    import torchrec
+
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {}
+    for kind, tables in (("bags", BAG_TABLES), ("sequences", SEQUENCE_TABLES)):
+        keys, values, lengths = [], [], []
+        for name in names[kind]:
+            for turn in range(2):
+                keys.append(f"{name}-{turn}")
+                lengths.append(torch.randint(0, 1 if is_empty else 4, (BATCH,), generator=generator))
+                skewed = torch.rand(int(lengths[-1].sum()), generator=generator) ** 2
+                values.append((skewed * tables[name][0]).long())
+        if keys:
+            inputs[kind] = torchrec.KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths))
+    return inputs
+
+
+def build(job: Job) -> tuple[Any, Any]:
+    """Return (model under `DistributedModelParallel`, torch optimizers or None)."""
+    import torchrec
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.comm import get_local_size
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    torch.manual_seed(5)
+    core = SparseModel(set(job.shardings))
+    root = nn.Sequential()
+    root.add_module(job.module, core)
+    fused = {
+        "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
+        "row-wise-adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
+    }
+    tables = [parameter for name, parameter in core.named_parameters() if "dense" not in name]
+    if job.optimizer in fused:
+        kind, settings = fused[job.optimizer]
+        _apply_optimizer_in_backward(kind, tables, dict(settings))
+    sharders = {"bags": EmbeddingBagCollectionSharder(), "sequences": EmbeddingCollectionSharder()}
+    plan = {
+        f"{job.module}.{kind}": plans.construct_module_sharding_plan(
+            getattr(core, kind),
+            {name: getattr(plans, job.shardings[name][0])(**job.shardings[name][1]) for name in names},
+            sharder=sharders[kind],
+            local_size=get_local_size(dist.get_world_size()),
+            world_size=dist.get_world_size(),
+            device_type="cpu",
+        )
+        for kind, names in core.names.items()
+        if names
+    }
+    for module_plan in plan.values():
+        for name, sharding in module_plan.items():
+            # The planner's name for columns that stay on one node; there is no function that makes such a plan.
+            if job.shardings[name][0] == "column_wise" and name in job.table_column_wise:
+                sharding.sharding_type = "table_column_wise"
+    model = DistributedModelParallel(
+        root, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=list(sharders.values())
+    )
+    if job.optimizer == "torch-adagrad":
+        kind, settings = fused["adagrad"]
+        return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: kind(p, **settings))
+    if job.has_dense_optimizer:
+        rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+        return model, KeyedOptimizerWrapper(rest, lambda p: torch.optim.Adam(p, lr=0.01))
+    return model, None
+
+
+Shards = list[tuple[int, int, torch.Tensor]]
+"""Row offset, column offset and the live local tensor of each shard."""
+
+
+def shards_of(value: Any) -> Shards:
+    """Return the shards of a value of TorchRec's state dict, by its own metadata."""
+    if not hasattr(value, "local_shards"):
+        return [(0, 0, value)]
+    return [(*(*shard.metadata.shard_offsets, 0)[:2], shard.tensor) for shard in value.local_shards()]
+
+
+def live_shards(model: Any, optimizer: Any) -> dict[str, dict[str, Shards]]:
+    """Return by fqn and column (`weights` or a state) the shards that this rank has."""
+    found = {fqn: {"weights": shards_of(value)} for fqn, value in model.state_dict().items() if "dense" not in fqn}
+    states = dict(model.fused_optimizer.state_dict()["state"])
+    if optimizer is not None:
+        states |= optimizer.state_dict()["state"]
+    for fqn, columns in found.items():
+        for name, value in states.get(fqn, {}).items():
+            name = name.split(".")[-1]
+            if name in ("step", "iter"):
+                continue
+            shards = shards_of(value)
+            if shards and shards[0][2].dim() == 1:
+                # A rowwise state, of which each column shard has its own: TorchRec's offsets stack them.
+                weights = columns["weights"]
+                shards = [(row, column, shard[2]) for (row, column, _), shard in zip(weights, shards, strict=True)]
+            columns[name] = shards
+    return found
+
+
+def _load(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
+    """Copy whole tables into the shards that are here."""
+    with torch.no_grad():
+        for fqn, columns in live_shards(model, optimizer).items():
+            for name, shards in columns.items():
+                whole = start[fqn]["weights" if name == "weights" else "state"]
+                for row, column, tensor in shards:
+                    rows = whole[row : row + tensor.shape[0]]
+                    if tensor.dim() == 1:
+                        tensor.copy_(torch.from_numpy(rows[:, 0].copy()))
+                    else:
+                        tensor.copy_(torch.from_numpy(rows[:, column : column + tensor.shape[1]].copy()))
+
+
+def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
+    """Train and stream on one rank; return its shards, its step and what its tap had."""
+    from headrace.streamer import RawEmbeddingStreamer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = build(job)
+    assert job.address is not None
+    core = getattr(model.module, job.module)
+    if job.start is not None:
+        _load(model, optimizer, job.start)
+    with RawEmbeddingStreamer(job.address, run=job.run, **job.settings) as streamer:
+        streamer.attach(model, optimizer, publish=job.publish)  # type: ignore[arg-type]
+        for step in range(job.num_steps):
+            if optimizer is not None:
+                optimizer.zero_grad()
+            is_empty = step in job.idle_steps
+            model(batch(core.names, job.seed + 1000 * step + rank, is_empty=is_empty)).backward()
+            if optimizer is not None:
+                optimizer.step()
+            if job.flush_on_rank_0 and rank == 0 and step % 2:
+                streamer.flush()
+        streamer.flush()
+        dist.barrier()
+        step = streamer.stats().step
+        parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
+    shards = {
+        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
+        for fqn, columns in live_shards(model, optimizer).items()
+    }
+    return {"shards": shards, "step": step, "parts": parts}
+
+
+def whole_tables(results: list[dict[str, Any]]) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """Put the weights and states of all ranks together; where ranks overlap they must be equal."""
+    whole: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    extents: dict[tuple[str, str], tuple[int, int]] = {}
+    pieces: list[tuple[str, str, int, int, npt.NDArray[Any]]] = []
+    for result in results:
+        for fqn, columns in result["shards"].items():
+            for name, shards in columns.items():
+                for row, column, values in shards:
+                    if values.ndim == 1 and column:
+                        continue  # of the copies of a rowwise state, the one of the lowest columns counts
+                    values = values.reshape(values.shape[0], 1 if values.ndim == 1 else values.shape[1])
+                    rows, width = extents.get((fqn, name), (0, 0))
+                    extents[fqn, name] = max(rows, row + values.shape[0]), max(width, column + values.shape[1])
+                    pieces.append((fqn, name, row, column, values))
+    has: dict[tuple[str, str], npt.NDArray[np.bool_]] = {}
+    for fqn, name, row, column, values in pieces:
+        table = whole.setdefault(fqn, {})
+        if name not in table:
+            table[name] = np.zeros(extents[fqn, name], values.dtype)
+            has[fqn, name] = np.zeros(extents[fqn, name], bool)
+        at = (slice(row, row + values.shape[0]), slice(column, column + values.shape[1]))
+        known = has[fqn, name][at]
+        assert (table[name][at][known] == values[known]).all(), f"{fqn} {name}: ranks differ"
+        table[name][at] = values
+        has[fqn, name][at] = True
+    for (fqn, name), mask in has.items():
+        assert mask.all(), f"{fqn} {name}: no rank has {np.argwhere(~mask)[:3].tolist()}"
+    return whole

@@ -1,0 +1,60 @@
+"""Tables whose rows are given to other ids while they train: the store has their values, states and identities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from collision_training import ROWS, train_collisions_on_rank
+from ranks import run_ranks
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.schemas.idl import idl
+
+pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
+        yield process
+
+
+def read_all(address: str, fqn: str) -> Rows:
+    async def read() -> Rows:
+        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
+            assert reader.tables[fqn].has_identities
+            return await reader.get(fqn, np.arange(ROWS), with_states=True)
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("publish", ["all", "updated"])
+@pytest.mark.parametrize(("world_size", "is_bag"), [(1, True), (2, True), (2, False)], ids=str)
+def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_bag: bool, publish: str) -> None:
+    """After rows have changed hands, each row of the store has the values and the raw id that it has in training."""
+    name = f"mc_{world_size}_{is_bag}_{publish}"
+    results = run_ranks(train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 12, 2)
+    assert [result["step"] for result in results] == [12] * world_size
+    assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"
+    rows = read_all(server.address, results[0]["fqn"])
+    is_there = rows.presence == idl.RowPresence.PRESENT
+    assert rows.identities is not None
+    assert is_there.all() or publish == "updated"
+    for result in results:
+        local = slice(result["row_offset"], result["row_offset"] + len(result["weights"]))
+        assert _equal_where(is_there[local], rows.weights[local], result["weights"])
+        assert _equal_where(is_there[local], rows.states["sum"][local], result["sum"])
+    rows_of_ids = {raw: row for result in results for raw, row in result["rows_of_ids"].items()}
+    stored = {int(raw): row for row, raw in enumerate(rows.identities) if is_there[row] and raw >= 0}
+    assert stored == rows_of_ids
+    lost = {raw for result in results for raw in result["lost_ids"]}
+    assert not lost & stored.keys()
+
+
+def _equal_where(is_there: Any, stored: Any, trained: Any) -> bool:
+    return bool(is_there.any()) and stored[is_there].tobytes() == trained[is_there].tobytes()

@@ -1,0 +1,248 @@
+"""The headline on several ranks: the store's whole rows equal the tables that all ranks hold together, bit for bit.
+
+Each case trains a TorchRec model on 2 or 4 ranks (processes, gloo) under one sharding and streams it to a real server
+of two shards. What it is compared with is TorchRec's own state dict, put together by TorchRec's own metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from ranks import run_ranks
+from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.schemas.idl import idl
+
+pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
+
+Whole = dict[str, dict[str, npt.NDArray[Any]]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
+        yield process
+
+
+def everywhere(kind: str, *names: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    return {name: (kind, settings) for name in names}
+
+
+# ranks, ranks of a node, and the sharding of each table
+SHARDINGS: dict[str, tuple[int, int, dict[str, tuple[str, dict[str, Any]]]]] = {
+    "table-wise": (2, 2, {"users": ("table_wise", {"rank": 0}), "clicks": ("table_wise", {"rank": 1})}),
+    "row-wise": (2, 2, everywhere("row_wise", "users", "films", "shops", "clicks")),
+    "row-wise-4": (4, 4, everywhere("row_wise", "users", "films", "clicks")),
+    "column-wise": (2, 2, everywhere("column_wise", "users", "films", "clicks", ranks=[0, 1])),
+    "column-wise-4": (4, 4, {"users": ("column_wise", {"ranks": [3, 1]}), "films": ("column_wise", {"ranks": [0, 2]})}),
+    "table-row-wise": (
+        4,
+        2,
+        {"users": ("table_row_wise", {"host_index": 0}), "films": ("table_row_wise", {"host_index": 1})},
+    ),
+    "table-column-wise": (
+        4,
+        2,
+        {"users": ("column_wise", {"ranks": [0, 1]}), "films": ("column_wise", {"ranks": [2, 2, 3, 3]})},
+    ),
+    "grid": (
+        4,
+        2,
+        {"wide": ("grid_shard", {"host_indexes": [0, 1]}), "users": ("grid_shard", {"host_indexes": [1]})},
+    ),
+    "mixed": (
+        4,
+        2,
+        {
+            "wide": ("grid_shard", {"host_indexes": [1, 0]}),
+            "users": ("row_wise", {}),
+            "films": ("column_wise", {"ranks": [2, 0]}),
+            "shops": ("table_wise", {"rank": 3}),
+            "clicks": ("row_wise", {}),
+        },
+    ),
+}
+
+
+def job_of(server: ServerProcess, name: str, sharding: str, **settings: Any) -> tuple[int, int, Job]:
+    world_size, local_size, shardings = SHARDINGS[sharding]
+    columns = tuple(shardings) if sharding == "table-column-wise" else ()
+    job = Job(
+        address=server.address,
+        run=name,
+        module=name.replace(".", "_"),
+        shardings=shardings,
+        table_column_wise=columns,
+        **settings,
+    )
+    return world_size, local_size, job
+
+
+def run(world_size: int, local_size: int, job: Job) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = run_ranks(train_on_rank, world_size, job, local_size=local_size)
+    return results
+
+
+def read_all(address: str, fqns: list[str]) -> Whole:
+    """Return every row of some tables, each present, with one of their states."""
+
+    async def read() -> Whole:
+        found: Whole = {}
+        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
+            for fqn in fqns:
+                spec = reader.tables[fqn]
+                rows = await reader.get(fqn, np.arange(spec.num_rows), with_states=True)
+                assert (rows.presence == idl.RowPresence.PRESENT).all(), f"{fqn}: rows are missing"
+                assert len(rows.states) <= 1
+                found[fqn] = {"weights": rows.weights}
+                for state in rows.states.values():
+                    found[fqn]["state"] = state
+        return found
+
+    return asyncio.run(read())
+
+
+def check_equal(stored: Whole, trained: Whole) -> None:
+    """Compare every row of all columns that the trainer has."""
+    for fqn, columns in trained.items():
+        assert len(columns) == len(stored[fqn]), f"{fqn}: {list(columns)} and {list(stored[fqn])}"
+        for name, values in columns.items():
+            found = stored[fqn]["weights" if name == "weights" else "state"]
+            assert found.shape == values.shape, f"{fqn} {name}"
+            different = (_bits(found) != _bits(values)).any(axis=1).nonzero()[0]
+            assert not different.size, f"{fqn} {name}: rows {different[:8].tolist()} differ"
+
+
+def _bits(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(values.shape[0], -1)
+
+
+def check_progress(address: str, job: Job, results: list[dict[str, Any]], num_steps: int) -> None:
+    """All ranks have counted the same steps, and the store says so of each."""
+    assert [result["step"] for result in results] == [num_steps] * len(results)
+
+    async def steps() -> list[list[int]]:
+        async with await EmbeddingReader.connect(address) as reader:
+            return [[c.step for c in shard.clients if c.run == job.run] for shard in await reader.status()]
+
+    for of_shard in asyncio.run(steps()):
+        assert of_shard == [num_steps] * len(results)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "optimizer"),
+    [*((sharding, "row-wise-adagrad") for sharding in SHARDINGS), ("column-wise", "adagrad"), ("mixed", "adagrad")],
+)
+def test_sharded_tables(server: ServerProcess, sharding: str, optimizer: str) -> None:
+    """Whatever the sharding, the store has every row whole: weights and the optimizer's state."""
+    world_size, local_size, job = job_of(server, f"{sharding}-{optimizer}", sharding, optimizer=optimizer)
+    results = run(world_size, local_size, job)
+    trained = whole_tables(results)
+    assert len(trained) == len(job.shardings)
+    check_equal(read_all(server.address, list(trained)), trained)
+    check_progress(server.address, job, results, job.num_steps)
+
+
+def test_table_and_row_without_state_on_4_ranks(server: ServerProcess) -> None:
+    """A table of fewer rows than ranks leaves a rank without rows of it, and arrives whole."""
+    job = Job(
+        address=server.address,
+        run="few-rows",
+        module="few",
+        shardings=everywhere("row_wise", "shops", "users"),
+        optimizer="sgd",
+    )
+    results = run(4, 4, job)
+    assert BAG_TABLES["shops"][0] == 5
+    assert sorted(rows for result in results for fqn, _, rows, _, _ in result["parts"] if "shops" in fqn) == [
+        0,
+        1,
+        2,
+        2,
+    ]
+    trained = whole_tables(results)
+    check_equal(read_all(server.address, list(trained)), trained)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_data_parallel_tables_have_one_owner_a_row(server: ServerProcess, world_size: int) -> None:
+    """Each row of a data-parallel table is streamed by one rank, and all ranks hold what the store has."""
+    job = Job(
+        address=server.address,
+        run=f"data-parallel-{world_size}",
+        module=f"dp{world_size}",
+        shardings={
+            "users": ("data_parallel", {}),
+            "films": ("data_parallel", {}),
+            "shops": ("data_parallel", {}),
+        },
+        optimizer="torch-adagrad",
+    )
+    results = run(world_size, world_size, job)
+    for name in job.shardings:
+        owned = sorted(
+            (row, row + rows) for result in results for fqn, row, rows, _, _ in result["parts"] if f".{name}." in fqn
+        )
+        assert [first for first, _ in owned] == [0, *(end for _, end in owned[:-1])]
+        assert owned[-1][1] == BAG_TABLES[name][0]
+    trained = whole_tables(results)  # asserts that ranks are equal where they overlap, which is everywhere
+    check_equal(read_all(server.address, list(trained)), trained)
+    check_progress(server.address, job, results, job.num_steps)
+
+
+@pytest.mark.parametrize("has_dense_optimizer", [False, True])
+def test_ranks_count_the_same_steps(server: ServerProcess, has_dense_optimizer: bool) -> None:
+    """Ranks without tables, steps without a row, and a flush on one rank alone leave the ranks at one step number."""
+    job = Job(
+        address=server.address,
+        run=f"counting-{has_dense_optimizer}",
+        module=f"counting{has_dense_optimizer}",
+        shardings={"users": ("table_wise", {"rank": 1})},
+        has_dense_optimizer=has_dense_optimizer,
+        num_steps=9,
+        idle_steps=(2, 3, 7),
+        flush_on_rank_0=True,
+    )
+    results = run(2, 2, job)
+    assert [len(result["parts"]) for result in results] == [0, 1]
+    check_progress(server.address, job, results, job.num_steps)
+    trained = whole_tables(results)
+    check_equal(read_all(server.address, list(trained)), trained)
+
+
+@pytest.mark.parametrize("optimizer", ["row-wise-adagrad", "adagrad"])
+def test_other_world_and_sharding_go_on_from_the_store(server: ServerProcess, optimizer: str) -> None:
+    """Runs of other sizes and shardings begin with the store's rows, send what they change, and all is whole again."""
+    names = ("users", "films", "clicks")
+    first = Job(
+        address=server.address,
+        run=f"resharded-{optimizer}",
+        module=f"resharded_{optimizer}",
+        shardings=everywhere("column_wise", *names, ranks=[0, 1]),
+        optimizer=optimizer,
+    )
+    plans = [
+        (2, first),
+        (4, dataclasses.replace(first, shardings=everywhere("row_wise", *names))),
+        (1, dataclasses.replace(first, shardings=everywhere("table_wise", *names, rank=0))),
+        (2, dataclasses.replace(first, shardings=everywhere("column_wise", *names, ranks=[1, 0, 1, 0]))),
+    ]
+    stored: Whole | None = None
+    for turn, (world_size, job) in enumerate(plans):
+        job = dataclasses.replace(job, seed=turn, start=stored, publish="updated" if stored else "all")
+        results = run(world_size, world_size, job)
+        trained = whole_tables(results)
+        fqns = list(trained)
+        before, stored = stored, read_all(server.address, fqns)
+        if before is not None:
+            assert any((before[fqn]["weights"] != stored[fqn]["weights"]).any() for fqn in fqns)
+            assert any((before[fqn]["weights"] == stored[fqn]["weights"]).all(axis=1).any() for fqn in fqns)
+        check_equal(stored, trained)
