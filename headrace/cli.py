@@ -1,7 +1,8 @@
 """The console command `headrace`: the front door, which loads the one command that is asked for.
 
 To add a command, add an entry to `_COMMANDS`. Its target is a plain function whose parameters carry
-`typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code.
+`typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code. Or it is a `typer.Typer` with
+commands of its own.
 
 Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted. A failure is one line on stderr, an
 interruption is silent. With `HEADRACE_DEBUG=1` in the environment both end in a traceback instead.
@@ -54,6 +55,32 @@ _COMMANDS = (
         help="Show what a running server holds.",
     ),
     _Entry(
+        name="snapshot",
+        target="headrace.scripts.snapshot:snapshot",
+        help="Make, list, check, fetch and remove snapshots of a server.",
+    ),
+    _Entry(
+        name="log",
+        target="headrace.scripts.log_command:log",
+        help="Look into an update log and check it.",
+    ),
+    _Entry(
+        name="replay",
+        target="headrace.scripts.replay:replay",
+        help="Reapply what update logs hold to a server or a new directory.",
+    ),
+    _Entry(
+        name="verify",
+        target="headrace.scripts.verify:verify",
+        help="Compare what a server holds with another server or saved digests.",
+    ),
+    _Entry(
+        name="bench",
+        target="headrace.scripts.bench:bench",
+        help="Measure Headrace on this machine, beside limits and peers.",
+        extras=("torchrec", "bench"),
+    ),
+    _Entry(
         name="demo",
         target="headrace.scripts.demo:demo",
         help="Train a real model, stream it, and compare every row with the server's.",
@@ -100,6 +127,8 @@ def _load(entry: _Entry) -> Any:
     """Import the command's function and return it as a click command."""
     module_name, _, function_name = entry.target.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)  # commands of its own
     text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or entry.help)[0].strip()
     app = typer.Typer(add_completion=False)
     app.command(entry.name, help=text)(function)

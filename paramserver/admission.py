@@ -25,9 +25,10 @@ __all__ = ["Account", "Admission", "ServerLimits", "Ticket", "Waiter"]
 class ServerLimits:
     """What one server may hold, and how long it waits.
 
-    Memory for requests and replies, at most: `max_inflight_bytes` for requests, as much again for replies that are not
-    written, `max_idle_buffer_bytes`, `max_stranger_bytes`, and 16 KiB for each small request, 48 KiB for each
-    connection that is made to wait.
+    Memory, at most: `max_inflight_bytes` for requests and as much again for replies that are not written; twice
+    `max_stranger_bytes` for the same of connections before their hello; `max_idle_buffer_bytes`; 16 KiB for each of
+    `max_inflight_requests` short requests, and as much again for strangers'. And for each connection: 4 KiB; 48 KiB
+    while it is made to wait or stands in the middle of a short frame; 384 KiB while its peer does not read.
 
     Attributes:
         max_frame_bytes: Longest request or reply, bytes.

@@ -12,10 +12,30 @@ from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownT
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["Catalog", "Table", "pack_spec", "unpack_spec"]
+__all__ = ["Catalog", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
+_SCALARS_PREFIX = b"scalars/"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A value that a table has once, such as an optimizer's count of steps.
+
+    Attributes:
+        name: The optimizer's name for it.
+        dtype: Element type.
+        data: One element.
+        epoch: Version of the value, first half.
+        step: Second half.
+    """
+
+    name: str
+    dtype: DType
+    data: bytes
+    epoch: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -26,11 +46,13 @@ class Table:
         table_id: Number in this shard's row keys, from 1.
         spec: What the table is.
         fingerprint: The spec's digest, computed once.
+        scalars: By name, the newest that have come to this shard.
     """
 
     table_id: int
     spec: TableSpec
     fingerprint: int
+    scalars: dict[str, Scalar] = field(default_factory=dict)
     _layouts: dict[ColumnShard, RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
@@ -58,6 +80,13 @@ class Catalog:
                 self._add(int(key[len(_META_PREFIX) :]), unpack_spec(msgpack.unpackb(value)))
             except (ValueError, TypeError, KeyError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a table: {exc}") from exc
+        for table in self:
+            key = _SCALARS_PREFIX + b"%d" % table.table_id
+            try:
+                for name, dtype, data, epoch, step in msgpack.unpackb(meta.get(key, b"\x90")):
+                    table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a list of scalars: {exc}") from exc
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -99,6 +128,19 @@ class Catalog:
             table = self._add(len(self._tables) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
         return meta
+
+    def set_scalars(
+        self, fqn: str, scalars: Iterable[tuple[str, DType, bytes]], epoch: int, step: int
+    ) -> dict[bytes, bytes]:
+        """Keep those scalars of a table that are as new as what there is; return the metadata that keeps them."""
+        table = self.find(fqn)
+        for name, dtype, data in scalars:
+            known = table.scalars.get(name)
+            if known is None or (epoch, step) >= (known.epoch, known.step):
+                table.scalars[name] = Scalar(name, dtype, data, epoch, step)
+        # ON DISK: the order is fixed.
+        packed = [[s.name, int(s.dtype), s.data, s.epoch, s.step] for s in table.scalars.values()]
+        return {_SCALARS_PREFIX + b"%d" % table.table_id: msgpack.packb(packed)}
 
     def _add(self, table_id: int, spec: TableSpec) -> Table:
         table = self._tables[spec.fqn] = Table(table_id, spec, spec.fingerprint)

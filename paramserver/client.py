@@ -42,6 +42,8 @@ _MAX_SEQID = 2**31 - 1
 # more than this is not answering at all.
 _MAX_ABANDONED = 4096
 _CLOSE_TIMEOUT_S = 1.0
+_SCRATCH_BYTES = 128 * 2**10
+_SMALL_FRAME_BYTES = 32 * 2**10
 
 _Reply = tuple[MessageHeader, memoryview]
 
@@ -139,6 +141,31 @@ class ParamServerClient:
         """Call `status`; return its `idl.StatusReply`."""
         return await self._call("status", None, timeout_s)
 
+    async def fetch_updates(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `fetchUpdates` with an `idl.FetchUpdatesRequest`; return its `idl.FetchUpdatesReply`.
+
+        Args:
+            request: Its `wait_ms` is how long the server may wait before it answers.
+            timeout_s: How long the answer may take beyond that, seconds.
+        """
+        return await self._call("fetchUpdates", request, request.wait_ms / 1000 + timeout_s)
+
+    async def digest_rows(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Add up digests of rows."""
+        return await self._call("digestRows", request, timeout_s)
+
+    async def create_snapshot(self, request: Any, *, timeout_s: float = 600.0) -> Any:
+        """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`."""
+        return await self._call("createSnapshot", request, request.wait_ms / 1000 + timeout_s)
+
+    async def finish_snapshot(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `finishSnapshot`."""
+        return await self._call("finishSnapshot", request, timeout_s)
+
+    async def fetch_snapshot(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `fetchSnapshot`."""
+        return await self._call("fetchSnapshot", request, timeout_s)
+
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Again is harmless.
 
@@ -165,8 +192,7 @@ class ParamServerClient:
                 f"{name} to {self.address}: a request of {size_bytes} bytes; the server reads {self.max_frame_bytes}"
             )
         try:
-            async with asyncio.timeout(timeout_s):
-                header, frame = await self._protocol.exchange(seqid, segments)
+            header, frame = await self._protocol.exchange(seqid, segments, timeout_s)
         except TimeoutError as exc:
             raise UnavailableError(f"{name} to {self.address}: no answer within {timeout_s:g} s") from exc
         try:
@@ -210,6 +236,12 @@ def _result_of(name: str, header: MessageHeader, frame: memoryview, result_class
     return result.success
 
 
+def _expire(future: asyncio.Future[_Reply]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
+        future.exception()  # marks it as seen: its call may be writing yet, and then meets its own deadline
+
+
 def _again(error: HeadraceError) -> HeadraceError:
     """Return a copy to raise: one instance raised in several tasks would mix their tracebacks."""
     return type(error)(str(error))
@@ -230,30 +262,37 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self._writer = FrameWriter(timeout_s=None)
         self._reader: FrameReader[bool] = FrameReader(
             max_frame_bytes=max_reply_bytes,
-            scratch=new_scratch(),
+            # Of this connection alone, so it may be larger than a server's: many answers come with one system call.
+            scratch=new_scratch(_SCRATCH_BYTES),
+            small_frame_bytes=_SMALL_FRAME_BYTES,
             pool=None,
             admit=lambda length: True,
             deliver=self._deliver,
             refuse=lambda head, error: None,
         )
 
-    async def exchange(self, seqid: int, segments: list[Any]) -> _Reply:
-        """Send a call and return its reply. Cancellation: as `ParamServerClient` says."""
+    async def exchange(self, seqid: int, segments: list[Any], timeout_s: float) -> _Reply:
+        """Send a call and return its reply, or raise `TimeoutError`. Cancellation: as `ParamServerClient` says."""
         if self.lost is not None:
             raise _again(self.lost)
         future: asyncio.Future[_Reply] = self._loop.create_future()
         if seqid in self._pending or seqid in self._abandoned:
             raise UnavailableError(f"{self._address} has not answered for 2^31 calls")
         self._pending[seqid] = future
+        # A bare timer and not `asyncio.timeout`, which costs as much as encoding a small call.
+        timer = self._loop.call_later(timeout_s, _expire, future)
         is_sent = False
         try:
-            await self._writer.send(segments)
+            if not self._writer.try_send(segments):
+                async with asyncio.timeout(timeout_s):
+                    await self._writer.send(segments)
             is_sent = True
             return await future
         except UnavailableError as exc:
             lost: HeadraceError | None = self.lost
             raise _again(lost or UnavailableError(f"{self._address}: {exc}")) from None
         finally:
+            timer.cancel()
             # Still there when no reply has come. A frame that was cut has closed the connection.
             if self._pending.pop(seqid, None) is not None and is_sent:
                 self._abandon(seqid)
@@ -279,6 +318,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             if self._pending:
                 self.fail(self.lost)
             else:
+                self._writer.flush()
                 self._transport.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -296,8 +336,13 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             keep_alive(sock)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        is_tls = self._transport.get_extra_info("sslcontext") is not None
         self._transport = None
         reason = f": {exc}" if exc is not None else ""
+        if is_tls and not self._reader.num_begun:
+            # The server's asyncio closes without TLS's own word for it.
+            reason += ", before any answer; it may ask for a client certificate of an authority that it trusts"
         self.fail(self.lost or UnavailableError(f"{self._address} closed the connection{reason}"))
         self._writer.detach()
         self._closed.set_result(None)

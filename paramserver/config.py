@@ -31,8 +31,10 @@ _MAX_BYTES = 2**50
 class ShardSettings:
     """What holds for each shard; a budget is one shard's, so N shards may use N times as much.
 
-    Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` +
-    `max_log_pending_bytes` + `max_backlog_bytes`, and some 300 MiB for the process and its buffers.
+    Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` (requests, and replies
+    on their way) + `max_log_pending_bytes` + `max_backlog_bytes`; some 600 MiB for the process, its idle buffers, short
+    requests and clients before their hello (`ServerLimits` counts them); and for each connection 4 KiB while it is
+    idle, 48 KiB while it is made to wait, 384 KiB while its peer does not read.
 
     Each field's `help` says what it does and costs, its `kind` the unit; a help page is made of them.
     """
@@ -114,6 +116,13 @@ class ShardSettings:
         maximum=10 * 365 * 86400,
         default_text="7d",
         help="Log that is applied and older than this may be removed.",
+    )
+    log_hold_bytes: int = setting(
+        16 * _GIB,
+        kind=Kind.BYTES,
+        minimum=_MIB,
+        maximum=_MAX_BYTES,
+        help="Disk a shard for log that a registered follower or the newest snapshot still needs.",
     )
     block_cache_bytes: int = setting(
         0,

@@ -52,6 +52,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         columns=columns,
         identities=_identities(table, delta, row_ids.size),
         deleted_row_ids=deleted,
+        scalars=_scalars(table, delta.scalars or ()),
     )
 
 
@@ -113,6 +114,21 @@ def _identities(table: Table, delta: Any, num_rows: int) -> npt.NDArray[np.int64
     if len(data) != num_rows * 8:
         raise RequestError(f"table {table.spec.fqn!r}: {len(data)} bytes of identities for {num_rows} rows")
     return np.frombuffer(data, "<i8")
+
+
+def _scalars(table: Table, scalars: Iterable[Any]) -> tuple[tuple[str, DType, bytes], ...]:
+    found = []
+    for scalar in scalars:
+        if scalar.dtype not in set(DType) or len(scalar.data) != DType(scalar.dtype).size_bytes:
+            raise RequestError(
+                f"table {table.spec.fqn!r}: scalar {scalar.name!r} has {len(scalar.data)} bytes, which is not one "
+                f"element of {_dtype_name(scalar.dtype)}"
+            )
+        # Copied out of the frame: it outlives the batch.
+        found.append((scalar.name, DType(scalar.dtype), bytes(scalar.data)))
+    if len({name for name, _, _ in found}) != len(found):
+        raise RequestError(f"table {table.spec.fqn!r}: a scalar is given twice")
+    return tuple(found)
 
 
 def _check_finite(

@@ -44,9 +44,9 @@ MAX_HEAD_BYTES = 140
 Grant = TypeVar("Grant")
 
 
-def new_scratch() -> memoryview:
-    """Return a scratch buffer, uint8[SCRATCH_BYTES], for all readers of one event loop."""
-    return np.empty(SCRATCH_BYTES, np.uint8).data
+def new_scratch(size_bytes: int = SCRATCH_BYTES) -> memoryview:
+    """Return a scratch buffer, uint8[size_bytes], for all readers of one event loop."""
+    return np.empty(size_bytes, np.uint8).data
 
 
 class Frame(Generic[Grant]):
@@ -94,6 +94,7 @@ class FrameReader(Generic[Grant]):
         admit: Callable[[int], Grant | HeadraceError | None],
         deliver: Callable[[Frame[Grant]], None],
         refuse: Callable[[memoryview, HeadraceError], None],
+        small_frame_bytes: int = SMALL_FRAME_BYTES,
     ) -> None:
         """Start between two frames.
 
@@ -106,6 +107,7 @@ class FrameReader(Generic[Grant]):
                 the two.
             deliver: Gets each complete frame, and owns it.
             refuse: Gets the first bytes of each refused frame, at most `MAX_HEAD_BYTES`, and the error.
+            small_frame_bytes: Up to here a frame is copied out of the scratch buffer.
         """
         self.max_frame_bytes = max_frame_bytes
         self.num_begun = 0
@@ -115,6 +117,7 @@ class FrameReader(Generic[Grant]):
         self._admit = admit
         self._deliver = deliver
         self._refuse = refuse
+        self._small_frame_bytes = small_frame_bytes
         self._is_stopped = False
         self._rest = b""  # received and not parsed: a cut length, or all that came after a frame that waits
         self._verdict: Grant | HeadraceError | None = None  # of the frame at the start of `_rest`
@@ -226,7 +229,7 @@ class FrameReader(Generic[Grant]):
             self.num_begun += 1
         start = pos + PREFIX.size
         is_here = len(data) - start >= length
-        if length <= SMALL_FRAME_BYTES and not is_here:
+        if length <= self._small_frame_bytes and not is_here:
             self._length, self._body, self._filled = length, memoryview(bytearray(length)), 0
             return start
         verdict, self._verdict = self._verdict, None
@@ -239,7 +242,7 @@ class FrameReader(Generic[Grant]):
             self._length, self._refusal = length, verdict
             self._body, self._filled = memoryview(bytearray(min(length, MAX_HEAD_BYTES))), 0
             return start
-        if length <= SMALL_FRAME_BYTES:
+        if length <= self._small_frame_bytes:
             frame = memoryview(bytes(data[start : start + length]))
             self._deliver(Frame(frame, verdict, None, None))
             return start + length

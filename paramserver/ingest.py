@@ -1,8 +1,9 @@
 """The path of an update into a shard: its place, the update log, the ack, the store.
 
 A batch is checked and given its place by `Sessions`, appended to the update log, acked once the log has it on disk,
-and applied to RocksDB afterwards by the `Applier`. Tables, sessions and applied seq are a function of the log, and the
-store keeps them in the same atomic batches as the rows: to recover is to apply the records that the store lacks.
+and applied to RocksDB afterwards by the `Applier`. Tables, sessions and applied seq are a function of the log; the
+store gets them together, after the rows of the same records. So to recover is to apply the records that the store's
+position lacks, and applying one twice changes nothing.
 
 The order of batches is fixed synchronously: between the check of a client seq and the append there is no await.
 """
@@ -19,8 +20,8 @@ from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
 from headrace.paramserver.deltas import decode_delta
 from headrace.paramserver.pending import Batch, RowDelta
 from headrace.paramserver.sessions import Session, Sessions
-from headrace.paramserver.update_log import LogRecord, UpdateLog
-from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError, UnavailableError
+from headrace.paramserver.update_log import Append, LogRecord, UpdateLog
+from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.row_records import MAX_EPOCH
@@ -43,6 +44,7 @@ class Ingest:
         sessions: The writers.
         submitted_seq: Every batch up to this seq is visible to reads.
         num_rows_written: Rows accepted since this process began.
+        on_accepted: Called right after a record has got its place, before the next one can get its own.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class Ingest:
         self.sessions = Sessions(meta)
         self.submitted_seq = applier.applied_seq
         self.num_rows_written = 0
+        self.on_accepted: Callable[[], None] | None = None
         self._log = log
         self._applier = applier
         self._max_backlog_bytes = max_backlog_bytes
         self._reject_non_finite = reject_non_finite
         self._undurable: deque[Batch] = deque()
         self._last_append: asyncio.Future[None] | None = None
+        self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
         self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
     async def wait_failed(self) -> HeadraceError:
@@ -84,6 +88,19 @@ class Ingest:
         Cancellation: harmless.
         """
         return await asyncio.shield(self._failure)
+
+    @property
+    def accepted_seq(self) -> int:
+        """Last record that has got its place in the log, durable or not."""
+        return self._undurable[-1].seq if self._undurable else self.submitted_seq
+
+    async def wait_durable(self, seq: int) -> None:
+        """Return when the log has a record durably and reads see it; never, once the log has failed.
+
+        Cancellation: harmless.
+        """
+        while self.submitted_seq < seq:
+            await asyncio.shield(self._progress)
 
     async def recover(self) -> int:
         """Apply the log's records that the store does not have; return how many there were.
@@ -107,7 +124,15 @@ class Ingest:
         return count
 
     async def open_session(
-        self, run: str, client: str, epoch: int, rank: int, world_size: int, specs: list[TableSpec]
+        self,
+        run: str,
+        client: str,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        specs: list[TableSpec],
+        *,
+        claims_epoch: bool = False,
     ) -> Session:
         """Register tables and open or resume a writer's session; durable on return, as is all it has been promised.
 
@@ -115,14 +140,17 @@ class Ingest:
 
         Raises:
             SpecMismatchError: A table is registered with another spec; nothing is changed.
-            FencedError: A newer epoch holds the run.
+            FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
             RequestError: A field is out of range.
         """
-        if not run or not client or not 1 <= epoch <= MAX_EPOCH or not 0 <= rank < world_size:
+        is_place = rank == world_size == 0 or 0 <= rank < world_size
+        if not run or not client or not 1 <= epoch <= MAX_EPOCH or not is_place:
             raise RequestError(
                 f"run {run!r}, client {client!r}, epoch {epoch}, rank {rank} of {world_size}: not a writer"
             )
         self.sessions.fence(run, epoch)
+        if claims_epoch:
+            self.sessions.check_unclaimed(epoch)
         new_specs = self.catalog.check(specs)
         if new_specs or not self.sessions.is_open(run, client, epoch):
             packed = [pack_spec(spec) for spec in new_specs]
@@ -134,7 +162,7 @@ class Ingest:
                 "world_size": world_size,
                 "tables": packed,
             }
-            append = self._log.append(epoch=epoch, header=header, body=[])
+            append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         if self._last_append is not None:
             await self._durable(self._last_append)
@@ -164,10 +192,12 @@ class Ingest:
             if self._last_append is not None:
                 await self._durable(self._last_append)
             return self.submitted_seq, True
+        if not (session.is_trainer or is_conditional):
+            raise RequestError(f"client {request.client!r} of {request.run!r} is no trainer: version_epoch is missing")
         if request.step < session.step and not is_conditional:
             raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
         deltas = self._decode(request)
-        append = self._log.append(epoch=request.epoch, header=_batch_header(request), body=[frame])
+        append = self._append(request.epoch, _batch_header(request), [frame])
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
@@ -192,6 +222,10 @@ class Ingest:
     ) -> Batch:
         is_conditional = request.version_epoch is not None
         meta = self.sessions.raise_version_epoch(request.version_epoch) if is_conditional else {}
+        for delta in deltas:
+            if delta.scalars:
+                version_epoch = request.version_epoch if is_conditional else request.epoch
+                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, version_epoch, request.step)
         self.sessions.advance(
             session,
             client_seq=request.client_seq,
@@ -245,10 +279,24 @@ class Ingest:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
         raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
 
+    def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview]) -> Append:
+        try:
+            return self._log.append(epoch=epoch, header=header, body=body)
+        except StorageError as exc:
+            # It may have failed while nothing was on its way: then no record's future has told of it.
+            self._fail(exc)
+            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+
+    def _fail(self, error: HeadraceError) -> None:
+        if not self._failure.done():
+            self._failure.set_result(error)
+
     def _enqueue(self, batch: Batch, durable: asyncio.Future[None]) -> None:
         self._undurable.append(batch)
         self._last_append = durable
         durable.add_done_callback(lambda future: self._settle(batch.seq, future))
+        if self.on_accepted is not None:
+            self.on_accepted()
 
     def _settle(self, seq: int, durable: asyncio.Future[None]) -> None:
         """Hand over what has become durable; not in the request's task, which may have been cancelled."""
@@ -259,11 +307,12 @@ class Ingest:
             for batch in self._undurable:
                 batch.release()
             self._undurable.clear()
-            if not self._failure.done():
-                self._failure.set_result(error)
+            self._fail(error)
             return
         while self._undurable and self._undurable[0].seq <= seq:
             self._submit(self._undurable.popleft())
+        progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
+        progress.set_result(None)
 
     def _submit(self, batch: Batch) -> None:
         self._applier.submit(batch)

@@ -18,10 +18,12 @@ from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
+from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.errors import ProtocolError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 __all__ = ["EmbeddingReader", "Rows"]
 
@@ -160,6 +162,71 @@ class EmbeddingReader:
         except TimeoutError as exc:
             raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
 
+    @property
+    def links(self) -> list[ShardLink]:
+        """The shards, by index; to follow them over the reader's own connections."""
+        return self._shards
+
+    async def digest(
+        self,
+        fqn: str,
+        *,
+        columns: ColumnShard | None = None,
+        first_row: int = 0,
+        end_row: int | None = None,
+        with_presence: bool = False,
+        timeout_s: float | None = None,
+    ) -> TableDigest:
+        """Return digests of the rows that the shards have, by bucket, see `schemas/row_digest.py`.
+
+        Each shard answers for one position of its log; writes in between show in `TableDigest.is_steady`.
+
+        Args:
+            fqn: Table.
+            columns: Weights and pointwise states are cut to these, and rowwise states left out; None takes whole rows.
+            first_row: First row looked at.
+            end_row: End of them, exclusive; None for the table's end.
+            with_presence: Say which rows are there.
+            timeout_s: Deadline, seconds; None for none: a shard looks at some hundred thousand rows a second.
+
+        Raises:
+            UnknownTableError: No shard knows the table.
+            UnavailableError: A shard did not answer in time.
+            HeadraceError: A shard refused.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                spec = await self._spec_of(fqn)
+                columns = spec.whole if columns is None else columns
+                end_row = 2**63 - 1 if end_row is None else end_row
+                digest = TableDigest(spec=spec, columns=columns)
+                span = (first_row, end_row)
+                await _gather([self._digest(digest, link, span, with_presence) for link in self._shards])
+                return digest
+        except TimeoutError as exc:
+            raise UnavailableError(_why(f"no digests of {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+
+    async def _digest(self, digest: TableDigest, link: ShardLink, span: tuple[int, int], with_presence: bool) -> None:
+        first_row, end_row = span
+        seq = None
+        max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if with_presence else 24))
+        while first_row < min(end_row, digest.spec.num_rows or end_row):
+            request = idl.DigestRowsRequest(
+                fqn=digest.spec.fqn,
+                first_row=first_row,
+                end_row=end_row,
+                column_offset=digest.columns.offset,
+                width=digest.columns.width,
+                max_buckets=max_buckets,
+                with_presence=with_presence,
+            )
+            reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
+            digest.add(reply)
+            digest.is_steady &= seq in (None, reply.seq)
+            if reply.next_row <= first_row:
+                raise ProtocolError(f"{link.address} goes on at row {reply.next_row} after row {first_row}")
+            seq, first_row = reply.seq, reply.next_row
+
     async def status(self, *, timeout_s: float | None = None) -> list[Any]:
         """Return the `idl.StatusReply` of each shard, by its index.
 
@@ -172,6 +239,23 @@ class EmbeddingReader:
                 return await _gather([retry(link.status) for link in self._shards])
         except TimeoutError as exc:
             raise UnavailableError(_why(f"no status within {timeout_s:g} s", self._shards)) from exc
+
+    async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
+        """Return the newest values that a table has once (an optimizer's count of steps), by name.
+
+        Raises:
+            UnavailableError: A shard did not answer in time.
+        """
+        newest: dict[str, tuple[int, int, np.generic]] = {}
+        for status in await self.status(timeout_s=timeout_s):
+            for table in status.tables:
+                for stored in (table.scalars or ()) if table.spec.fqn == fqn else ():
+                    scalar = stored.scalar
+                    value = np.frombuffer(scalar.data, DType(scalar.dtype).numpy)[0]
+                    known = newest.get(scalar.name)
+                    if known is None or (stored.epoch, stored.step) > known[:2]:
+                        newest[scalar.name] = (stored.epoch, stored.step, value)
+        return {name: value for name, (_, _, value) in newest.items()}
 
     async def close(self) -> None:
         """Close all connections. Again is harmless."""

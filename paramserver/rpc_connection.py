@@ -1,15 +1,12 @@
 """One connection of a server: frames in, requests begun in their order, replies out as they are ready.
 
-Every wait has a deadline: for a hello, for the rest of a frame, for room, for the peer to take a reply, for anything at
-all. One timer a connection watches them; it is set when the connection begins and looks again when it fires, so that a
-request costs no timer.
+Every wait has a deadline: for room here, for the peer to take a reply in `frame_writer`, all others in `rpc_deadlines`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +15,7 @@ from headrace.paramserver.admission import Account, Admission, ServerLimits, Tic
 from headrace.paramserver.buffer_pool import BufferPool
 from headrace.paramserver.frame_writer import FrameWriter
 from headrace.paramserver.frames import SMALL_FRAME_BYTES, Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc_deadlines import Deadlines
 from headrace.paramserver.rpc_dispatch import Dispatcher, Peer, RefusalLog, Request, ServerStats
 from headrace.schemas.errors import (
     HeadraceError,
@@ -31,9 +29,6 @@ from headrace.schemas.messages import Segment, size_of_segments
 __all__ = ["Connection", "ServerContext"]
 
 _log = logging.getLogger(__name__)
-
-# How long a connection that is finished waits for the peer to close, before it does so itself.
-_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +98,10 @@ class Connection(asyncio.BufferedProtocol):
         )
         self._transport: asyncio.Transport | None = None
         self._num_running = 0
-        self._finished_s: float | None = None
-        self._active_s = self._loop.time()
-        self._frame_since_s: float | None = None
-        self._frames_seen = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_finished = False
+        self._deadlines = Deadlines(
+            self._limits, is_waiting=self._is_waited_for, is_stranger=self._is_stranger, expire=self._expire
+        )
 
     # The transport's side.
 
@@ -117,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.attach(self._transport)
         self._account = self._admission.open_account(self)
         self._context.connections.add(self)
-        self._watch(self._deadline_s())
+        self._deadlines.watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End; called by the transport. Requests that run go on, their replies are dropped."""
@@ -126,8 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writer.detach()
         self._stop_reading()
         self._context.connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadlines.cancel()
         self._admission.close_account(self._account)
         if not self.closed.done():
             self.closed.set_result(None)
@@ -142,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take received bytes; called by the transport."""
-        self._active_s = self._loop.time()
+        self._deadlines.touch()
         try:
             self._reader.buffer_updated(nbytes)
         except ProtocolError as exc:
@@ -173,17 +166,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def finish(self) -> None:
         """Close in peace: say that nothing more comes, read past what does, close when the peer has."""
-        if self._finished_s is not None or self._transport is None:
+        if self._is_finished or self._transport is None:
             return
-        self._finished_s = self._loop.time()
+        self._is_finished = True
         self._stop_reading()
+        self._writer.flush()
         if self._transport.can_write_eof():
             # Closing with bytes unread would reset the connection, and the last replies with it.
             self._transport.write_eof()
             self._transport.resume_reading()
         else:
             self._transport.close()
-        self._watch(self._finished_s + _LINGER_S)
+        self._deadlines.note_finish()
 
     def abort(self) -> None:
         """Close at once."""
@@ -229,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._admission if waiter.account is self._account else self._context.strangers
 
     def _resume(self, verdict: Ticket | HeadraceError | None = None) -> None:
-        self._active_s = self._loop.time()
+        self._deadlines.touch()
         try:
             self._reader.resume(verdict)
         except ProtocolError as exc:
@@ -238,23 +232,16 @@ class Connection(asyncio.BufferedProtocol):
             self._after_input()
 
     def _after_input(self) -> None:
-        """Set flow control and the frame's deadline to what the reader has come to."""
+        """Set flow control and deadlines to what the reader has come to."""
         transport = self._transport
         if transport is None:
             return
         if self._reader.is_paused:
             transport.pause_reading()
-            self._frame_since_s = None
+            self._deadlines.note_pause()
             return
         transport.resume_reading()
-        if not self._reader.is_mid_frame:
-            self._frame_since_s = None
-        elif self._frame_since_s is None or self._reader.num_begun != self._frames_seen:
-            self._frame_since_s = self._active_s
-            self._frames_seen = self._reader.num_begun
-            self._watch(self._active_s + self._limits.frame_timeout_s)
-        if self._timer is None:
-            self._watch(self._deadline_s())
+        self._deadlines.note_input(is_mid_frame=self._reader.is_mid_frame, num_begun=self._reader.num_begun)
 
     def _begin(self, frame: Frame[Ticket]) -> None:
         try:
@@ -345,14 +332,14 @@ class Connection(asyncio.BufferedProtocol):
             self._request_done()
         if self._closes_after_refusal:
             self.finish()
-        elif self._transport is not None and self._finished_s is None:
+        elif self._transport is not None and not self._is_finished:
             self._resume()
 
     def _request_done(self) -> None:
         self._num_running -= 1
-        self._active_s = self._loop.time()
+        self._deadlines.touch()
         if not self._num_running and self._transport is not None:
-            self._watch(self._deadline_s())
+            self._deadlines.watch()
 
     def _settle_account(self) -> None:
         """After a hello: the connection counts towards its client, and may send long frames."""
@@ -368,38 +355,14 @@ class Connection(asyncio.BufferedProtocol):
 
     # Deadlines.
 
-    def _deadline_s(self) -> float:
-        """When this connection, as it is now, has to be closed."""
-        if self._finished_s is not None:
-            return self._finished_s + _LINGER_S
-        if self._frame_since_s is not None:
-            return self._frame_since_s + self._limits.frame_timeout_s
-        if self._num_running or self._reader.is_paused:
-            return math.inf
-        idle_s = self._limits.idle_timeout_s or math.inf
-        if self.peer.role is None:
-            idle_s = min(idle_s, self._limits.hello_timeout_s)
-        return self._active_s + idle_s
+    def _is_waited_for(self) -> bool:
+        return bool(self._num_running) or self._reader.is_paused
 
-    def _watch(self, deadline_s: float) -> None:
-        """Look at the deadlines not later than this."""
-        if deadline_s == math.inf:
-            return
-        if self._timer is not None:
-            if self._timer.when() <= deadline_s:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(deadline_s, self._look)
+    def _is_stranger(self) -> bool:
+        return self.peer.role is None
 
-    def _look(self) -> None:
-        self._timer = None
-        if self._transport is None:
-            return
-        deadline_s = self._deadline_s()
-        if deadline_s > self._loop.time():
-            self._watch(deadline_s)
-            return
-        if self._frame_since_s is not None and self._finished_s is None:
+    def _expire(self, is_frame_late: bool) -> None:
+        if is_frame_late:
             self._context.stats.num_timed_out += 1
             wait_s = self._limits.frame_timeout_s
             self._context.refusals.warn("slow", self.peer.address, f"no whole frame within {wait_s:g} s")

@@ -158,7 +158,7 @@ class Call:
 
 
 class Service(Protocol):
-    """What a server serves: a method for each one of the IDL, in snake case, and `disconnected`.
+    """What a server serves: `disconnected`, and methods of the IDL in snake case: these, and any other that it has.
 
     Methods raise `HeadraceError` to refuse. Those of one connection are begun in the order of its requests: what comes
     before a method's first `await` that waits is in that order too. A method goes on when its peer is gone.

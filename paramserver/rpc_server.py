@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import socket
 import ssl
@@ -26,11 +27,13 @@ _log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _HANDSHAKE_TIMEOUT_S = 10.0
+_NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # OpenSSL's name for it
 # Connections over the bound that are still told so; those beyond are closed without a word.
 _NUM_TOLD = 64
 # No descriptor or memory for another connection: wait for one to close.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EXHAUSTED_PAUSE_S = 0.2
+_ACCEPTS_A_TURN = 64
 # How long cancelled requests are waited for once everything else is closed.
 _CANCEL_S = 1.0
 
@@ -79,7 +82,7 @@ class ThriftServer:
             refusals=refusals,
         )
         self._sock: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting_again: asyncio.TimerHandle | None = None
         self._arriving: set[asyncio.Task[None]] = set()  # accepted, and not yet connections: TLS takes its time
         self._closing: asyncio.Task[None] | None = None
 
@@ -122,11 +125,11 @@ class ThriftServer:
 
         Cancellation: atomic, it does not wait.
         """
-        assert self._accepting is None, "start() twice"
+        assert self._sock is None, "start() twice"
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         self._sock = sock
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock))
+        asyncio.get_running_loop().add_reader(sock, self._accept, sock)
 
     async def close(self, *, drain_s: float) -> None:
         """Stop: accept no more, answer what is in flight, refuse the rest as unavailable, close every connection.
@@ -145,13 +148,16 @@ class ThriftServer:
     async def _close(self, drain_s: float) -> None:
         loop, context = asyncio.get_running_loop(), self._context
         deadline_s = loop.time() + drain_s
-        arriving = [*self._arriving, *([self._accepting] if self._accepting else [])]
+        if self._accepting_again is not None:
+            self._accepting_again.cancel()
+        if self._sock is not None:
+            loop.remove_reader(self._sock)
+            self._sock.close()
+        arriving = list(self._arriving)
         for task in arriving:
             task.cancel()
         if arriving:
             await asyncio.wait(arriving)
-        if self._sock is not None:
-            self._sock.close()
         for connection in list(context.connections):
             connection.begin_drain()  # those that arrived in the meantime
         await _wait_all(context.tasks, deadline_s - loop.time())
@@ -168,20 +174,33 @@ class ThriftServer:
             connection.abort()
         await _wait_all([*unfinished, *(c.closed for c in connections)], _CANCEL_S)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept what waits, but not so many at once that those who are there have to wait."""
+        # Not `sock_accept`: cancelled at the wrong moment, it loses the connection that it has just accepted.
         loop = asyncio.get_running_loop()
-        while True:
+        for _ in range(_ACCEPTS_A_TURN):
             try:
-                sock, address = await loop.sock_accept(listener)
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
             except OSError as exc:
                 if exc.errno in _EXHAUSTED:
                     self._context.refusals.warn("exhausted", "listener", exc)
-                    await asyncio.sleep(_EXHAUSTED_PAUSE_S)
-                # Anything else is the fault of the connection that was to be accepted.
-                continue
+                    loop.remove_reader(listener)
+                    self._accepting_again = loop.call_later(
+                        _EXHAUSTED_PAUSE_S, loop.add_reader, listener, self._accept, listener
+                    )
+                    return
+                continue  # the fault of the connection that was to be accepted
+            sock.setblocking(False)
             task = loop.create_task(self._welcome(sock, format_address(*address[:2])))
             self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            task.add_done_callback(functools.partial(self._arrived, sock))
+
+    def _arrived(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._arriving.discard(task)
+        if task.cancelled():
+            sock.close()  # perhaps before its first line, and then nobody else knows of the socket
 
     async def _welcome(self, sock: socket.socket, address: str) -> None:
         """Make a connection of an accepted socket, or refuse it."""
@@ -200,12 +219,13 @@ class ThriftServer:
                 return
         try:
             await self._connect(sock, address, refusal)
-        except ssl.SSLCertVerificationError as exc:
-            self.stats.num_unauthorized += 1
-            self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
         except (OSError, TimeoutError) as exc:  # ssl.SSLError is an OSError
-            self.stats.num_malformed += 1
-            self._context.refusals.warn("malformed", address, f"TLS handshake: {exc}")
+            if isinstance(exc, ssl.SSLCertVerificationError) or getattr(exc, "reason", None) == _NO_CERTIFICATE:
+                self.stats.num_unauthorized += 1
+                self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
+            else:
+                self.stats.num_malformed += 1
+                self._context.refusals.warn("malformed", address, f"TLS handshake: {exc}")
 
     async def _connect(self, sock: socket.socket, address: str, refusal: HeadraceError | None) -> None:
         with contextlib.ExitStack() as on_failure:

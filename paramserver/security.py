@@ -36,6 +36,11 @@ _MAX_TOKEN_CHARS = 4096
 _ROLE_OF_METHOD = {
     "getEmbeddings": idl.Role.READER,
     "status": idl.Role.READER,
+    "fetchUpdates": idl.Role.READER,
+    "digestRows": idl.Role.READER,
+    "fetchSnapshot": idl.Role.READER,
+    "createSnapshot": idl.Role.ADMIN,
+    "finishSnapshot": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

@@ -32,11 +32,12 @@ class Session:
         client: Name of the client within the run.
         epoch: Highest epoch in which the client has said hello.
         rank: Its rank, 0 to `world_size` - 1.
-        world_size: Ranks of the run in that epoch.
+        world_size: Ranks of the run in that epoch; 0 for a client that is no trainer and brings in rows (a replay).
         last_client_seq: Last batch accepted in this epoch; 0 before the first.
         step: Last step that the client ended here; -1 before the first.
         exact_step: Last step whose cut is exact; -1 before the first.
         time_us: The trainer's wall clock at `step`, microseconds since 1970.
+        ended_client_seq: The batch that ended `step`; 0 before the first.
         seen_s: Monotonic time of the last sign of life; not kept over a restart.
         num_connections: Connections that have said hello as this client.
     """
@@ -50,14 +51,25 @@ class Session:
     step: int = -1
     exact_step: int = -1
     time_us: int = 0
+    ended_client_seq: int = 0
     seen_s: float = 0.0
     num_connections: int = 0
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether it is part of a run that makes steps; watermarks and cuts do not wait for others."""
+        return self.world_size > 0
+
+    @property
+    def is_at_exact_cut(self) -> bool:
+        """Whether everything up to `step` is here and nothing newer; not before the first step."""
+        return 0 <= self.step == self.exact_step and self.ended_client_seq == self.last_client_seq
 
     def pack(self) -> dict[bytes, bytes]:
         """Return the metadata that keeps this session. ON DISK: the order is fixed."""
         fields = [
             *(self.run, self.client, self.epoch, self.rank, self.world_size),
-            *(self.last_client_seq, self.step, self.exact_step, self.time_us),
+            *(self.last_client_seq, self.step, self.exact_step, self.time_us, self.ended_client_seq),
         ]
         return {_META_PREFIX + msgpack.packb([self.run, self.client]): msgpack.packb(fields)}
 
@@ -99,6 +111,25 @@ class Sessions:
         """Return the epoch that holds a run; 0 before its first hello."""
         return max((session.epoch for session in self._sessions.values() if session.run == run), default=0)
 
+    def find(self, run: str, client: str) -> Session | None:
+        """Return a client's session, of whatever epoch; None when it has never said hello."""
+        return self._sessions.get((run, client))
+
+    def ranks_of(self, epoch: int) -> list[Session]:
+        """Return the sessions of the run that an epoch belongs to, if every rank has said hello; else none."""
+        ranks = [session for session in self._sessions.values() if session.epoch == epoch and session.is_trainer]
+        return ranks if ranks and len(ranks) >= ranks[0].world_size else []
+
+    def exact_step_of(self, epoch: int) -> int | None:
+        """Return the step at which an epoch's run stands exactly: all ranks have ended it, none has sent more."""
+        ranks = self.ranks_of(epoch)
+        steps = {session.step for session in ranks}
+        return steps.pop() if len(steps) == 1 and all(session.is_at_exact_cut for session in ranks) else None
+
+    def watermark_of(self, epoch: int) -> int:
+        """Return the step up to which everything of an epoch's run is here: its slowest rank's; -1 before the first."""
+        return min((session.step for session in self.ranks_of(epoch)), default=-1)
+
     def fence(self, run: str, epoch: int) -> None:
         """Check that `epoch` may still write.
 
@@ -111,6 +142,15 @@ class Sessions:
                 f"run {run!r}: epoch {epoch} is fenced off, epoch {current} has taken over; stop this trainer",
                 epoch=current,
             )
+
+    def check_unclaimed(self, epoch: int) -> None:
+        """Check that an epoch is above every one seen: the trainer that takes it is the only one that has it.
+
+        Raises:
+            FencedError: It is not; `epoch` is the highest one.
+        """
+        if epoch <= self.highest_epoch:
+            raise FencedError(f"epoch {epoch} has been taken", epoch=self.highest_epoch)
 
     def open(self, run: str, client: str, epoch: int, rank: int, world_size: int) -> Session:
         """Return the session of a client's hello, begun anew when its epoch is new.
@@ -170,7 +210,7 @@ class Sessions:
         """Record that a batch has been accepted."""
         session.last_client_seq = client_seq
         if ends_step:
-            session.step, session.time_us = step, time_us
+            session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
             if is_exact_cut:
                 session.exact_step = step
 

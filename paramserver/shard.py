@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import time
@@ -12,24 +13,32 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from headrace.paramserver.applier import Applier, ApplierConfig
+from headrace.paramserver.catalog import Table
 from headrace.paramserver.deltas import decode_row_ids
+from headrace.paramserver.digester import Digester
 from headrace.paramserver.file_update_log import FileUpdateLog
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_format import fact
+from headrace.paramserver.loop_probe import LoopProbe
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
+from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.update_feed import UpdateFeed
 from headrace.paramserver.update_log import UpdateLog, UpdateLogConfig
-from headrace.schemas.errors import HeadraceError, ProtocolMismatchError, UnauthorizedError
+from headrace.schemas.errors import GoneError, HeadraceError, ProtocolMismatchError, RequestError, UnauthorizedError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.snapshot_manifest import SnapshotManifest
 
-__all__ = ["Shard", "open_shard"]
+__all__ = ["Shard", "open_shard", "trim_log"]
 
 _log = logging.getLogger(__name__)
 
 _NEVER_REACHED = 2**63
 _RETENTION_INTERVAL_S = 15.0
+_SNAPSHOT_CHUNK_BYTES = 8 << 20
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 
@@ -40,6 +49,8 @@ class Shard:
     Thread: the event loop's.
 
     Attributes:
+        feed: The update log as followers see it.
+        log: The update log.
         server: Who calls this service, once somebody does: `status` tells its figures.
     """
 
@@ -50,15 +61,24 @@ class Shard:
         store: RowStore,
         applier: Applier,
         ingest: Ingest,
+        feed: UpdateFeed,
         retaining: asyncio.Task[NoReturn],
+        probe: LoopProbe,
     ) -> None:
         """Serve an opened log and store; `retaining` is the task that trims the log."""
         self._config = config
-        self._log = log
+        self.log = log
         self._store = store
         self._applier = applier
         self._ingest = ingest
+        self.feed = feed
+        self._snapshots = SnapshotFiles(config.snapshots_path)
+        self._snapshot_maker = SnapshotMaker(
+            ingest, applier, store, self._snapshots, server_id=config.server_id, shard=config.shard
+        )
+        self._digester = Digester(ingest, applier, store)
         self._retaining = retaining
+        self._probe = probe
         self.server: ThriftServer | None = None
         self._started_s = time.monotonic()
 
@@ -79,6 +99,16 @@ class Shard:
             for task in waiting:
                 task.cancel()
 
+    async def applied(self) -> None:
+        """Return when all that can be read is in RocksDB.
+
+        Raises:
+            HeadraceError: Applying has failed.
+
+        Cancellation: harmless.
+        """
+        await self._applier.wait_applied(self._ingest.submitted_seq)
+
     async def hello(self, call: Call, request: Any) -> Any:
         """Register tables, open or resume a writer's session, and tell what a client must know.
 
@@ -92,7 +122,13 @@ class Shard:
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
             session = await self._ingest.open_session(
-                request.run, request.client, request.epoch, request.rank, request.world_size, specs
+                request.run,
+                request.client,
+                request.epoch,
+                request.rank,
+                request.world_size,
+                specs,
+                claims_epoch=bool(request.claims_epoch),
             )
             last_client_seq = session.last_client_seq
             self._bind(call.peer, session)
@@ -148,6 +184,67 @@ class Shard:
             reply.identities = rows.identities
         return reply
 
+    async def fetch_updates(self, call: Call, request: Any) -> Any:
+        """Wait for and return durable records of the update log.
+
+        Cancellation: harmless.
+        """
+        return await self.feed.fetch(request)
+
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Add up digests of rows as the acked batches have left them.
+
+        Cancellation: harmless; the scan ends by itself.
+        """
+        return await self._digester.digest(request)
+
+    async def create_snapshot(self, call: Call, request: Any) -> Any:
+        """Make this shard's part of a snapshot.
+
+        Cancellation: the part stays until it is discarded; the shard goes on.
+        """
+        part = await self._snapshot_maker.create(request)
+        return idl.CreateSnapshotReply(part=json.dumps(part.to_json()))
+
+    async def finish_snapshot(self, call: Call, request: Any) -> Any:
+        """Publish a snapshot of all shards, or discard it.
+
+        Cancellation: it is published or not; asking again is harmless.
+        """
+        if request.manifest is None:
+            await asyncio.to_thread(self._snapshots.discard, request.name)
+        else:
+            manifest = SnapshotManifest.decode(request.manifest.encode())
+            if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
+                raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
+            await asyncio.to_thread(self._snapshots.publish, manifest)
+            fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
+        return idl.FinishSnapshotReply(name=request.name)
+
+    async def fetch_snapshot(self, call: Call, request: Any) -> Any:
+        """Read a piece of a published snapshot.
+
+        Cancellation: harmless.
+        """
+        if request.offset < 0 or request.max_bytes < 1:
+            raise RequestError(f"{request.max_bytes} bytes from {request.offset} on: out of range")
+        return await asyncio.to_thread(self._read_snapshot, request)
+
+    def _read_snapshot(self, request: Any) -> Any:
+        name = request.name
+        if not name:
+            newest = self._snapshots.newest()
+            if newest is None:
+                raise GoneError("this server has no snapshot yet")
+            name = newest.name
+        max_bytes = min(request.max_bytes, self._config.max_frame_bytes // 2, _SNAPSHOT_CHUNK_BYTES)
+        data, size_bytes = self._snapshots.read(name, request.path, request.offset, max_bytes)
+        return idl.FetchSnapshotReply(name=name, data=data, size_bytes=size_bytes)
+
+    def begin_drain(self) -> None:
+        """Answer the requests that only wait for something to happen. Idempotent."""
+        self.feed.stop()
+
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows of this shard."""
         sessions, catalog, server = self._ingest.sessions, self._ingest.catalog, self.server
@@ -158,7 +255,7 @@ class Shard:
             version=metadata.version("headrace"),
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started_s,
-            log_seq=self._log.last_seq,
+            log_seq=self.log.last_seq,
             applied_seq=self._applier.applied_seq,
             inflight_bytes=server.inflight_bytes if server else 0,
             num_connections=server.num_connections if server else 0,
@@ -167,7 +264,15 @@ class Shard:
             tables=[
                 idl.TableStatus(
                     spec=spec_to_idl(table.spec),
-                    num_rows_estimate=self._store.num_rows_estimate(table.table_id),
+                    num_rows_estimate=self._num_rows_of(table),
+                    scalars=[
+                        idl.StoredScalar(
+                            scalar=idl.TableScalar(name=scalar.name, dtype=int(scalar.dtype), data=scalar.data),
+                            epoch=scalar.epoch,
+                            step=scalar.step,
+                        )
+                        for scalar in table.scalars.values()
+                    ],
                 )
                 for table in catalog
             ],
@@ -179,9 +284,15 @@ class Shard:
                     last_client_seq=session.last_client_seq,
                     step=session.step,
                     is_connected=session.num_connections > 0,
+                    rank=session.rank,
+                    world_size=session.world_size,
+                    exact_step=session.exact_step,
+                    ended_client_seq=session.ended_client_seq,
                 )
                 for session in sessions
             ],
+            accepted_seq=self._ingest.accepted_seq,
+            worst_loop_pause_ms=self._probe.worst_pause_s * 1000,
         )
 
     def disconnected(self, peer: Peer) -> None:
@@ -189,6 +300,10 @@ class Shard:
         if isinstance(peer.session, Session):
             peer.session.num_connections -= 1
             peer.session = None
+
+    def _num_rows_of(self, table: Table) -> int:
+        estimate = self._store.num_rows_estimate(table.table_id)
+        return min(estimate, table.spec.num_rows) if table.spec.num_rows else estimate
 
     def _bind(self, peer: Peer, session: Session) -> None:
         self.disconnected(peer)
@@ -232,21 +347,46 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         started_s = time.monotonic()
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
-        retaining = asyncio.create_task(_retain(log, store, config), name="headrace-retention")
+        feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
+        retaining = asyncio.create_task(_retain(log, store, feed, config), name="headrace-retention")
         stack.push_async_callback(_cancel, retaining)
-        yield Shard(config, log, store, applier, ingest, retaining)
+        probe = await stack.enter_async_context(LoopProbe())
+        yield Shard(config, log, store, applier, ingest, feed, retaining, probe)
 
 
-async def _retain(log: FileUpdateLog, store: RowStore, config: ShardConfig) -> NoReturn:
-    """Remove log that has outlived its settings, and never what the store would need to recover."""
+async def _retain(log: FileUpdateLog, store: RowStore, feed: UpdateFeed, config: ShardConfig) -> NoReturn:
     while True:
         await asyncio.sleep(_RETENTION_INTERVAL_S)
-        await asyncio.to_thread(
-            log.trim,
-            store.durable_seq + 1,
-            max_bytes=config.log_retention_bytes,
-            max_age_s=config.log_retention_s,
-        )
+        try:
+            newest = await asyncio.to_thread(SnapshotFiles(config.snapshots_path).newest)
+        except HeadraceError as exc:  # snapshots are others' copies: no reason for a shard to stop
+            fact(_log, logging.WARNING, "the snapshots cannot be read; no log is kept for them", error=str(exc))
+            newest = None
+        needed = [] if feed.followers.floor is None else [feed.followers.floor]
+        if newest is not None and newest.server_id == config.server_id and config.shard < len(newest.parts):
+            needed.append(newest.parts[config.shard].seq + 1)
+        await asyncio.to_thread(trim_log, log, store.durable_seq, min(needed, default=None), config)
+
+
+def trim_log(log: UpdateLog, durable_seq: int, needed_seq: int | None, config: ShardConfig) -> None:
+    """Remove log that has outlived its settings, and never what the store would need to recover.
+
+    Args:
+        log: The log.
+        durable_seq: What the store has for good.
+        needed_seq: First record that somebody else needs; kept as long as the log is not larger than the bound for it.
+        config: The bounds.
+
+    Raises:
+        StorageError: A segment could not be removed.
+
+    Thread: any; it blocks.
+    """
+    floor = durable_seq + 1
+    wanted = floor if needed_seq is None else min(floor, needed_seq)
+    log.trim(wanted, max_bytes=config.log_retention_bytes, max_age_s=config.log_retention_s)
+    if wanted < floor:
+        log.trim(floor, max_bytes=max(config.log_hold_bytes, config.log_retention_bytes))
 
 
 async def _cancel(task: asyncio.Task[NoReturn]) -> None:

@@ -35,6 +35,11 @@ class ShardConfig(ShardSettings):
     addresses: tuple[tuple[str, int], ...]
 
     @property
+    def snapshots_path(self) -> Path:
+        """Directory of the server's snapshots: one for all shards, on the same file system as theirs."""
+        return self.directory.parent / "snapshots"
+
+    @property
     def num_shards(self) -> int:
         """Number of shards of the server."""
         return len(self.addresses)

@@ -15,13 +15,17 @@ from headrace.paramserver.security import Token
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
-__all__ = ["Dial", "ShardLink", "retry"]
+__all__ = ["AnotherServerError", "Dial", "ShardLink", "retry"]
 
 _NUM_IN_FLIGHT = 4
 # Between two attempts: doubled each time, and somewhere between half of that and all of it.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 _T = TypeVar("_T")
+
+
+class AnotherServerError(ConfigError):
+    """At the address is another shard, or the shard of another store, than before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +37,14 @@ class Dial:
         server_hostname: Name that the shard's certificate has; the shard's host when None.
         token: For a server that asks for one.
         timeout_s: One attempt at anything, seconds.
+        role: What the shard is asked to let this client do.
     """
 
     ssl_context: ssl.SSLContext | None
     server_hostname: str | None
     token: Token | None
     timeout_s: float
+    role: int = idl.Role.READER
 
     async def connect(self, host: str, port: int) -> tuple[ParamServerClient, Any]:
         """Return a connection and the shard's hello."""
@@ -56,10 +62,10 @@ class Dial:
             raise
 
     async def greet(self, client: ParamServerClient) -> Any:
-        """Say hello as a reader and return the answer."""
+        """Say hello, as nobody in particular, and return the answer."""
         request = idl.HelloRequest(
             protocol_version=PROTOCOL_VERSION,
-            role=idl.Role.READER,
+            role=self.role,
             run="",
             client="",
             epoch=0,
@@ -127,6 +133,31 @@ class ShardLink:
         client = await self._connected()
         return await self._attempt(client, client.status(timeout_s=self._dial.timeout_s))
 
+    async def fetch_updates(self, request: Any) -> Any:
+        """Ask for records of the update log once; the request's `wait_ms` comes on top of an attempt's time."""
+        client = await self._connected()
+        return await self._attempt(client, client.fetch_updates(request, timeout_s=self._dial.timeout_s))
+
+    async def digest_rows(self, request: Any) -> Any:
+        """Ask for digests of rows once."""
+        client = await self._connected()
+        return await self._attempt(client, client.digest_rows(request))
+
+    async def create_snapshot(self, request: Any) -> Any:
+        """Ask the shard once for its part of a snapshot."""
+        client = await self._connected()
+        return await self._attempt(client, client.create_snapshot(request))
+
+    async def finish_snapshot(self, request: Any) -> Any:
+        """Ask once to publish or to discard a snapshot."""
+        client = await self._connected()
+        return await self._attempt(client, client.finish_snapshot(request))
+
+    async def fetch_snapshot(self, request: Any) -> Any:
+        """Ask once for a piece of a snapshot."""
+        client = await self._connected()
+        return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
+
     async def close(self) -> None:
         """Close the connection for good. Again is harmless."""
         self._is_closed = True
@@ -146,7 +177,7 @@ class ShardLink:
         try:
             self._check_open()
             if expected is not None and (hello.server_id, hello.shard) != (expected.server_id, expected.shard):
-                raise ConfigError(
+                raise AnotherServerError(
                     f"{self.address} is shard {hello.shard} of server {hello.server_id}, "
                     f"not shard {expected.shard} of {expected.server_id}"
                 )

@@ -138,6 +138,7 @@ class _ShardProcess:
                     _report(self._order, ShardReport(is_ready=True))
                     await self._wait_for_end(shard)
                 finally:
+                    shard.begin_drain()
                     await server.close(drain_s=config.drain_s)
 
     async def _wait_for_end(self, shard: Shard) -> None:

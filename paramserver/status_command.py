@@ -53,9 +53,14 @@ def status(
     timeout_s: Annotated[
         float, typer.Option(help="How long to wait for each shard, seconds.", min=0.1, metavar="SECONDS")
     ] = 5.0,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Speak TLS; implied by the other --tls options.", show_default=False)
+    ] = False,
     tls_authority: Annotated[
         Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+        typer.Option(
+            help="Trust the authorities in this PEM file, not the system's.", metavar="FILE", show_default=False
+        ),
     ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
@@ -80,7 +85,7 @@ def status(
     """
     host, port = parse_address(address, default_port=DEFAULT_PORT)
     token = load_token(path=token_file, environ=os.environ)
-    has_tls = any((tls_authority, tls_certificate, tls_key))
+    has_tls = tls or any((tls_authority, tls_certificate, tls_key))
     access = _Access(
         ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
         if has_tls

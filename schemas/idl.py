@@ -43,6 +43,7 @@ def spec_to_idl(spec: TableSpec) -> Any:
         dtype=int(spec.dtype),
         states=[idl.StateSpec(name=s.name, kind=int(s.kind), dtype=int(s.dtype), width=s.width) for s in spec.states],
         has_identities=spec.has_identities,
+        fingerprint=spec.fingerprint,
     )
 
 
@@ -50,7 +51,7 @@ def spec_from_idl(struct: Any) -> TableSpec:
     """Return the spec of an IDL `TableSpec` struct.
 
     Raises:
-        RequestError: A field is out of range.
+        RequestError: A field is out of range, or the fingerprint is of another spec.
     """
     try:
         states = tuple(
@@ -59,7 +60,7 @@ def spec_from_idl(struct: Any) -> TableSpec:
         dtype = DType(struct.dtype)
     except ValueError as exc:
         raise RequestError(f"table {struct.fqn!r}: {exc}") from exc
-    return TableSpec(
+    spec = TableSpec(
         fqn=struct.fqn,
         num_rows=struct.num_rows,
         dim=struct.dim,
@@ -67,6 +68,11 @@ def spec_from_idl(struct: Any) -> TableSpec:
         states=states,
         has_identities=struct.has_identities,
     )
+    if struct.fingerprint is not None and struct.fingerprint != spec.fingerprint:
+        raise RequestError(
+            f"table {struct.fqn!r}: fingerprint {struct.fingerprint} was sent, the fields make {spec.fingerprint}"
+        )
+    return spec
 
 
 def error_to_idl(error: HeadraceError) -> Any:

@@ -49,7 +49,9 @@ _BULK_BYTES = 2048
 
 Segment = bytes | memoryview
 
+_MESSAGE_START = struct.Struct(">HxBi")  # version, kind, length of the name
 _I16_AT = struct.Struct(">h").unpack_from
+_I32_OF = struct.Struct(">i").pack
 _I32_AT = struct.Struct(">i").unpack_from
 _FIXED: dict[int, struct.Struct] = {
     _BYTE: struct.Struct(">b"),
@@ -88,7 +90,7 @@ def decode_header(frame: memoryview) -> MessageHeader:
         ProtocolError: The bytes are not a strict binary message.
     """
     try:
-        version, kind, name_bytes = struct.unpack_from(">HxBi", frame, 0)
+        version, kind, name_bytes = _MESSAGE_START.unpack_from(frame, 0)
         if version != _VERSION_1 or kind not in (CALL, REPLY, EXCEPTION):
             raise ProtocolError(f"not a strict binary Thrift message: it begins with {bytes(frame[:4]).hex()}")
         if not 0 <= name_bytes <= min(_MAX_NAME_BYTES, len(frame) - 12):
@@ -135,10 +137,10 @@ def encode_message(name: str, kind: int, seqid: int, body: Any) -> list[Segment]
         ProtocolError: A required field is None or a value does not fit its type.
     """
     encoder = _Encoder()
-    encoder.small += struct.pack(">HBBi", _VERSION_1, 0, kind, len(name)) + name.encode() + struct.pack(">i", seqid)
+    encoder.small += _MESSAGE_START.pack(_VERSION_1, kind, len(name)) + name.encode() + _I32_OF(seqid)
     try:
         encoder.write_struct(body)
-    except (struct.error, TypeError, AttributeError) as exc:
+    except (struct.error, TypeError, AttributeError, KeyError) as exc:
         raise ProtocolError(f"{type(body).__name__}: {exc}") from exc
     encoder.flush()
     return encoder.segments
@@ -155,9 +157,10 @@ _Write = Callable[["_Encoder", Any], None]
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    number: int
     name: str
     wire_type: int
+    header: bytes
+    bit: int
     is_required: bool
     read: _Read
     write: _Write
@@ -167,14 +170,16 @@ class _Plan:
     """A struct's specification, compiled once into readers and writers."""
 
     def __init__(self, cls: type[Any]) -> None:
-        self.fields: list[_Field] = []
+        self.by_number: dict[int, _Field] = {}
         for number, spec in sorted(cls.thrift_spec.items()):
             ttype, name, *detail, is_required = spec
             read, write = _codec_of(ttype, detail[0] if detail else None)
             wire_type = _STRING if ttype == _SPEC_BINARY else ttype
-            self.fields.append(_Field(number, name, wire_type, is_required, read, write))
-        self.by_number = {field.number: field for field in self.fields}
-        self.required = [field.name for field in self.fields if field.is_required]
+            header = _FIELD_HEADER.pack(wire_type, number)
+            bit = 1 << len(self.by_number)
+            self.by_number[number] = _Field(name, wire_type, header, bit, is_required, read, write)
+        self.fields = list(self.by_number.values())
+        self.required_bits = sum(field.bit for field in self.fields if field.is_required)
 
 
 _PLANS: dict[type[Any], _Plan] = {}
@@ -232,7 +237,7 @@ class _Decoder:
             raise ProtocolError(f"structs nest deeper than {_MAX_DEPTH}")
         plan, frame, value = _plan_of(cls), self.frame, cls()
         by_number, depth = plan.by_number, depth + 1
-        num_known = 0
+        values, seen_bits = value.__dict__, 0
         while (wire_type := frame[pos]) != _STOP:
             (number,) = _I16_AT(frame, pos + 1)
             field = by_number.get(number)
@@ -240,18 +245,18 @@ class _Decoder:
                 self.spend(1, len(frame) - pos)
                 pos = self.skip(wire_type, pos + 3, depth)
                 continue
-            num_known += 1
-            if num_known > len(by_number):
-                raise ProtocolError(f"{cls.__name__} repeats a field")
             if field.wire_type != wire_type:
                 raise ProtocolError(
                     f"{cls.__name__}.{field.name} has Thrift type {wire_type}, the IDL says {field.wire_type}"
                 )
-            item, pos = field.read(self, pos + 3, depth)
-            setattr(value, field.name, item)
-        for name in plan.required:
-            if getattr(value, name) is None:
-                raise ProtocolError(f"{cls.__name__}.{name} is missing")
+            if seen_bits & field.bit:
+                raise ProtocolError(f"{cls.__name__}.{field.name} comes twice")
+            seen_bits |= field.bit
+            values[field.name], pos = field.read(self, pos + 3, depth)
+        missing_bits = plan.required_bits & ~seen_bits
+        if missing_bits:
+            names = ", ".join(field.name for field in plan.fields if field.bit & missing_bits)
+            raise ProtocolError(f"{cls.__name__} lacks {names}")
         return value, pos + 1
 
     def read_list(self, wire_type: int, read: _Read, pos: int, depth: int) -> tuple[list[Any], int]:
@@ -331,15 +336,16 @@ class _Encoder:
             self.small.clear()
 
     def write_struct(self, value: Any) -> None:
+        small, values = self.small, value.__dict__
         for field in _plan_of(type(value)).fields:
-            item = getattr(value, field.name)
+            item = values[field.name]
             if item is None:
                 if field.is_required:
                     raise ProtocolError(f"{type(value).__name__}.{field.name} is required")
                 continue
-            self.small += _FIELD_HEADER.pack(field.wire_type, field.number)
+            small += field.header
             field.write(self, item)
-        self.small.append(_STOP)
+        small.append(_STOP)
 
     def write_list(self, wire_type: int, write: _Write, values: list[Any]) -> None:
         self.small += _LIST_HEADER.pack(wire_type, len(values))

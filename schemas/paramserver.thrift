@@ -4,7 +4,7 @@
  * Columns travel as `binary`: little-endian, contiguous, row-major, one element after the other with no padding.
  * ON THE WIRE: never renumber a field, an enum value or a method; add new optional fields with new numbers.
  */
-namespace py headrace.gen.paramserver
+namespace py headrace_rpc
 namespace cpp headrace.paramserver
 namespace java headrace.paramserver
 
@@ -52,6 +52,14 @@ enum Role {
   ADMIN = 3,
 }
 
+/** What a record of the update log is. */
+enum UpdateKind {
+  /** A batch: `body` is the `setEmbeddings` call as it came, a whole Thrift message. */
+  BATCH = 1,
+  /** A writer's hello: tables and sessions, all in `header`; no body. */
+  HELLO = 2,
+}
+
 /** What a shard knows of a row. */
 enum RowPresence {
   /** Never written, or forgotten. */
@@ -89,6 +97,8 @@ struct TableSpec {
   4: required DType dtype,
   5: required list<StateSpec> states,
   6: required bool has_identities,
+  /** Told by the server, for a client that does not compute it; from a client it is optional, and checked. */
+  7: optional i64 fingerprint,
 }
 
 struct ShardAddress {
@@ -116,10 +126,16 @@ struct HelloRequest {
   /** The run's epoch; 0 asks for nothing but the reply. */
   5: required i64 epoch,
   6: required i32 rank,
+  /** Ranks of the run; 0, with rank 0, for a client that is no trainer: its batches all have a `version_epoch`. */
   7: required i32 world_size,
   /** Tables that this client will write. */
   8: required list<TableSpec> tables,
   9: optional string token,
+  /**
+   * Said by a starting trainer to shard 0, which gives each epoch to one trainer only: FENCED when it has been given, with
+   * the highest epoch so far.
+   */
+  10: optional bool claims_epoch,
 }
 
 struct HelloReply {
@@ -227,10 +243,18 @@ struct GetEmbeddingsReply {
   8: required i64 seq,
 }
 
+/** A table's scalar as this shard has it; the shard with the highest (epoch, step) has the newest. */
+struct StoredScalar {
+  1: required TableScalar scalar,
+  2: required i64 epoch,
+  3: required i64 step,
+}
+
 struct TableStatus {
   1: required TableSpec spec,
   /** As RocksDB estimates it: overwritten rows may count more than once. */
   2: required i64 num_rows_estimate,
+  3: optional list<StoredScalar> scalars,
 }
 
 struct ClientStatus {
@@ -241,6 +265,12 @@ struct ClientStatus {
   /** Last step that the client ended; -1 before the first. */
   5: required i64 step,
   6: required bool is_connected,
+  7: optional i32 rank,
+  8: optional i32 world_size,
+  /** Last step whose cut was exact; -1 before the first. */
+  9: optional i64 exact_step,
+  /** The batch that ended `step`; 0 before the first. */
+  10: optional i64 ended_client_seq,
 }
 
 struct StatusReply {
@@ -260,6 +290,122 @@ struct StatusReply {
   12: required i64 num_rows_written,
   13: required list<TableStatus> tables,
   14: required list<ClientStatus> clients,
+  /** Longest time that the shard's event loop was away in the last minute, milliseconds. */
+  15: optional double worst_loop_pause_ms,
+  /** Last seq that has been given out, durable or not: `clients` is as it has left them. */
+  16: optional i64 accepted_seq,
+}
+
+struct FetchUpdatesRequest {
+  /** `server_id` of the hello: the seqs of another store mean nothing here. */
+  1: required string server_id,
+  /** First seq wanted, 1 or more. */
+  2: required i64 from_seq,
+  /** Bytes of records in the reply, about; the shard may send less. */
+  3: required i64 max_bytes,
+  /** How long to wait when there is no such record yet, milliseconds; the shard may answer sooner, with none. */
+  4: required i32 wait_ms,
+  /** Name of a follower that `from_seq` on is kept for, within the server's bound; not kept without one. */
+  5: optional string follower,
+  /** How long it is kept after this call, milliseconds. */
+  6: optional i64 lease_ms,
+  /** Where to go on in the body of record `from_seq`, whose first part has come already. */
+  7: optional i64 body_offset,
+}
+
+/** One record of the update log. */
+struct UpdateRecord {
+  1: required i64 seq,
+  2: required i64 epoch,
+  3: required UpdateKind kind,
+  /** The record's header in the log: a msgpack map. */
+  4: required binary header,
+  5: required binary body,
+  /** Present when `body` is not all of it, or not its beginning: length of the whole. */
+  6: optional i64 body_size_bytes,
+}
+
+struct FetchUpdatesReply {
+  /** In order, without gaps, from `from_seq` on; empty when there was none in time. */
+  1: required list<UpdateRecord> records,
+  /** Oldest seq that can be asked for. */
+  2: required i64 first_seq,
+  /** Last seq that is durable. */
+  3: required i64 last_seq,
+}
+
+struct CreateSnapshotRequest {
+  /** Letters, digits, `.`, `_` and `-`; the same for every shard. */
+  1: required string name,
+  /** Epoch of the run whose step the cut is at; 0 for a cut at no step, now. */
+  2: required i64 epoch,
+  /** The cut is at the first step not below this one at which the run stands exactly. */
+  3: required i64 min_step,
+  /** Give up, as UNAVAILABLE, when the run has not come to such a step by then, milliseconds. */
+  4: required i32 wait_ms,
+}
+
+struct CreateSnapshotReply {
+  /** JSON: this shard's part of the manifest. */
+  1: required string part,
+}
+
+struct FinishSnapshotRequest {
+  1: required string name,
+  /** Publish with this manifest, JSON; without one, remove what the shards have made. */
+  2: optional string manifest,
+}
+
+struct FinishSnapshotReply {
+  1: required string name,
+}
+
+struct FetchSnapshotRequest {
+  /** Empty for the newest. */
+  1: required string name,
+  /** A file of the manifest, such as `shard-0000/000012.sst`; empty for the manifest itself. */
+  2: required string path,
+  3: required i64 offset,
+  /** Bytes in the reply, about; the shard may send less. */
+  4: required i64 max_bytes,
+}
+
+struct FetchSnapshotReply {
+  1: required string name,
+  2: required binary data,
+  /** Of the whole file. */
+  3: required i64 size_bytes,
+}
+
+struct DigestRowsRequest {
+  1: required string fqn,
+  /** First row looked at. */
+  2: required i64 first_row,
+  /** End of the rows looked at, exclusive; the table's end, or 2^63 - 1, when it is beyond. */
+  3: required i64 end_row,
+  /** Columns: weights and pointwise states are cut to them; rowwise states count only when these are all. */
+  4: required i32 column_offset,
+  5: required i32 width,
+  /** Buckets in the reply, at most; the shard may send fewer. */
+  6: required i32 max_buckets,
+  /** Say which rows are there. */
+  7: required bool with_presence,
+}
+
+/** Digests as schemas/row_digest.py defines them, of the rows that are present, deleted ones left out. */
+struct DigestRowsReply {
+  /** int64[m]: row id / 65536, ascending; those that have rows here. */
+  1: required binary buckets,
+  /** uint64[m]: sum of the rows' digests. */
+  2: required binary digests,
+  /** int64[m]: rows. */
+  3: required binary counts,
+  /** uint8[m][8192], when asked for: a bit a row, lowest first. */
+  4: optional binary presence,
+  /** First row that was not looked at; `end_row` or more when all were. */
+  5: required i64 next_row,
+  /** All acked batches up to here, and none beyond, are in the digests. */
+  6: required i64 seq,
 }
 
 service ParameterServer {
@@ -270,4 +416,17 @@ service ParameterServer {
   /** Sees every acked batch. */
   GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
   StatusReply status() throws (1: ServerError error),
+  /**
+   * Waits for and returns durable records of the update log. GONE when they have been removed, were never there, or
+   * belong to another store: the follower has to start over.
+   */
+  FetchUpdatesReply fetchUpdates(1: FetchUpdatesRequest request) throws (1: ServerError error),
+  /** Makes one shard's part of a snapshot, beside those that are published. */
+  CreateSnapshotReply createSnapshot(1: CreateSnapshotRequest request) throws (1: ServerError error),
+  /** Publishes a snapshot of all shards, or drops it; any shard does it for all. */
+  FinishSnapshotReply finishSnapshot(1: FinishSnapshotRequest request) throws (1: ServerError error),
+  /** Reads a piece of a published snapshot; any shard has it whole. GONE when it has been removed. */
+  FetchSnapshotReply fetchSnapshot(1: FetchSnapshotRequest request) throws (1: ServerError error),
+  /** Adds up digests of rows as they are at one position of the log. */
+  DigestRowsReply digestRows(1: DigestRowsRequest request) throws (1: ServerError error),
 }

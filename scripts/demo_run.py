@@ -100,8 +100,10 @@ def _running_system(replay: Replay, num_shards: int, on_stage: OnStage) -> Itera
         on_stage("publishing the untrained tables")
         stack.enter_context(process_group())
         model = DemoModel(ModelConfig(num_users=log.num_users, num_items=log.num_items, seed=replay.seed))
-        # A configuration of its own: one in the environment is meant for another server.
-        streamer = stack.enter_context(RawEmbeddingStreamer(server.address, run="demo", config=StreamerConfig()))
+        # A configuration of its own: one in the environment is meant for another server. The demo shows how fresh rows
+        # can be, whatever that costs the trainer.
+        config = StreamerConfig(flush_percent=100)
+        streamer = stack.enter_context(RawEmbeddingStreamer(server.address, run="demo", config=config))
         streamer.attach(model.dmp, publish="all")
         # The one flush before the end: a server that is new to a model has to be given its tables once.
         streamer.flush()

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Take back what a test, or a command that it calls, has done to the root logger."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -93,7 +93,7 @@ def test_sessions_come_back_from_metadata() -> None:
     for session in sessions:
         meta |= session.pack()
     (restored,) = Sessions(meta)
-    assert restored == Session("run", "rank0", 5, 0, 1, last_client_seq=3, step=3, exact_step=2)
+    assert restored == Session("run", "rank0", 5, 0, 1, last_client_seq=3, step=3, exact_step=2, ended_client_seq=3)
     assert not _accept(Sessions(meta), 3)
 
 
@@ -124,3 +124,37 @@ def test_rows_brought_in_raise_the_epoch_that_a_new_trainer_takes() -> None:
     sessions.raise_version_epoch(7)
     assert sessions.highest_epoch == 9
     assert Sessions(meta).highest_epoch == 9
+
+
+def test_a_run_stands_exactly_where_all_ranks_have_ended_a_step() -> None:
+    """Not with a rank away, nor at different steps, nor after a batch behind the cut; the watermark is the lowest."""
+    sessions = Sessions({})
+    ranks = [sessions.open("run", f"rank{rank}", 5, rank, 2) for rank in range(1)]
+    assert (sessions.exact_step_of(5), sessions.watermark_of(5)) == (None, -1)
+    ranks.append(sessions.open("run", "rank1", 5, 1, 2))
+
+    def write(rank: int, seq: int, step: int, *, ends: bool = True, exact: bool = True) -> None:
+        sessions.advance(ranks[rank], client_seq=seq, step=step, time_us=0, ends_step=ends, is_exact_cut=exact)
+
+    write(0, 1, 3)
+    assert (sessions.exact_step_of(5), sessions.watermark_of(5)) == (None, -1)
+    write(1, 1, 3)
+    assert (sessions.exact_step_of(5), sessions.watermark_of(5)) == (3, 3)
+    write(0, 2, 4, ends=False)
+    assert (sessions.exact_step_of(5), sessions.watermark_of(5)) == (None, 3)
+    write(0, 3, 4)
+    write(1, 2, 4, exact=False)
+    assert (sessions.exact_step_of(5), sessions.watermark_of(5)) == (None, 4)
+    assert sessions.exact_step_of(4) is None
+
+
+def test_a_client_that_is_no_trainer_holds_back_no_watermark() -> None:
+    """A replay in the epoch of a trainer leaves the trainer's watermark and cuts as they are."""
+    sessions = Sessions({})
+    trainer = sessions.open("run", "rank0", 1, 0, 1)
+    sessions.advance(trainer, client_seq=1, step=5, time_us=0, ends_step=True, is_exact_cut=True)
+    brings = sessions.open("replay-1", "replay", 1, 0, 0)
+    sessions.advance(brings, client_seq=1, step=3, time_us=0, ends_step=False, is_exact_cut=False)
+    assert (trainer.is_trainer, brings.is_trainer) == (True, False)
+    assert (sessions.exact_step_of(1), sessions.watermark_of(1)) == (5, 5)
+    assert sessions.watermark_of(2) == -1

@@ -27,7 +27,9 @@ from headrace.schemas.errors import (
     RowRangeError,
     SequenceGapError,
     SpecMismatchError,
+    StorageError,
     UnauthorizedError,
+    UnavailableError,
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
@@ -315,3 +317,39 @@ async def test_status_tells_the_state(tmp_path: Path) -> None:
     (table,), (writer,) = status.tables, status.clients
     assert table.spec.fqn == SPEC.fqn
     assert (writer.client, writer.last_client_seq, writer.step, writer.is_connected) == ("rank0", 1, 10, True)
+
+
+async def test_an_epoch_is_given_away_once(tmp_path: Path) -> None:
+    """Of two trainers that claim the same epoch the second is told the highest one, whatever its run."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello(4, claims_epoch=True))
+        with pytest.raises(FencedError) as caught:
+            await client.hello(_hello(4, client="rank0", claims_epoch=True))
+        assert caught.value.epoch == 4
+        assert (await client.hello(_hello(4))).last_client_seq == 0  # its owner may say hello again
+        await client.hello(_hello(5, claims_epoch=True))
+
+
+async def test_a_log_that_has_failed_while_idle_stops_the_shard(tmp_path: Path) -> None:
+    """A log that failed with no batch on its way is noticed at the next one, which is refused as retriable."""
+    async with _serving(_config(tmp_path)) as (shard, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], 1.0))
+        shard._ingest._log._writer.failed = StorageError("syncing failed: Input/output error (EIO)")  # type: ignore[attr-defined]
+        with pytest.raises(UnavailableError, match="EIO"):
+            await client.set_embeddings(_set(2, [1], 2.0))
+        failure = await asyncio.wait_for(shard.wait_failed(), 10)
+        assert isinstance(failure, StorageError)
+        assert (await _get(client, [1]))["values"] == [1.0]
+
+
+async def test_who_is_no_trainer_only_brings_rows_in(tmp_path: Path) -> None:
+    """A client of no ranks is refused a batch without `version_epoch`, and may write one with it."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        hello = _hello()
+        hello.world_size = 0
+        await client.hello(hello)
+        with pytest.raises(RequestError, match="version_epoch is missing"):
+            await client.set_embeddings(_set(1, [1], 1.0))
+        await client.set_embeddings(_set(1, [1], 2.0, version_epoch=1))
+        assert (await _get(client, [1]))["values"] == [2.0]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from headrace.schemas import errors
+from headrace.schemas.errors import (
+    FencedError,
+    HeadraceError,
+    OverloadedError,
+    RequestError,
+    SequenceGapError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, error_from_idl, error_to_idl, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="user.weight",
+    num_rows=1000,
+    dim=8,
+    dtype=DType.BFLOAT16,
+    states=(
+        StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32, width=0),
+    ),
+    has_identities=True,
+)
+ERRORS = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, HeadraceError) and cls.__module__ == errors.__name__
+]
+
+
+def test_the_version_is_negotiated_by_number() -> None:
+    """The version is a plain constant of the IDL."""
+    assert PROTOCOL_VERSION == 1
+
+
+def test_specs_travel_whole() -> None:
+    """A spec comes back equal, and its fingerprint travels with it."""
+    struct = spec_to_idl(SPEC)
+    assert spec_from_idl(struct) == SPEC
+    assert struct.fingerprint == SPEC.fingerprint
+
+
+def test_a_fingerprint_is_optional_and_checked() -> None:
+    """A client need not send one; one that is wrong is a sign of another idea of the table, and refused."""
+    struct = spec_to_idl(SPEC)
+    struct.fingerprint = None
+    assert spec_from_idl(struct) == SPEC
+    struct.fingerprint = SPEC.fingerprint + 1
+    with pytest.raises(RequestError, match=r"user\.weight.*fingerprint"):
+        spec_from_idl(struct)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", 99), ("dtype", 0), ("dim", 0), ("num_rows", -1), ("fqn", "")])
+def test_specs_out_of_range_are_refused(name: str, value: object) -> None:
+    """What a peer says of a table is checked, with the table's name in the error."""
+    struct = spec_to_idl(SPEC)
+    setattr(struct, name, value)
+    with pytest.raises(RequestError):
+        spec_from_idl(struct)
+
+
+def test_states_out_of_range_are_refused() -> None:
+    """So is what it says of a state."""
+    struct = spec_to_idl(SPEC)
+    struct.states[0].kind = 3
+    with pytest.raises(RequestError, match=r"user\.weight"):
+        spec_from_idl(struct)
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_survives_the_wire(cls: type[HeadraceError]) -> None:
+    """An error arrives as the class that was raised, or the nearest one that a peer can know, and with its text."""
+    extra = {
+        SequenceGapError: {"expected_seq": 7},
+        OverloadedError: {"retry_after_s": 1.5},
+        FencedError: {"epoch": 9},
+    }.get(cls, {})
+    error = cls("what happened", **extra)
+    back = error_from_idl(error_to_idl(error))
+    assert isinstance(error, type(back))
+    assert (back.code, str(back), back.retriable) == (error.code, "what happened", error.retriable)
+    for name, value in extra.items():
+        assert getattr(back, name) == value
+
+
+def test_a_code_of_a_newer_server_is_a_plain_error() -> None:
+    """An unknown code is reported, not mistaken for something else."""
+    back = error_from_idl(idl.ServerError(code=250, message="new"))
+    assert type(back) is HeadraceError
+    assert "new" in str(back)
+
+
+def test_specs_differ_by_any_field() -> None:
+    """The fingerprint that travels changes with every field."""
+    for change in ({"num_rows": 1001}, {"dim": 9}, {"has_identities": False}, {"fqn": "x"}, {"states": ()}):
+        assert spec_to_idl(dataclasses.replace(SPEC, **change)).fingerprint != SPEC.fingerprint  # type: ignore[arg-type]

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thrift_values import (
+    LIST,
+    METHODS,
+    SPEC_BINARY,
+    STRUCT,
+    STRUCTS,
+    call,
+    example,
+    field,
+    nasty_bodies,
+    nasty_messages,
+    values,
+)
+from thriftpy2.protocol.cybin import TCyBinaryProtocol
+from thriftpy2.thrift import TApplicationException
+from thriftpy2.transport import TMemoryBuffer
+from thriftpy2.transport.buffered import TCyBufferedTransport
+
+from headrace.schemas.errors import ProtocolError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import (
+    CALL,
+    EXCEPTION,
+    REPLY,
+    MessageHeader,
+    decode_header,
+    decode_struct,
+    encode_message,
+    size_of_segments,
+)
+
+SERVICE = idl.ParameterServer
+KINDS = {"args": CALL, "result": REPLY}
+
+
+def golden_messages() -> dict[tuple[str, str], bytes]:
+    lines = Path(__file__).with_name("golden_messages.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    return {(name, part): bytes.fromhex(digits) for name, part, digits in rows}
+
+
+def joined(segments: list[Any]) -> bytes:
+    return b"".join(bytes(segment) for segment in segments)
+
+
+def message(name: str, part: str, body: Any) -> bytes:
+    return joined(encode_message(name, KINDS[part], 1, body))
+
+
+def plain(value: Any) -> Any:
+    """Return a value with its views as bytes, so that it can be compared."""
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if hasattr(value, "thrift_spec"):
+        return {name: plain(getattr(value, name)) for _, name, *_ in value.thrift_spec.values()}
+    return value
+
+
+def thriftpy_encoded(body: Any) -> bytes:
+    memory = TMemoryBuffer()
+    transport = TCyBufferedTransport(memory)
+    TCyBinaryProtocol(transport).write_struct(body)
+    transport.flush()
+    return bytes(memory.getvalue())
+
+
+def thriftpy_decoded(cls: type[Any], data: bytes) -> Any:
+    value = cls()
+    TCyBinaryProtocol(TCyBufferedTransport(TMemoryBuffer(data))).read_struct(value)
+    return value
+
+
+def test_a_call_byte_by_byte() -> None:
+    """The smallest call is as the specification says: version and kind, name, seqid, and an empty struct."""
+    parts = [b"\x80\x01\0\x01", b"\0\0\0\x06", b"status", b"\0\0\0\x07", b"\0"]
+    assert joined(encode_message("status", CALL, 7, SERVICE.status_args())) == b"".join(parts)
+    assert decode_header(memoryview(b"".join(parts))) == MessageHeader("status", CALL, 7, 18)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("part", ["args", "result"])
+def test_golden_messages(name: str, part: str) -> None:
+    """Bytes that were written once are read by every later version, and written the same."""
+    cls = getattr(SERVICE, f"{name}_{part}")
+    golden = golden_messages().get((name, part))
+    assert golden is not None, f"add to golden_messages.txt: {name} {part} {message(name, part, example(cls)).hex()}"
+    frame = memoryview(golden)
+    header = decode_header(frame)
+    assert (header.name, header.kind, header.seqid) == (name, KINDS[part], 1)
+    assert message(name, part, decode_struct(cls, frame, header.body_offset)) == golden
+
+
+@pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_round_trip_and_thriftpy2(cls: type[Any], data: st.DataObject) -> None:
+    """Whatever a struct holds comes back, by our codec and by thriftpy2's compiled one, in both directions."""
+    value = data.draw(values(cls))
+    ours, theirs = joined(encode_message("m", CALL, 1, value))[13:], thriftpy_encoded(value)
+    assert len(ours) == len(theirs)  # the order of the fields is free
+    assert plain(decode_struct(cls, memoryview(ours), 0)) == plain(value)
+    assert plain(decode_struct(cls, memoryview(theirs), 0)) == plain(value)
+    assert plain(thriftpy_decoded(cls, ours)) == plain(value)
+
+
+def test_exceptions_are_thrifts_own() -> None:
+    """An unknown method is answered with the exception that every Thrift client knows."""
+    error = TApplicationException(TApplicationException.UNKNOWN_METHOD, "no")
+    body = joined(encode_message("m", EXCEPTION, 1, error))[13:]
+    assert thriftpy_decoded(TApplicationException, body).type == TApplicationException.UNKNOWN_METHOD
+
+
+def test_columns_are_views_both_ways() -> None:
+    """A long column is neither copied when it is written nor when it is read."""
+    weights = np.arange(100_000, dtype=np.float32)
+    request = idl.GetEmbeddingsReply(presence=b"", weights=weights.data, states=[], seq=1)
+    segments = encode_message("m", REPLY, 1, request)
+    assert np.shares_memory(np.frombuffer(segments[1], np.float32), weights)
+    assert size_of_segments(segments) == len(joined(segments))
+    frame = np.frombuffer(joined(segments), np.uint8)
+    reply = decode_struct(idl.GetEmbeddingsReply, frame.data, 13)
+    assert np.shares_memory(np.frombuffer(reply.weights, np.uint8), frame)
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 4)), np.zeros((3, 0)), np.arange(3000.0).reshape(1000, 3)])
+def test_arrays_of_any_shape_are_columns(array: Any) -> None:
+    """Contiguous arrays are written row after row, empty ones as nothing."""
+    segments = encode_message("m", CALL, 1, idl.TableScalar(name="x", dtype=1, data=array.data))
+    assert joined(segments).endswith(array.tobytes() + b"\0")
+
+
+def test_unknown_fields_of_every_type_are_skipped() -> None:
+    """A field of a newer version is read past, whatever it is and however it nests."""
+    newer = field(STRUCT, 99, thriftpy_encoded(example(idl.HelloReply)))
+    newer += field(LIST, 98, b"\x0d\0\0\0\1" + b"\x0b\x03\0\0\0\1" + b"\0\0\0\1a\7")  # a list of maps
+    newer += field(14, 97, b"\x02\0\0\0\2\1\0") + field(4, 96, bytes(8)) + field(6, 95, bytes(2))
+    body = newer + thriftpy_encoded(idl.SetEmbeddingsReply(seq=5, is_duplicate=True))
+    assert decode_struct(idl.SetEmbeddingsReply, memoryview(body), 0).seq == 5
+
+
+@pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
+def test_missing_required_fields_are_named(cls: type[Any]) -> None:
+    """A struct without a field that the IDL requires is refused, when read and when written."""
+    required = [name for _, name, *_, is_required in cls.thrift_spec.values() if is_required]
+    if required:
+        with pytest.raises(ProtocolError, match=required[0]):
+            decode_struct(cls, memoryview(b"\0"), 0)
+        with pytest.raises(ProtocolError, match=required[0]):
+            encode_message("m", CALL, 1, cls())
+    else:
+        assert decode_struct(cls, memoryview(b"\0"), 0) == cls()
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, "7", 1.5])
+def test_what_does_not_fit_its_type_is_refused(value: Any) -> None:
+    """A wrong value is an error of ours before a byte is written."""
+    with pytest.raises(ProtocolError):
+        encode_message("m", CALL, 1, idl.SetEmbeddingsReply(seq=value, is_duplicate=False))
+
+
+def test_every_part_of_a_message_is_refused() -> None:
+    """A message that is cut anywhere is an error, and one that is followed by anything too."""
+    for (name, part), golden in golden_messages().items():
+        cls = getattr(SERVICE, f"{name}_{part}")
+        offset = decode_header(memoryview(golden)).body_offset
+        for length in range(offset, len(golden)):
+            with pytest.raises(ProtocolError):
+                decode_struct(cls, memoryview(golden)[:length], offset)
+        with pytest.raises(ProtocolError, match="follow"):
+            decode_struct(cls, memoryview(golden + b"\0"), offset)
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=what) for what, body in nasty_bodies()])
+def test_nasty_bodies_cost_an_error_and_nothing_else(body: bytes) -> None:
+    """Each is refused with a sentence, in time and memory that the frame's own length bounds."""
+    frame = memoryview(body)
+    tracemalloc.start()
+    begin_s = time.process_time()
+    try:
+        with pytest.raises(ProtocolError, match=r"\w"):
+            decode_struct(SERVICE.setEmbeddings_args, frame, 0)
+        taken_s = time.process_time() - begin_s
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # At most 65 536 elements are ever looked at, and what they are made into is at most a small struct each.
+    assert taken_s < 2.0
+    assert peak_bytes < 32 * 2**20
+
+
+@pytest.mark.parametrize("frame", [pytest.param(frame, id=what) for what, frame in nasty_messages()])
+def test_nasty_messages_are_refused(frame: bytes) -> None:
+    """Header or body, one of the two says no."""
+    with pytest.raises(ProtocolError):
+        header = decode_header(memoryview(frame))
+        if header.kind != CALL:
+            raise ProtocolError("no call")
+        decode_struct(getattr(SERVICE, f"{header.name}_args"), memoryview(frame), header.body_offset)
+
+
+def check_any_bytes(data: bytes) -> None:
+    """Decode bytes as every struct; fail unless that gives a struct that can be written again, or a ProtocolError."""
+    frame = memoryview(data)
+    for cls in STRUCTS:
+        try:
+            value = decode_struct(cls, frame, 0)
+        except ProtocolError:
+            continue
+        again = joined(encode_message("m", CALL, 1, value))[13:]
+        assert plain(decode_struct(cls, memoryview(again), 0)) == plain(value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
+    """Nothing but a struct or a ProtocolError comes of bytes nobody meant."""
+    check_any_bytes(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_damaged_messages_decode_or_raise_protocol_error(data: st.DataObject) -> None:
+    """Nor of real messages in which some bytes were changed, cut out or put in."""
+    body = bytearray(thriftpy_encoded(data.draw(values(data.draw(st.sampled_from(STRUCTS))))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body)))
+        end = data.draw(st.integers(at, min(at + 8, len(body))))
+        body[at:end] = data.draw(st.binary(max_size=8))
+    check_any_bytes(bytes(body))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=160))
+def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
+    """A header is decoded only where there is one."""
+    for start in (b"", b"\x80\x01\0\x01", b"\x80\x01\0\x01\0\0\0\x03"):
+        frame = memoryview(start + data)
+        try:
+            header = decode_header(frame)
+        except ProtocolError:
+            continue
+        assert header.body_offset == 12 + len(header.name.encode()) <= len(frame)
+
+
+def test_every_struct_of_the_idl_is_covered() -> None:
+    """The codec knows every type that the IDL uses: a method that is added brings no surprise at run time."""
+    for cls in STRUCTS:
+        used = {spec[0] for spec in cls.thrift_spec.values()}
+        assert used <= {2, 3, 4, 6, 8, 10, 11, STRUCT, LIST, SPEC_BINARY}
+        joined(encode_message("m", CALL, 1, example(cls)))
+
+
+def test_call_builds_what_the_encoder_does() -> None:
+    """The tests' own way to write a message is the codec's."""
+    assert call(b"status", b"\0") == joined(encode_message("status", CALL, 1, SERVICE.status_args()))
