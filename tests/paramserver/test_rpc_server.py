@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import socket
 import struct
@@ -13,6 +14,7 @@ from fake_service import POISON, WAIT_S, FakeService, Served, batch, hello_reque
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc_server import ThriftServer
 from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
@@ -300,6 +302,29 @@ async def test_connections_are_bounded() -> None:
         await one.close()
         await four.close()
         assert served.server.stats.num_connections_refused == 1
+
+
+async def test_without_descriptors_the_server_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    """When the system has nothing for another connection, those who come wait and are taken later."""
+
+    class Listener(socket.socket):
+        num_failures = 2
+
+        def accept(self) -> Any:
+            if self.num_failures:
+                self.num_failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    listener = Listener()
+    listener.bind(("127.0.0.1", 0))
+    server = ThriftServer(FakeService(), limits=LIMITS)
+    await server.start(listener)
+    async with await ParamServerClient.connect(*listener.getsockname()) as client:
+        await client.hello(hello_request())
+    assert listener.num_failures == 0
+    assert "too many open files" in caplog.text
+    await server.close(drain_s=WAIT_S)
 
 
 async def test_before_hello_long_frames_are_not_taken() -> None:
