@@ -38,12 +38,15 @@ class ApplierConfig:
     Attributes:
         window_bytes: Batches that are coalesced together, at most, but one at least. A larger window writes a hot row
             less often; the rows of one window are in memory twice.
+        gather_s: How long batches wait for others to fill a window, seconds; 0 does not wait. Neither reads nor acks
+            wait for it: it costs memory, and that much more log to apply after a crash.
         flush_bytes: RocksDB is flushed after this much has been written to it, so that a restart replays no more.
         flush_interval_s: It is flushed at least this often when something has been written, seconds.
         num_read_threads: Reads that look things up at the same time.
     """
 
     window_bytes: int = 64 << 20
+    gather_s: float = 0.0
     flush_bytes: int = 256 << 20
     flush_interval_s: float = 30.0
     num_read_threads: int = 2
@@ -302,6 +305,7 @@ class Applier:
                 if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
                     await self._run_task(self._tasks_at.popleft())
                 elif self._queue:
+                    await self._gather()
                     await self._apply_window(self._take_window())
                 else:
                     await self._wait_for_work()
@@ -335,6 +339,20 @@ class Applier:
                 await self._work.wait()
         except TimeoutError:
             pass  # a flush is due
+
+    async def _gather(self) -> None:
+        """Let a window fill: a large one coalesces more, and becomes a file instead of many small writes."""
+        try:
+            async with asyncio.timeout(self._config.gather_s):
+                while not (self._is_closing or self._tasks_at or self._is_window_full):
+                    self._work.clear()
+                    await self._work.wait()
+        except TimeoutError:
+            pass  # then a small one it is
+
+    @property
+    def _is_window_full(self) -> bool:
+        return sum(entry.batch.size_bytes for entry in self._queue) >= self._config.window_bytes
 
     def _take_window(self) -> _Window:
         entries = [self._queue.popleft()]

@@ -38,6 +38,9 @@ _log = logging.getLogger(__name__)
 
 _NEVER_REACHED = 2**63
 _RETENTION_INTERVAL_S = 15.0
+# Acks and reads do not wait for it.
+_GATHER_S = 0.2
+_MAX_WINDOW_BYTES = 48 << 20
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
@@ -329,7 +332,12 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
     store_config = StoreConfig(
         block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=config.memtable_bytes // _NUM_MEMTABLES
     )
-    applier_config = ApplierConfig(flush_bytes=2 * config.memtable_bytes)
+    applier_config = ApplierConfig(
+        # Half the backlog, so that one window fills while the other is written and no ack waits.
+        window_bytes=min(_MAX_WINDOW_BYTES, config.max_backlog_bytes // 2),
+        gather_s=_GATHER_S,
+        flush_bytes=2 * config.memtable_bytes,
+    )
     async with contextlib.AsyncExitStack() as stack:
         store = await asyncio.to_thread(RowStore.open, config.directory / "store", config=store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)

@@ -26,8 +26,8 @@ def test_nothing_acked_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("breakage", "fault", "finds"),
     [
-        ("acks_early", "lost_unsynced", {"lost", "stale"}),
-        ("forgets_sequence", "reorders", {"stale"}),
+        ("acks_early", "lost_unsynced", {"lost", "stale", "resurrected"}),
+        ("forgets_sequence", "reorders", {"stale", "resurrected"}),
         ("forgets_deletes", "kill_shard", {"resurrected"}),
     ],
 )

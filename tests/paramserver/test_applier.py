@@ -118,6 +118,20 @@ async def test_windows_are_bounded(store: GatedStore) -> None:
     assert [seq for seq, _ in store.windows] == [1, 3, 4, 5, 6]
 
 
+async def test_batches_wait_for_a_full_window(store: GatedStore) -> None:
+    """With time to gather, batches are applied when a window is full or at the close, and can be read meanwhile."""
+    async with Applier(store, config=ApplierConfig(window_bytes=300, gather_s=3600.0)) as applier:
+        for seq in (1, 2):
+            applier.submit(make_batch(seq, [1, seq], size_bytes=100))
+        assert bytes((await read(applier, [1])).presence) == b"\1"
+        assert applier.applied_seq == 0
+        applier.submit(make_batch(3, [1], size_bytes=100))
+        await applier.wait_applied(3)
+        assert store.windows == [(3, [2])]
+        applier.submit(make_batch(4, [1], size_bytes=100))
+    assert [seq for seq, _ in store.windows] == [3, 4]
+
+
 async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     """Closing drains: rows, metadata and column shards come back."""
     model = Model()
