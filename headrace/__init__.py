@@ -10,16 +10,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.paramserver.replica import EmbeddingReplica, ReplicaConfig, ReplicaEmbeddingBagCollection
     from headrace.schemas.errors import HeadraceError
     from headrace.streamer import RawEmbeddingStreamer
 
-__all__ = ["HeadraceError", "RawEmbeddingStreamer", "__version__"]
+__all__ = [
+    "EmbeddingReplica",
+    "HeadraceError",
+    "RawEmbeddingStreamer",
+    "ReplicaConfig",
+    "ReplicaEmbeddingBagCollection",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
+    "EmbeddingReplica": "headrace.paramserver.replica",
     "HeadraceError": "headrace.schemas.errors",
     "RawEmbeddingStreamer": "headrace.streamer",
+    "ReplicaConfig": "headrace.paramserver.replica",
+    "ReplicaEmbeddingBagCollection": "headrace.paramserver.replica",
 }
 
 

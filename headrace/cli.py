@@ -55,9 +55,30 @@ _COMMANDS = (
         help="Show what a running server holds.",
     ),
     _Entry(
+        name="top",
+        target="headrace.scripts.top:top",
+        help="Watch a running server: problems, shards, rates.",
+    ),
+    _Entry(
+        name="doctor",
+        target="headrace.scripts.doctor:doctor",
+        help="Check machine, configuration and a server, and say what to do.",
+    ),
+    _Entry(
+        name="replica",
+        target="headrace.paramserver.replica.replica_command:replica",
+        help="Serve look-ups from a copy that follows a running server.",
+        extras=("torch",),
+    ),
+    _Entry(
         name="snapshot",
         target="headrace.scripts.snapshot:snapshot",
         help="Make, list, check, fetch and remove snapshots of a server.",
+    ),
+    _Entry(
+        name="expire",
+        target="headrace.scripts.expire:expire",
+        help="Delete rows of a running server that its policies let go, or say which.",
     ),
     _Entry(
         name="log",
@@ -68,6 +89,16 @@ _COMMANDS = (
         name="replay",
         target="headrace.scripts.replay:replay",
         help="Reapply what update logs hold to a server or a new directory.",
+    ),
+    _Entry(
+        name="backfill",
+        target="headrace.scripts.backfill:backfill",
+        help="Bring rows of checkpoints and files into a server or a new directory.",
+    ),
+    _Entry(
+        name="export",
+        target="headrace.scripts.export:export",
+        help="Write a server's tables at one step to files of common formats.",
     ),
     _Entry(
         name="verify",

@@ -6,11 +6,13 @@ looked at: `take` costs in proportion to the dirty blocks, never to the table.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DirtyRows"]
+__all__ = ["DirtyRows", "ids_of"]
 
 _WORD_BITS = 64
 _BLOCK_WORDS = 64
@@ -60,16 +62,9 @@ class DirtyRows:
         Raises:
             IndexError: An id is not below `num_rows`; nothing is marked.
         """
-        ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64, copy=False)
+        ids = ids_of(row_ids, self.num_rows)
         if not ids.size:
             return
-        # Seen as unsigned, negative ids are the highest ones: one pass finds both kinds.
-        if ids.view(np.uint64).max() >= self.num_rows:
-            ids = ids[ids >= 0]
-            if not ids.size:
-                return
-            if (highest := ids.max()) >= self.num_rows:
-                raise IndexError(f"row {highest} is not below {self.num_rows}")
         words = ids >> 6
         # Unbuffered: a word that is named many times gets all of its bits. Cheaper than to sort and name it once.
         np.bitwise_or.at(self._words.reshape(-1), words, _BITS[ids & 63])
@@ -99,30 +94,84 @@ class DirtyRows:
         self._words[blocks] |= other._words[blocks]
         self._has_rows[blocks] = True
 
-    def take(self, max_rows: int | None = None) -> torch.Tensor:
-        """Remove and return the lowest dirty rows; `is_empty` then says whether any are left.
+    def discard(self, row_ids: torch.Tensor) -> None:
+        """Remove rows, dirty or not; negative ids are skipped.
+
+        Args:
+            row_ids: As for `mark`.
+
+        Raises:
+            IndexError: An id is not below `num_rows`; nothing is removed.
+        """
+        ids = ids_of(row_ids, self.num_rows)
+        words = ids >> 6
+        np.bitwise_and.at(self._words.reshape(-1), words, ~_BITS[ids & 63])
+        blocks = np.unique(words >> 6)
+        self._has_rows[blocks] = self._words[blocks].any(axis=1)
+
+    def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Return bool[n] on the CPU: which of some rows are dirty.
+
+        Args:
+            row_ids: int64[n], each 0 to `num_rows - 1`.
+        """
+        ids = row_ids.cpu().numpy()
+        return torch.from_numpy((self._words.reshape(-1)[ids >> 6] & _BITS[ids & 63]) != 0)
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """Yield the dirty rows, which stay dirty: int64 on the CPU, ascending. Not to be marked meanwhile."""
+        blocks = np.flatnonzero(self._has_rows)
+        for first in range(0, blocks.size, _PASS_BLOCKS):
+            some = blocks[first : first + _PASS_BLOCKS]
+            yield torch.from_numpy(_row_ids(self._words[some], some))
+
+    def clear(self) -> None:
+        """Remove every row; costs in proportion to the blocks that have some."""
+        blocks = np.flatnonzero(self._has_rows)
+        self._words[blocks] = 0
+        self._has_rows[blocks] = False
+
+    def take(self, max_rows: int | None = None, *, first_row: int = 0) -> torch.Tensor:
+        """Remove and return the lowest dirty rows from `first_row` on.
 
         Args:
             max_rows: At most so many, ≥ 0; None takes all.
+            first_row: Rows below it stay, ≥ 0.
 
         Returns:
             int64[n] on the CPU, ascending, unique, contiguous, owned by the caller.
         """
         wanted = self.num_rows if max_rows is None else max_rows
         parts: list[npt.NDArray[np.int64]] = []
-        blocks = np.flatnonzero(self._has_rows)
+        first_block = first_row // _BLOCK_ROWS
+        blocks = np.flatnonzero(self._has_rows[first_block:]) + first_block
+        below = self._hide_below(first_row) if blocks.size and blocks[0] == first_block else None
         for first in range(0, blocks.size, _PASS_BLOCKS):
             if wanted <= 0:
                 break
             part = self._take_from(blocks[first : first + _PASS_BLOCKS], wanted)
             wanted -= part.size
             parts.append(part)
+        if below is not None and below.any():
+            self._words[first_block] |= below
+            self._has_rows[first_block] = True
         if len(parts) == 1:
             return torch.from_numpy(parts[0])
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
 
+    def _hide_below(self, row: int) -> _Words:
+        """Remove the rows of a row's block that are below it, and return the words that they were in."""
+        block, place = divmod(row, _BLOCK_ROWS)
+        word, bit = divmod(place, _WORD_BITS)
+        words = self._words[block]
+        below: _Words = words.copy()
+        below[word] &= np.uint64((1 << bit) - 1)
+        below[word + 1 :] = 0
+        words ^= below
+        return below
+
     def _take_from(self, blocks: npt.NDArray[np.intp], max_rows: int) -> npt.NDArray[np.int64]:
-        """Take at most `max_rows` ≥ 1 rows out of blocks that each have some."""
+        """Take at most `max_rows` ≥ 1 rows out of blocks, all but the first of which have some."""
         words = self._words[blocks]
         num_rows_up_to = np.bitwise_count(words).sum(axis=1, dtype=np.int64).cumsum()
         num_blocks = min(int(np.searchsorted(num_rows_up_to, max_rows)) + 1, blocks.size)
@@ -172,4 +221,23 @@ def _row_ids(words: _Words, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.int6
     bits = np.unpackbits(flat[where], bitorder="little").view(np.bool_)
     hits = np.flatnonzero(bits)
     ids: npt.NDArray[np.int64] = first_ids[hits >> 3] + (hits & 7)
+    return ids
+
+
+def ids_of(row_ids: torch.Tensor, num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the ids ≥ 0 out of a tensor as int64[n] on the CPU; a view where it can be.
+
+    Args:
+        row_ids: int32 or int64, any shape, order and device. On a GPU this waits for the device.
+        num_rows: All ids are below it; 2⁶³ takes any.
+
+    Raises:
+        IndexError: An id is not below `num_rows`.
+    """
+    ids = row_ids.detach().reshape(-1).cpu().numpy().astype(np.int64, copy=False)
+    # Seen as unsigned, negative ids are the highest ones: one pass finds both kinds.
+    if ids.size and ids.view(np.uint64).max() >= num_rows:
+        ids = ids[ids >= 0]
+        if ids.size and (highest := ids.max()) >= num_rows:
+            raise IndexError(f"row {highest} is not below {num_rows}")
     return ids

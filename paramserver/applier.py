@@ -1,8 +1,9 @@
 """From the update log to RocksDB: acked batches are coalesced and applied behind the acks, and read meanwhile.
 
 A batch is submitted when it is durable. Its rows can be read at once, from the overlay (`pending.py`), and get into
-RocksDB a window of batches at a time: coalesced, sorted, with the log position in the same atomic write. While one
-window is written the next one gathers, so the more behind the applier is, the more it coalesces.
+RocksDB in two stages, each in a thread of its own. A window of batches is coalesced into one sorted run a column shard,
+which frees the frames; then the runs of several windows are merged while they are written, with the log position
+last. A hot row is written once for all of them, and large files are compacted less often.
 """
 
 from __future__ import annotations
@@ -11,24 +12,31 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.pending import Batch, Part, PendingRows, Run, coalesce
+from headrace.paramserver.buffer_readers import BufferReaders
+from headrace.paramserver.identity_index import FoundRows, IdentitySearch, claims_of, in_store_order
+from headrace.paramserver.pending import Batch, Part, PendingRows, Run, coalesce, merge
+from headrace.paramserver.record_pool import RecordPool
 from headrace.paramserver.row_reader import RowsRead, ShardSource, read_rows, settle
 from headrace.paramserver.store import RowStore
+from headrace.paramserver.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.identity_claims import CLAIMS
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +44,22 @@ class ApplierConfig:
     """Settings of an applier.
 
     Attributes:
-        window_bytes: Batches that are coalesced together, at most, but one at least. A larger window writes a hot row
-            less often; the rows of one window are in memory twice.
-        gather_s: How long batches wait for others to fill a window, seconds; 0 does not wait. Neither reads nor acks
-            wait for it: it costs memory, and that much more log to apply after a crash.
+        window_bytes: Batches that are coalesced together, at most, but one at least. The rows of one window are in
+            memory twice meanwhile.
+        merge_bytes: Coalesced rows that are written together, about. More of it writes a hot row less often; so much
+            waits to be written while as much is being written.
+        hold_s: How long rows wait for others to be written with, seconds; 0 does not wait. Neither reads nor acks wait
+            for it: it costs memory, and that much more log to apply after a crash.
+        quiet_s: They wait no longer when no batch has come for so long, seconds.
         flush_bytes: RocksDB is flushed after this much has been written to it, so that a restart replays no more.
         flush_interval_s: It is flushed at least this often when something has been written, seconds.
         num_read_threads: Reads that look things up at the same time.
     """
 
-    window_bytes: int = 64 << 20
-    gather_s: float = 0.0
+    window_bytes: int = 32 << 20
+    merge_bytes: int = 96 << 20
+    hold_s: float = 0.0
+    quiet_s: float = 0.1
     flush_bytes: int = 256 << 20
     flush_interval_s: float = 30.0
     num_read_threads: int = 2
@@ -57,7 +70,7 @@ class ApplierConfig:
         Raises:
             ConfigError: One is out of range.
         """
-        for name in ("window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
+        for name in ("window_bytes", "merge_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"applier setting {name} is {getattr(self, name)}, not above 0")
 
@@ -66,30 +79,30 @@ class ApplierConfig:
 class _Entry:
     batch: Batch
     parts: list[tuple[PendingRows, Part]]
+    since_s: float
 
 
 @dataclass(slots=True)
 class _Window:
-    """Consecutive batches that are applied together."""
+    """Consecutive batches, coalesced.
 
-    entries: list[_Entry]
+    Attributes:
+        first_seq: Of the first one.
+        seq: Of the last one.
+        meta: Theirs.
+        runs: Where each pends, and it.
+        since_s: When the first was submitted.
+    """
+
+    first_seq: int
+    seq: int
+    meta: dict[bytes, bytes]
+    runs: list[tuple[PendingRows, Run]]
+    since_s: float
 
     @property
-    def seq(self) -> int:
-        return self.entries[-1].batch.seq
-
-    def parts(self) -> dict[PendingRows, list[Part]]:
-        parts: dict[PendingRows, list[Part]] = {}
-        for entry in self.entries:
-            for rows, part in entry.parts:
-                parts.setdefault(rows, []).append(part)
-        return parts
-
-    def meta(self) -> dict[bytes, bytes]:
-        meta: dict[bytes, bytes] = {}
-        for entry in self.entries:
-            meta |= entry.batch.meta
-        return meta
+    def size_bytes(self) -> int:
+        return sum(run.size_bytes for _, run in self.runs)
 
 
 @dataclass(slots=True)
@@ -108,8 +121,8 @@ class Applier:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
         pending_bytes: What batches and runs that are not in RocksDB hold in memory.
-        num_rows_submitted: Rows of all batches that have been applied, before coalescing.
-        num_rows_applied: Rows that were written for them.
+        num_rows_submitted: Rows of all batches that have been coalesced.
+        num_rows_applied: Rows that were written for those of them that are in RocksDB.
         failed: Why nothing is applied any more; None while all is well.
 
     Thread: the loop's, for every method.
@@ -133,24 +146,39 @@ class Applier:
         self.num_rows_submitted = self.num_rows_applied = 0
         self.failed: HeadraceError | None = None
         self._queue: deque[_Entry] = deque()
+        self._queued_bytes = 0
+        self._windows: deque[_Window] = deque()
+        self._windows_bytes = 0
+        self._is_coalescing = False
+        self._due_seq = 0  # up to here rows wait for no others
+        self._newest_s = 0.0
         self._pending: dict[tuple[int, ColumnShard], PendingRows] = {}
-        self._work = asyncio.Event()
+        self._pending_claims: dict[int, PendingRows] = {}  # of tables with identities
+        self._to_coalesce = asyncio.Event()
+        self._to_write = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks_at: deque[_Task] = deque()  # by seq
         self._held: deque[Batch] = deque()  # not released yet, oldest first
-        self._readers = _Readers()
+        self._readers = BufferReaders()
+        self._records = RecordPool(
+            max_array_bytes=2 * self._config.window_bytes, max_idle_bytes=self._config.merge_bytes
+        )
         self._flushed_at_s = clock()
         self._flushing: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._is_closing = self._is_closed = False
 
     async def __aenter__(self) -> Applier:
         self._loop = asyncio.get_running_loop()
+        self._coalesce_pool = ThreadPoolExecutor(1, "headrace-coalesce")
         self._write_pool = ThreadPoolExecutor(1, "headrace-apply")
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
         self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
-        self._task = asyncio.create_task(self._apply_forever(), name="headrace-applier")
+        self._tasks = [
+            asyncio.create_task(self._guard(self._coalesce_forever()), name="headrace-coalesce"),
+            asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply"),
+        ]
         return self
 
     async def __aexit__(
@@ -169,18 +197,27 @@ class Applier:
         """
         self._check()
         assert batch.seq > self.submitted_seq, f"batch {batch.seq} after {self.submitted_seq}"
-        entry = _Entry(batch, [])
+        self._newest_s = self._clock()
+        entry = _Entry(batch, [], self._newest_s)
         for delta in batch.deltas:
             part = Part(delta, batch)
             if part.ids.size:
                 rows = self._rows_of(delta.table_id, delta.layout)
                 rows.add(part)
                 entry.parts.append((rows, part))
+            if (claims := claims_of(delta, batch)) is not None:
+                rows = self._claims_in(delta.table_id)
+                rows.add(claims)
+                entry.parts.append((rows, claims))
         self._queue.append(entry)
+        self._queued_bytes += batch.size_bytes
         self.submitted_seq = batch.seq
         self.pending_bytes += batch.size_bytes
         self._held.append(batch)
-        self._work.set()
+        if not self._config.hold_s:
+            self._due_seq = batch.seq
+        if len(self._queue) == 1 or self._is_window_due:
+            self._wake()
 
     async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
         """Return the newest acked values of rows, applied or not, in the order asked for.
@@ -196,8 +233,32 @@ class Applier:
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
-        if self._is_closing or self._task is None:
-            raise UnavailableError("the store is closing")
+        sources, seq = self._sources_of(table_id, spec), self.submitted_seq
+        return await self._look(read_rows, table_id, spec, sources, row_ids, self._store.get, seq=seq)
+
+    async def find(self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64]) -> FoundRows:
+        """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.
+
+        Args:
+            table_id: Number of the table.
+            spec: What the table is; it has identities.
+            identities: int64[n], any order; may repeat.
+
+        Raises:
+            StorageError: RocksDB could not be read.
+            UnavailableError: After `close`.
+
+        Cancellation: nothing changes; the look-up may end by itself later.
+        """
+        search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
+        while not search.has_ended:
+            rows = self._claims_in(table_id)
+            # Both views are of this moment: there is no await between them.
+            claims, sources = ShardSource(CLAIMS, rows.snapshot(), True), self._sources_of(table_id, spec)
+            await self._look(search.attempt, table_id, spec, claims, sources, get)
+        return search.result()
+
+    def _sources_of(self, table_id: int, spec: TableSpec) -> list[ShardSource]:
         shards = dict.fromkeys(self._store.layouts(table_id), True)
         shards.update((shard, False) for table, shard in self._pending if table == table_id and shard not in shards)
         sources = []
@@ -206,8 +267,14 @@ class Applier:
             layout = rows.layout if rows else RecordLayout(spec, shard)
             # One that is being applied for the first time may get into RocksDB after this: the snapshot has its rows.
             sources.append(ShardSource(layout, rows.snapshot() if rows else None, shards.get(shard, False)))
-        seq, ticket = self.submitted_seq, self._readers.begin()
-        future = self._read_pool.submit(read_rows, table_id, spec, sources, row_ids, self._store.get, seq=seq)
+        return sources
+
+    async def _look(self, work: Callable[..., _T], *args: Any, **settings: Any) -> _T:
+        """Call something that looks at sources, in a thread, while the buffers that they refer to are kept."""
+        if self._is_closing or not self._tasks:
+            raise UnavailableError("the store is closing")
+        ticket = self._readers.begin()
+        future = self._read_pool.submit(work, *args, **settings)
         # Not when the caller stops waiting: the thread looks at the frames until it is done.
         future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._readers.end, ticket))
         return await asyncio.wrap_future(future)
@@ -231,18 +298,30 @@ class Applier:
         assert seq >= max(self.submitted_seq, self._tasks_at[-1].seq if self._tasks_at else 0)
         task = _Task(seq, work, self._loop.create_future())
         self._tasks_at.append(task)
-        self._work.set()
+        self._apply_now(seq)
         return task.done
 
     async def wait_applied(self, seq: int) -> None:
-        """Return when every batch up to `seq` is in RocksDB.
+        """Return when every batch up to `seq` is in RocksDB; its rows wait for no others from now on.
 
         Raises:
             HeadraceError: `failed`, or UnavailableError when closed first.
 
         Cancellation: atomic.
         """
+        self._apply_now(seq)
         await self._wait_until(lambda: self.applied_seq >= seq)
+
+    async def wait_failed(self) -> HeadraceError:
+        """Return why nothing is applied any more: `failed`, or UnavailableError when closed first.
+
+        Cancellation: atomic.
+        """
+        try:
+            await self._wait_until(lambda: False)
+        except HeadraceError as exc:
+            return exc
+        raise AssertionError("what never is has been")
 
     async def wait_below(self, max_bytes: int) -> None:
         """Return when `pending_bytes` is at most `max_bytes`: admission holds back acks with it.
@@ -252,6 +331,8 @@ class Applier:
 
         Cancellation: atomic.
         """
+        if self.pending_bytes > max_bytes:
+            self._apply_now(self.submitted_seq)
         await self._wait_until(lambda: self.pending_bytes <= max_bytes)
 
     async def close(self) -> None:
@@ -264,23 +345,23 @@ class Applier:
 
         Cancellation: the closing goes on; call it again to wait for it.
         """
-        if self._task is None:
+        if not self._tasks:
             return
         self._is_closing = True
-        self._work.set()
+        self._apply_now(self.submitted_seq)
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(self._task), name="headrace-applier-close")
+            self._closing = asyncio.create_task(self._close(), name="headrace-applier-close")
         await asyncio.shield(self._closing)
 
-    async def _close(self, task: asyncio.Task[None]) -> None:
+    async def _close(self) -> None:
         try:
-            await task
+            await asyncio.wait(self._tasks)
             if self._flushing is not None:
                 await asyncio.wait([self._flushing])
             if self.failed is None and self._store.durable_seq < self.applied_seq:
                 await self._loop.run_in_executor(self._flush_pool, self._store.flush)
         finally:
-            for pool in (self._read_pool, self._flush_pool, self._write_pool):
+            for pool in (self._read_pool, self._flush_pool, self._coalesce_pool, self._write_pool):
                 await asyncio.to_thread(pool.shutdown)
             while self._held:
                 self._release_oldest()
@@ -290,8 +371,16 @@ class Applier:
     def _check(self) -> None:
         if self.failed is not None:
             raise self.failed
-        if self._is_closing or self._task is None:
+        if self._is_closing or not self._tasks:
             raise UnavailableError("the store is closing")
+
+    def _apply_now(self, seq: int) -> None:
+        self._due_seq = max(self._due_seq, seq)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._to_coalesce.set()
+        self._to_write.set()
 
     def _rows_of(self, table_id: int, layout: RecordLayout) -> PendingRows:
         rows = self._pending.get((table_id, layout.shard))
@@ -299,26 +388,145 @@ class Applier:
             rows = self._pending[table_id, layout.shard] = PendingRows(table_id, layout)
         return rows
 
-    async def _apply_forever(self) -> None:
+    def _claims_in(self, table_id: int) -> PendingRows:
+        rows = self._pending_claims.get(table_id)
+        if rows is None:
+            rows = self._pending_claims[table_id] = PendingRows(table_id, CLAIMS)
+        return rows
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            while self._queue or not self._is_closing:
+            await work
+        except HeadraceError as exc:
+            self._fail(exc)
+        except Exception as exc:
+            failure = HeadraceError(f"applying stopped at log position {self.applied_seq}: {exc!r}")
+            failure.__cause__ = exc
+            self._fail(failure)
+
+    def _fail(self, failure: HeadraceError) -> None:
+        if self.failed is None:
+            self.failed = failure
+            _log.error("nothing is applied any more: %s", failure, exc_info=failure)
+        self._wake()
+        self._wake_waiters()
+
+    async def _coalesce_forever(self) -> None:
+        while self.failed is None and (self._queue or not self._is_closing):
+            if self._is_window_due:
+                self._is_coalescing = True
+                await self._coalesce_window(self._take_entries())
+                self._is_coalescing = False
+                self._to_write.set()
+            else:
+                self._to_coalesce.clear()
+                await self._to_coalesce.wait()
+
+    @property
+    def _is_window_due(self) -> bool:
+        if not self._queue:
+            return False
+        return self._queued_bytes >= self._config.window_bytes or self._queue[0].batch.seq <= self._due_seq
+
+    def _take_entries(self) -> list[_Entry]:
+        # No window goes over a position at which somebody wants to see the store.
+        stop_seq = next((task.seq for task in self._tasks_at if task.seq >= self._queue[0].batch.seq), None)
+        entries: list[_Entry] = []
+        size = 0
+        while self._queue and (not entries or size + self._queue[0].batch.size_bytes <= self._config.window_bytes):
+            entries.append(self._queue.popleft())
+            size += entries[-1].batch.size_bytes
+            if entries[-1].batch.seq == stop_seq:
+                break
+        self._queued_bytes -= size
+        return entries
+
+    async def _coalesce_window(self, entries: list[_Entry]) -> None:
+        parts: dict[PendingRows, list[Part]] = {}
+        meta: dict[bytes, bytes] = {}
+        for entry in entries:
+            meta |= entry.batch.meta
+            for rows, part in entry.parts:
+                parts.setdefault(rows, []).append(part)
+        runs = await self._loop.run_in_executor(self._coalesce_pool, self._coalesce, parts)
+        window = _Window(entries[0].batch.seq, entries[-1].batch.seq, meta, runs, entries[0].since_s)
+        for rows, run in runs:
+            rows.coalesced(run, len(parts[rows]))
+        self.num_rows_submitted += sum(
+            part.ids.size for rows, of_rows in parts.items() for part in of_rows if rows.layout is not CLAIMS
+        )
+        self._windows.append(window)
+        self._windows_bytes += window.size_bytes
+        self.pending_bytes += window.size_bytes
+        # The runs are copies: the frames may go as soon as no reader looks at them.
+        for _ in entries:
+            self._readers.when_none_older(self._release_oldest)
+
+    def _coalesce(self, parts: dict[PendingRows, list[Part]]) -> list[tuple[PendingRows, Run]]:
+        return [(rows, coalesce(rows.table_id, of_rows, self._records)) for rows, of_rows in parts.items()]
+
+    async def _write_forever(self) -> None:
+        try:
+            while self.failed is None and (self.applied_seq < self.submitted_seq or not self._is_closing):
                 if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
                     await self._run_task(self._tasks_at.popleft())
-                elif self._queue:
-                    await self._gather()
-                    await self._apply_window(self._take_window())
+                elif self._is_write_due:
+                    await self._write_windows(self._take_windows())
                 else:
                     await self._wait_for_work()
                 self._flush_if_due()
-        except HeadraceError as exc:
-            self.failed = exc
-        except Exception as exc:
-            self.failed = HeadraceError(f"applying stopped at log position {self.applied_seq}: {exc!r}")
-            self.failed.__cause__ = exc
-        if self.failed is not None:
-            _log.error("nothing is applied any more: %s", self.failed, exc_info=self.failed)
-        self._drop_tasks()
+        finally:
+            self._drop_tasks()
+
+    @property
+    def _is_write_due(self) -> bool:
+        if not self._windows:
+            return False
+        if self._windows_bytes >= self._config.merge_bytes:
+            return True
+        # What else is due is coalesced first, and written with it.
+        is_more_due = self._is_coalescing or (self._queue and self._queue[0].batch.seq <= self._due_seq)
+        return self._windows[0].first_seq <= self._due_seq and not is_more_due
+
+    def _take_windows(self) -> list[_Window]:
+        stop_seq = self._tasks_at[0].seq if self._tasks_at else None
+        windows: list[_Window] = []
+        size = 0
+        while self._windows and (not windows or size + self._windows[0].size_bytes <= self._config.merge_bytes):
+            windows.append(self._windows.popleft())
+            size += windows[-1].size_bytes
+            if windows[-1].seq == stop_seq:
+                break
+        self._windows_bytes -= size
+        return windows
+
+    async def _write_windows(self, windows: list[_Window]) -> None:
+        runs: dict[PendingRows, list[Run]] = {}
+        meta: dict[bytes, bytes] = {}
+        for window in windows:
+            meta |= window.meta
+            for rows, run in window.runs:
+                runs.setdefault(rows, []).append(run)
+        seq = windows[-1].seq
+        self.num_rows_applied += await self._loop.run_in_executor(
+            self._write_pool, self._write, list(runs.values()), meta, seq
+        )
+        for rows, of_rows in runs.items():
+            for run in of_rows:
+                rows.applied(run)
+                self.pending_bytes -= run.size_bytes
+        self.applied_seq = seq
         self._wake_waiters()
+
+    def _write(self, runs: list[list[Run]], meta: dict[bytes, bytes], seq: int) -> int:
+        merged = sorted((merge(of_rows) for of_rows in runs), key=lambda run: (run.table_id, run.layout.shard))
+        settled = [settle(run, self._store.get) for run in merged]
+        rows = [run for run in settled if run.layout is not CLAIMS]
+        claims = [in_store_order(run) for run in settled if run.layout is CLAIMS]
+        num_rows = sum(run.row_ids.size for run in rows)
+        with span("headrace.apply", num_rows=num_rows, seq=seq):
+            self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
+        return num_rows
 
     async def _run_task(self, task: _Task) -> None:
         try:
@@ -331,61 +539,26 @@ class Applier:
                 task.done.set_result(None)
 
     async def _wait_for_work(self) -> None:
-        self._work.clear()
-        is_dirty = self._store.durable_seq < self.applied_seq and self._flushing is None
-        due_s = self._flushed_at_s + self._config.flush_interval_s - self._clock()
+        """Return when there may be something to write or to flush, and see to it that nothing is held for too long."""
+        self._to_write.clear()
+        deadlines = [] if self._hold_ends_s is None else [self._hold_ends_s]
+        if self._store.durable_seq < self.applied_seq and self._flushing is None:
+            deadlines.append(self._flushed_at_s + self._config.flush_interval_s)
         try:
-            async with asyncio.timeout(max(due_s, 0.0) if is_dirty else None):
-                await self._work.wait()
+            async with asyncio.timeout(max(min(deadlines) - self._clock(), 0.0) if deadlines else None):
+                await self._to_write.wait()
         except TimeoutError:
-            pass  # a flush is due
-
-    async def _gather(self) -> None:
-        """Let a window fill: a large one coalesces more, and becomes a file instead of many small writes."""
-        try:
-            async with asyncio.timeout(self._config.gather_s):
-                while not (self._is_closing or self._tasks_at or self._is_window_full):
-                    self._work.clear()
-                    await self._work.wait()
-        except TimeoutError:
-            pass  # then a small one it is
+            pass  # that is what the clock is looked at for
+        if self._hold_ends_s is not None and self._hold_ends_s <= self._clock():
+            self._apply_now(self.submitted_seq)
 
     @property
-    def _is_window_full(self) -> bool:
-        return sum(entry.batch.size_bytes for entry in self._queue) >= self._config.window_bytes
-
-    def _take_window(self) -> _Window:
-        entries = [self._queue.popleft()]
-        size = entries[0].batch.size_bytes
-        last_seq = self._tasks_at[0].seq if self._tasks_at else None
-        while self._queue and size + self._queue[0].batch.size_bytes <= self._config.window_bytes:
-            if entries[-1].batch.seq == last_seq:
-                break
-            entries.append(self._queue.popleft())
-            size += entries[-1].batch.size_bytes
-        return _Window(entries)
-
-    async def _apply_window(self, window: _Window) -> None:
-        parts = window.parts()
-        runs = await self._loop.run_in_executor(self._write_pool, _coalesce, parts)
-        for rows, run in runs:
-            rows.coalesced(run, len(parts[rows]))
-            self.pending_bytes += run.size_bytes
-        # The runs are copies: the frames may go as soon as no reader looks at them.
-        for _ in window.entries:
-            self._readers.when_none_older(self._release_oldest)
-        ordered = sorted((run for _, run in runs), key=lambda run: (run.table_id, run.layout.shard))
-        await self._loop.run_in_executor(self._write_pool, self._write, ordered, window.meta(), window.seq)
-        for rows, run in runs:
-            rows.applied(run)
-            self.pending_bytes -= run.size_bytes
-            self.num_rows_applied += run.row_ids.size
-        self.num_rows_submitted += sum(part.ids.size for shard_parts in parts.values() for part in shard_parts)
-        self.applied_seq = window.seq
-        self._wake_waiters()
-
-    def _write(self, runs: list[Run], meta: dict[bytes, bytes], seq: int) -> None:
-        self._store.write_runs([settle(run, self._store.get) for run in runs], meta=meta, applied_seq=seq)
+    def _hold_ends_s(self) -> float | None:
+        """When rows have waited long enough for others; None when none wait."""
+        if self._due_seq >= self.submitted_seq or not (self._windows or self._queue):
+            return None
+        since_s = (self._windows[0] if self._windows else self._queue[0]).since_s
+        return min(since_s + self._config.hold_s, self._newest_s + self._config.quiet_s)
 
     def _release_oldest(self) -> None:
         batch = self._held.popleft()
@@ -405,18 +578,16 @@ class Applier:
         self._flushing = None
         self._flushed_at_s = self._clock()
         exc = flushing.exception()
-        if exc is not None and self.failed is None:
-            self.failed = exc if isinstance(exc, HeadraceError) else StorageError(f"flushing failed: {exc!r}")
-            self._is_closing = True
-            self._queue.clear()
-        self._work.set()
+        if exc is not None:
+            self._fail(exc if isinstance(exc, HeadraceError) else StorageError(f"flushing failed: {exc!r}"))
+        self._wake()
         self._wake_waiters()
 
     async def _wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
             if self.failed is not None:
                 raise self.failed
-            if self._task is None or self._is_closed:
+            if not self._tasks or self._is_closed:
                 raise UnavailableError("the store is closed")
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
@@ -434,37 +605,3 @@ class Applier:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-
-class _Readers:
-    """Which readers may still look at buffers, so that nobody frees those under them."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._active: dict[int, None] = {}
-        self._deferred: deque[tuple[int, Callable[[], None]]] = deque()
-
-    def begin(self) -> int:
-        """Return a ticket for `end`."""
-        ticket = self._next
-        self._active[ticket] = None
-        self._next += 1
-        return ticket
-
-    def end(self, ticket: int) -> None:
-        """Take a ticket back, and call what waited for it."""
-        del self._active[ticket]
-        oldest = next(iter(self._active), self._next)
-        while self._deferred and self._deferred[0][0] <= oldest:
-            self._deferred.popleft()[1]()
-
-    def when_none_older(self, callback: Callable[[], None]) -> None:
-        """Call back, in the order of these calls, when all readers that have begun have ended."""
-        if self._active:
-            self._deferred.append((self._next, callback))
-        else:
-            callback()
-
-
-def _coalesce(parts: dict[PendingRows, list[Part]]) -> list[tuple[PendingRows, Run]]:
-    return [(rows, coalesce(rows.table_id, of_rows)) for rows, of_rows in parts.items()]

@@ -12,11 +12,13 @@ from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownT
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["Catalog", "Scalar", "Table", "pack_spec", "unpack_spec"]
+__all__ = ["INDEXED_PREFIX", "Catalog", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
+# Of a table whose identities are indexed from its first row on.
+INDEXED_PREFIX = b"identities/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class Catalog:
         for spec in self.check(specs):
             table = self._add(len(self._tables) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
+            if spec.has_identities:
+                meta[INDEXED_PREFIX + b"%d" % table.table_id] = b"1"
         return meta
 
     def set_scalars(

@@ -137,6 +137,10 @@ class ParamServerClient:
         """Call `getEmbeddings` with an `idl.GetEmbeddingsRequest`; return its `idl.GetEmbeddingsReply`."""
         return await self._call("getEmbeddings", request, timeout_s)
 
+    async def find_rows(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `findRows` with an `idl.FindRowsRequest`; return its `idl.FindRowsReply`."""
+        return await self._call("findRows", request, timeout_s)
+
     async def status(self, *, timeout_s: float = 10.0) -> Any:
         """Call `status`; return its `idl.StatusReply`."""
         return await self._call("status", None, timeout_s)
@@ -165,6 +169,10 @@ class ParamServerClient:
     async def fetch_snapshot(self, request: Any, *, timeout_s: float = 30.0) -> Any:
         """Call `fetchSnapshot`."""
         return await self._call("fetchSnapshot", request, timeout_s)
+
+    async def expire_rows(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `expireRows`; `timeout_s` comes on top of the request's `wait_ms`."""
+        return await self._call("expireRows", request, request.wait_ms / 1000 + timeout_s)
 
     async def close(self) -> None:
         """Close the connection; calls in flight fail with `UnavailableError`. Again is harmless.

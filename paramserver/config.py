@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.paramserver.expiry_policy import ExpiryRules
 from headrace.paramserver.settings import REQUIRED, Kind, check, merge, setting
 from headrace.schemas.errors import ConfigError
 
@@ -89,11 +90,11 @@ class ShardSettings:
         help="Memory a shard for batches on their way to disk; more are refused as overloaded.",
     )
     max_backlog_bytes: int = setting(
-        256 * _MIB,
+        512 * _MIB,
         kind=Kind.BYTES,
         minimum=64 * _KIB,
         maximum=_MAX_BYTES,
-        help="Memory a shard for durable batches on their way to the store; acks wait beyond it.",
+        help="Memory a shard for durable rows on their way to the store; acks wait beyond it. More of it writes less.",
     )
     log_segment_bytes: int = setting(
         256 * _MIB,
@@ -145,6 +146,18 @@ class ShardSettings:
         choices=("accept", "reject"),
         help="What becomes of a batch with NaN or Inf. To reject it, every value is looked at.",
     )
+    expiry: str | None = setting(
+        None,
+        kind=Kind.RULES,
+        help="Rows that expire, by table: `user.*: ttl_s=30d, interval_s=1h; *: max_rows=1000000`. See docs/expiry.md.",
+    )
+    expiry_rows_per_s: int = setting(
+        100_000,
+        kind=Kind.COUNT,
+        minimum=0,
+        maximum=1_000_000_000,
+        help="Rows that expiry looks at in a second. Each costs about 2 µs of a core. 0 sets no bound.",
+    )
     drain_s: float = setting(
         10.0,
         kind=Kind.SECONDS,
@@ -177,6 +190,7 @@ class ShardSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        ExpiryRules.parse(self.expiry or "")
         ordered = ("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")
         for smaller, larger in (*itertools.pairwise(ordered), ("max_frame_bytes", "max_log_pending_bytes")):
             if getattr(self, smaller) > getattr(self, larger):
@@ -219,6 +233,19 @@ class ServerConfig(ShardSettings):
         False,
         kind=Kind.SWITCH,
         help="Listen beyond loopback, though anyone who reaches the port may then read and write.",
+    )
+    metrics_port: int | None = setting(
+        None,
+        kind=Kind.COUNT,
+        minimum=0,
+        maximum=65535,
+        help="Port of the status page and of Prometheus' /metrics, one for all shards. Off without it; 0 lets the "
+        "system choose.",
+    )
+    metrics_host: str = setting(
+        "127.0.0.1",
+        kind=Kind.TEXT,
+        help="Address to serve metrics on. They tell names and figures, no rows and no secrets, to anyone who asks.",
     )
     max_quick_deaths: int = setting(
         5,

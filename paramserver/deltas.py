@@ -15,10 +15,11 @@ import numpy.typing as npt
 from headrace.paramserver.catalog import Catalog, Table
 from headrace.paramserver.pending import RowDelta
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
+from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType
 
-__all__ = ["decode_delta", "decode_row_ids"]
+__all__ = ["check_rows", "decode_delta", "decode_identities", "decode_row_ids"]
 
 
 def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = False) -> RowDelta:
@@ -56,6 +57,36 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
     )
 
 
+def check_rows(delta: RowDelta, *, shard: int, num_shards: int) -> None:
+    """Refuse rows that are another shard's, where no reader would find them, and rows that are given twice.
+
+    Args:
+        delta: Decoded.
+        shard: Index of this shard.
+        num_shards: Of the server.
+
+    Raises:
+        RequestError: Naming a row.
+    """
+    fqn, row_ids = delta.spec.fqn, delta.row_ids
+    if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
+        row_ids = np.concatenate((row_ids, delta.deleted_row_ids))
+    # Trainers send rows in order: then one pass tells.
+    if np.any(row_ids[1:] <= row_ids[:-1]):
+        ordered = np.sort(row_ids)
+        again = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if again.size:
+            raise RequestError(f"table {fqn!r}: row {ordered[again[0]]} is given twice")
+    if num_shards > 1:
+        shards = shards_of_rows(table_seed(fqn), row_ids, num_shards)
+        astray = np.flatnonzero(shards != shard)
+        if astray.size:
+            row_id, owner = row_ids[astray[0]], shards[astray[0]]
+            raise RequestError(
+                f"table {fqn!r}: row {row_id} belongs to shard {owner} of {num_shards}, this is shard {shard}"
+            )
+
+
 def decode_row_ids(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
     """Return row ids as int64[n], a view of `data`.
 
@@ -67,6 +98,19 @@ def decode_row_ids(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
     row_ids = np.frombuffer(data, "<i8")
     table.spec.check_row_ids(row_ids)
     return row_ids
+
+
+def decode_identities(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
+    """Return identities to look for as int64[n], a view of `data`.
+
+    Raises:
+        RequestError: The bytes are not whole identities, or the table has none.
+    """
+    if not table.spec.has_identities:
+        raise RequestError(f"table {table.spec.fqn!r} has no identities; its rows are found by their row ids")
+    if len(data) % 8:
+        raise RequestError(f"table {table.spec.fqn!r}: {len(data)} bytes of identities are not a multiple of 8")
+    return np.frombuffer(data, "<i8")
 
 
 def _column_shard(table: Table, delta: Any) -> ColumnShard:

@@ -45,6 +45,7 @@ class _Query:
     end_row: int
     max_buckets: int
     with_presence: bool
+    only_weights: bool
 
 
 class Digester:
@@ -85,7 +86,15 @@ class Digester:
                 f"table {spec.fqn!r} has {spec.dim} columns, not {columns.offset} to {columns.offset + columns.width}"
             )
         max_buckets = min(request.max_buckets, _MAX_BUCKETS)
-        return _Query(table, columns, request.first_row, end_row, max_buckets, request.with_presence)
+        return _Query(
+            table,
+            columns,
+            request.first_row,
+            end_row,
+            max_buckets,
+            request.with_presence,
+            bool(request.only_weights),
+        )
 
 
 class _Scan:
@@ -112,6 +121,7 @@ class _Scan:
         presence: dict[int, npt.NDArray[np.uint8]] = {}
         next_row = query.end_row
         for ids, weights, states in self._chunks(seq):
+            states = {} if query.only_weights else states
             digests = digest_rows(ids, list(_columns(spec, weights, states, query.columns)))
             for bucket, digest, count in zip(*(part.tolist() for part in bucket_digests(ids, digests)), strict=True):
                 if bucket not in buckets and len(buckets) == query.max_buckets:
@@ -217,10 +227,12 @@ class _Stream:
 
 
 def _columns(spec: TableSpec, weights: _Array, states: dict[str, _Array], columns: ColumnShard) -> Iterator[_Array]:
-    """Yield the columns that count, as the trainer has them that holds these columns."""
+    """Yield the columns that count, as the trainer has them that holds these columns; of states, those given."""
     part = slice(columns.offset, columns.offset + columns.width)
     yield weights[:, part]
     for state in spec.states:
+        if state.name not in states:
+            continue
         if state.kind is StateKind.POINTWISE:
             yield states[state.name][:, part]
         elif columns == spec.whole:

@@ -35,7 +35,7 @@ from headrace.paramserver.update_log import (
     UpdateLogConfig,
     check_record,
 )
-from headrace.schemas.errors import GoneError, OverloadedError, StorageError, UnavailableError
+from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, pack_header
 from headrace.schemas.messages import Segment
 
@@ -91,6 +91,7 @@ class FileUpdateLog:
         self._next_seq = segments.last_seq + 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: asyncio.Future[None] | None = None
+        self._failure: asyncio.Future[HeadraceError] | None = None
         self._writer = LogWriter(
             path,
             segments,
@@ -154,6 +155,14 @@ class FileUpdateLog:
     def failed(self) -> StorageError | None:
         """See `UpdateLog`."""
         return self._writer.failed
+
+    async def wait_failed(self) -> HeadraceError:
+        """See `UpdateLog.wait_failed`."""
+        if self.failed is not None:
+            return self.failed
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._failure)
 
     @property
     def size_bytes(self) -> int:
@@ -245,6 +254,8 @@ class FileUpdateLog:
                 record.durable.set_result(None)
             else:
                 record.durable.set_exception(_copy(error))
+        if error is not None and self._failure is not None and not self._failure.done():
+            self._failure.set_result(error)
 
 
 def _copy(error: StorageError) -> StorageError:

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.paramserver.applier import Applier
 from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
-from headrace.paramserver.deltas import decode_delta
+from headrace.paramserver.deltas import check_rows, decode_delta
 from headrace.paramserver.pending import Batch, RowDelta
 from headrace.paramserver.sessions import Session, Sessions
 from headrace.paramserver.update_log import Append, LogRecord, UpdateLog
@@ -55,6 +55,8 @@ class Ingest:
         *,
         max_backlog_bytes: int,
         reject_non_finite: bool = False,
+        shard: int = 0,
+        num_shards: int = 1,
     ) -> None:
         """Take up what the store knows.
 
@@ -64,6 +66,8 @@ class Ingest:
             meta: The store's metadata.
             max_backlog_bytes: Acks wait while more than this is durable and not yet applied.
             reject_non_finite: Refuse batches with NaN or Inf.
+            shard: Index of this shard: rows of others are refused.
+            num_shards: Of the server.
 
         Raises:
             CorruptionError: The metadata cannot be read.
@@ -77,6 +81,7 @@ class Ingest:
         self._applier = applier
         self._max_backlog_bytes = max_backlog_bytes
         self._reject_non_finite = reject_non_finite
+        self._shard, self._num_shards = shard, num_shards
         self._undurable: deque[Batch] = deque()
         self._last_append: asyncio.Future[None] | None = None
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
@@ -197,6 +202,8 @@ class Ingest:
         if request.step < session.step and not is_conditional:
             raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
         deltas = self._decode(request)
+        for delta in deltas:
+            check_rows(delta, shard=self._shard, num_shards=self._num_shards)
         append = self._append(request.epoch, _batch_header(request), [frame])
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from headrace.paramserver.security import check_bind
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["bind_listeners"]
+__all__ = ["bind_listener", "bind_listeners"]
 
 # Connections that the kernel keeps for a shard that is being restarted; it caps this at net.core.somaxconn.
 _BACKLOG = 4096
@@ -47,9 +47,36 @@ def bind_listeners(
         sockets = []
         for shard in range(num_shards):
             sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            _bind(sock, host, address, port + shard if port else 0, shard)
+            _bind(sock, host, address, port + shard if port else 0, f"shard {shard}", "--port")
             sockets.append(sock)
         yield sockets
+
+
+def bind_listener(host: str, port: int, *, taker: str, flag: str, is_open: bool) -> socket.socket:
+    """Bind one listening socket, which the caller closes.
+
+    Args:
+        host: Name or address to listen on.
+        port: TCP port; 0 lets the system choose.
+        taker: Who listens, for messages: `the replica`.
+        flag: Where the port was given, for messages.
+        is_open: Other addresses than loopback are fine.
+
+    Returns:
+        The socket: non-blocking, listening, not inheritable.
+
+    Raises:
+        ConfigError: See `bind_listeners`.
+    """
+    family, address = _resolve(host)
+    check_bind(address.partition("%")[0], is_protected=is_open, allow_insecure=False)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        _bind(sock, host, address, port, taker, flag)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
@@ -60,7 +87,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
     return family, str(sockaddr[0])
 
 
-def _bind(sock: socket.socket, host: str, address: str, port: int, shard: int) -> None:
+def _bind(sock: socket.socket, host: str, address: str, port: int, taker: str, flag: str) -> None:
     # A restart must not wait for the last connections' TIME_WAIT. On Linux this lets no two sockets listen on a port.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sock.family == socket.AF_INET6:
@@ -72,10 +99,10 @@ def _bind(sock: socket.socket, host: str, address: str, port: int, shard: int) -
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"--port: port {port} of {host}, which shard {shard} would take, is in use; choose another --port"
+                f"{flag}: port {port} of {host}, which {taker} would take, is in use; choose another {flag}"
             ) from exc
         if exc.errno == errno.EACCES:
-            raise ConfigError(f"--port: port {port} is not allowed to this user; choose one from 1024 up") from exc
+            raise ConfigError(f"{flag}: port {port} is not allowed to this user; choose one from 1024 up") from exc
         if exc.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(f"--host {host}: {address} is not an address of this machine") from exc
-        raise ConfigError(f"--host {host} --port {port}: {exc.strerror}") from exc
+        raise ConfigError(f"--host {host} {flag} {port}: {exc.strerror}") from exc

@@ -52,6 +52,8 @@ _MAX_WRITE_BYTES = 2**30
 _NO_ALLOCATION = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 # The writer remembers the place of a record about this often, so that readers need not walk a whole segment.
 _INDEX_BYTES = 256 * 1024
+# What followers read is the newest; the page cache keeps so much of the log, and a step of this more, for them.
+_KEEP_CACHED_BYTES, _DROP_BYTES = 32 << 20, 8 << 20
 
 
 def segment_name(first_seq: int) -> str:
@@ -196,6 +198,7 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._allocate_bytes = allocate_bytes
         self._allocated = 0
+        self._dropped = 0
         self._num_records = 0
 
     @classmethod
@@ -267,6 +270,7 @@ class SegmentWriter:
             if not index or self.offset + offset - index[-1][1] >= _INDEX_BYTES:
                 index.append((seq, self.offset + offset))
         self.offset += size_bytes
+        self._drop_cached()
         self._num_records += len(seqs_and_offsets)
         segment.end = self.offset
         segment.last_seq = seqs_and_offsets[-1][0]
@@ -298,6 +302,13 @@ class SegmentWriter:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._ops.close(fd)
+
+    def _drop_cached(self) -> None:
+        """Leave only the newest of the segment in the page cache, which is for what lookups read."""
+        end = self.offset - _KEEP_CACHED_BYTES
+        if end - self._dropped >= _DROP_BYTES:
+            self._ops.drop_cache(self._fd, self._dropped, end - self._dropped)
+            self._dropped = end
 
     def _reserve(self, size_bytes: int) -> None:
         missing = self.offset + size_bytes - self._allocated

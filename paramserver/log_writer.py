@@ -80,7 +80,7 @@ class LogWriter:
             ops: The file system.
             metrics: Counts of it.
             clock_us: Wall clock, microseconds since 1970.
-            on_settled: Told which records are durable, or that they will not be.
+            on_settled: Told which records are durable, or that they, if any, and all later ones will not be.
             on_stopped: Told when all is written and closed.
         """
         self.last_seq = segments.last_seq
@@ -128,7 +128,7 @@ class LogWriter:
                     error = StorageError(f"{self._path}: the log's writer failed: {exc!r}")
                     error.__cause__ = exc
                     self._fail(error)
-            if group:  # `_commit` has taken out what it made durable
+            if self.failed is not None:  # also with nothing left in the group, when only the mark behind it failed
                 self._on_settled(group, self.failed)
             del group  # the buffers are the caller's again
             if pending is _NOTHING:

@@ -21,7 +21,7 @@ from headrace.paramserver.update_log import (
     UpdateLogConfig,
     check_record,
 )
-from headrace.schemas.errors import GoneError, OverloadedError, StorageError, UnavailableError
+from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES, pack_header, unpack_header
 from headrace.schemas.messages import Segment
 
@@ -78,6 +78,7 @@ class MemoryUpdateLog:
         self._segments: list[_Segment] = []
         self._next_seq = 1
         self._pending: list[tuple[int, int, bytes, Sequence[Segment], int, DurableFuture]] = []
+        self._failure: asyncio.Future[HeadraceError] | None = None
         self._is_held = False
         self._is_scheduled = False
         self._is_closed = False
@@ -103,7 +104,17 @@ class MemoryUpdateLog:
     def fail(self, error: StorageError) -> None:
         """Fail as after a failed sync: nothing that is pending becomes durable, ever."""
         self.failed = error
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(error)
         self._schedule()
+
+    async def wait_failed(self) -> HeadraceError:
+        """See `UpdateLog.wait_failed`."""
+        if self.failed is not None:
+            return self.failed
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._failure)
 
     @property
     def size_bytes(self) -> int:

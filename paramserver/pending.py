@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.record_pool import RecordPool
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["Batch", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce"]
+__all__ = ["Batch", "MergedRun", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce", "merge"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -176,9 +177,48 @@ class Run:
         """Memory that it holds."""
         return self.row_ids.nbytes + self.records.nbytes
 
+    def records_between(self, start: int, end: int) -> _Array:
+        """Return the records of rows `start` to `end`, contiguous, not to be written to."""
+        return self.records[start:end]
+
     def take(self, keep: npt.NDArray[np.bool_]) -> Run:
         """Return a run of some of the rows, none of them conditional any more."""
         return Run(self.table_id, self.layout, self.row_ids[keep], self.records[keep], None)
+
+
+@dataclass(slots=True, eq=False)
+class MergedRun:
+    """Rows of several runs of one column shard, each once, sorted, none conditional; the records stay in the runs.
+
+    Attributes:
+        table_id: Number of the table.
+        layout: Of the records.
+        row_ids: int64[n], ascending.
+    """
+
+    table_id: int
+    layout: RecordLayout
+    row_ids: _Ids
+    _runs: Sequence[Run]
+    _index: _Index
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it would hold if it were a run."""
+        return self.row_ids.nbytes + self.row_ids.size * self.layout.dtype.itemsize
+
+    def records_between(self, start: int, end: int) -> _Array:
+        """Return the records of rows `start` to `end`, copied together."""
+        records = np.empty(end - start, self.layout.dtype)
+        ordinals, rows = self._index.parts[start:end], self._index.rows[start:end]
+        for ordinal, run in enumerate(self._runs):
+            at = np.flatnonzero(ordinals == ordinal)
+            records[at] = run.records[rows[at]]
+        return records
+
+    def copied(self) -> Run:
+        """Return a run of its own."""
+        return Run(self.table_id, self.layout, self.row_ids, self.records_between(0, self.row_ids.size), None)
 
 
 class _Index:
@@ -213,6 +253,15 @@ class _Index:
         epochs = np.array([parts[ordinal].epoch for ordinal in ordinals.tolist()], np.int64)
         steps = np.array([parts[ordinal].step for ordinal in ordinals.tolist()], np.int64)
         return np.zeros(self.ids.size, bool), epochs[which], steps[which]
+
+    @classmethod
+    def of_run(cls, run: Run, ordinal: int, *, with_versions: bool) -> _Index:
+        size = run.row_ids.size
+        conditional: tuple[_Array, _Array, _Array] | None = None
+        if with_versions:
+            is_conditional = np.zeros(size, bool) if run.is_conditional is None else run.is_conditional
+            conditional = is_conditional, run.records["epoch"].astype(np.int64), run.records["step"].astype(np.int64)
+        return cls(run.row_ids, np.full(size, ordinal, np.int64), np.arange(size), conditional)
 
 
 def _versions_of(part: Part, is_conditional: bool) -> tuple[_Array, _Array, _Array] | None:
@@ -255,19 +304,39 @@ def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
     return is_last
 
 
-def coalesce(table_id: int, parts: Sequence[Part]) -> Run:
+def coalesce(table_id: int, parts: Sequence[Part], pool: RecordPool | None = None) -> Run:
     """Return the run of some parts of one column shard.
 
     Args:
         table_id: Number of the table.
         parts: One at least, oldest first.
+        pool: Where memory for the records comes from.
     """
     layout = parts[0].layout
     by_ordinal = dict(enumerate(parts))
     index = _reduce([_Index.of_part(part, ordinal) for ordinal, part in by_ordinal.items()], by_ordinal)
-    records = np.empty(index.ids.size, layout.dtype)
+    records = (np if pool is None else pool).empty(index.ids.size, layout.dtype)
     _gather(by_ordinal, index.parts, index.rows, records, np.arange(index.ids.size))
     return Run(table_id, layout, index.ids, records, index.is_conditional)
+
+
+def merge(runs: Sequence[Run]) -> Run | MergedRun:
+    """Return what several runs of one column shard come to.
+
+    Args:
+        runs: One at least, oldest first.
+    """
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    is_any_conditional = any(run.is_conditional is not None for run in runs)
+    index = _reduce(
+        [_Index.of_run(run, ordinal, with_versions=is_any_conditional) for ordinal, run in enumerate(runs)], {}
+    )
+    merged = MergedRun(first.table_id, first.layout, index.ids, runs, index)
+    if index.is_conditional is None:
+        return merged
+    return replace(merged.copied(), is_conditional=index.is_conditional)
 
 
 def _gather(parts: dict[int, Part], ordinals: _Ids, rows: _Ids, out: _Array, at: _Array) -> None:

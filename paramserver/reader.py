@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.identity_index import FoundRows
+from headrace.paramserver.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.table_digest import TableDigest
-from headrace.schemas.errors import ProtocolError, UnavailableError, UnknownTableError
+from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS
@@ -162,6 +164,66 @@ class EmbeddingReader:
         except TimeoutError as exc:
             raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
 
+    async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
+        """Return the rows that identities are mapped to, int64[n]; -1 where no row has the identity.
+
+        An identity belongs to the row that was last written with it; when that row has another identity by now, or is
+        deleted, it has none. The shards are asked at the same time and not at one moment: an identity that moves to
+        a row of another shard meanwhile may be in neither answer.
+
+        Args:
+            fqn: Table with identities.
+            identities: int64[n], raw ids in any order; -1 is none.
+            timeout_s: Deadline, seconds; the reader's own when None.
+
+        Raises:
+            UnknownTableError: No shard knows the table.
+            RequestError: The table has no identities.
+            UnavailableError: A shard did not answer in time.
+            HeadraceError: A shard refused.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                spec = await self._spec_with_identities(fqn)
+                return await self._find(spec, np.ascontiguousarray(identities, np.int64).reshape(-1))
+        except TimeoutError as exc:
+            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+
+    async def get_by_identity(
+        self,
+        fqn: str,
+        identities: npt.ArrayLike,
+        *,
+        with_states: bool = False,
+        with_versions: bool = False,
+        timeout_s: float | None = None,
+    ) -> Rows:
+        """Return the rows that identities are mapped to; see `find_rows` and `get`.
+
+        Each row that is returned has the identity that was asked for: one that changes hands between finding and
+        reading it is looked for again.
+
+        Returns:
+            In the order of `identities`; where no row has the identity, the row id is -1 and the presence MISSING.
+
+        Raises:
+            HeadraceError: As of `find_rows` and `get`.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                spec = await self._spec_with_identities(fqn)
+                query = _Query(spec, with_states, with_versions)
+                wanted = np.ascontiguousarray(identities, np.int64).reshape(-1)
+                rows = query.allocate(np.empty(wanted.size, np.int64))
+                await read_by_identity(
+                    wanted, rows, lambda ids: self._find(spec, ids), lambda row_ids: self._get(query, row_ids)
+                )
+                return rows
+        except TimeoutError as exc:
+            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+
     @property
     def links(self) -> list[ShardLink]:
         """The shards, by index; to follow them over the reader's own connections."""
@@ -175,6 +237,7 @@ class EmbeddingReader:
         first_row: int = 0,
         end_row: int | None = None,
         with_presence: bool = False,
+        only_weights: bool = False,
         timeout_s: float | None = None,
     ) -> TableDigest:
         """Return digests of the rows that the shards have, by bucket, see `schemas/row_digest.py`.
@@ -187,6 +250,7 @@ class EmbeddingReader:
             first_row: First row looked at.
             end_row: End of them, exclusive; None for the table's end.
             with_presence: Say which rows are there.
+            only_weights: Leave all states out: digests that a replica has too.
             timeout_s: Deadline, seconds; None for none: a shard looks at some hundred thousand rows a second.
 
         Raises:
@@ -201,12 +265,15 @@ class EmbeddingReader:
                 end_row = 2**63 - 1 if end_row is None else end_row
                 digest = TableDigest(spec=spec, columns=columns)
                 span = (first_row, end_row)
-                await _gather([self._digest(digest, link, span, with_presence) for link in self._shards])
+                work = [self._digest(digest, link, span, with_presence, only_weights) for link in self._shards]
+                await _gather(work)
                 return digest
         except TimeoutError as exc:
             raise UnavailableError(_why(f"no digests of {fqn!r} within {timeout_s:g} s", self._shards)) from exc
 
-    async def _digest(self, digest: TableDigest, link: ShardLink, span: tuple[int, int], with_presence: bool) -> None:
+    async def _digest(
+        self, digest: TableDigest, link: ShardLink, span: tuple[int, int], with_presence: bool, only_weights: bool
+    ) -> None:
         first_row, end_row = span
         seq = None
         max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if with_presence else 24))
@@ -219,9 +286,11 @@ class EmbeddingReader:
                 width=digest.columns.width,
                 max_buckets=max_buckets,
                 with_presence=with_presence,
+                only_weights=only_weights or None,
             )
             reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
             digest.add(reply)
+            digest.seqs[link.hello.shard] = reply.seq
             digest.is_steady &= seq in (None, reply.seq)
             if reply.next_row <= first_row:
                 raise ProtocolError(f"{link.address} goes on at row {reply.next_row} after row {first_row}")
@@ -278,6 +347,24 @@ class EmbeddingReader:
             hint = f"; there is {', '.join(map(repr, near))}" if near else ""
             raise UnknownTableError(f"no table {fqn!r} on this server{hint}")
         return self.tables[fqn]
+
+    async def _spec_with_identities(self, fqn: str) -> TableSpec:
+        spec = await self._spec_of(fqn)
+        if not spec.has_identities:
+            raise RequestError(f"table {fqn!r} has no identities; its rows are found by their row ids")
+        return spec
+
+    async def _find(self, spec: TableSpec, identities: _Int64s) -> _Int64s:
+        rows = np.empty(identities.size, np.int64)
+        step = min(min(link.max_reply_bytes for link in self._shards) - _OVERHEAD_BYTES, _CHUNK_BYTES) // IDENTITY_BYTES
+        for some in _chunks(np.arange(identities.size), max(step, 1)):
+            rows[some] = combine(await _gather([self._find_in(link, spec, identities[some]) for link in self._shards]))
+        return rows
+
+    async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s) -> FoundRows:
+        request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
+        async with link.places:
+            return decode_found(await retry(lambda: link.find_rows(request)), identities.size)
 
     async def _get(self, query: _Query, row_ids: _Int64s) -> Rows:
         rows = query.allocate(row_ids)

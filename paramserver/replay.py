@@ -33,7 +33,7 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Replay", "ReplayTarget", "route_delta"]
+__all__ = ["Replay", "ReplayTarget", "ShardWriter", "pack_deltas", "route_delta", "size_of_delta"]
 
 _EPOCH = 1  # of the replay's own session: each run of it has one trainer, and no second one
 _MAX_MESSAGE_BYTES = 16 * 2**20
@@ -123,7 +123,7 @@ class Replay:
         for log in self._source.logs:
             run = f"replay-{self._digest(log, len(shards), max_bytes)}"
             writers = [
-                _ShardWriter(target, place.host or target.host, place.port, run, list(self._specs.values()))
+                ShardWriter(target, place.host or target.host, place.port, run, list(self._specs.values()))
                 for place in shards
             ]
             try:
@@ -136,7 +136,7 @@ class Replay:
                 raise errors.exceptions[0] from None
 
     async def _feed(
-        self, log: SourceLog, writers: list[_ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
+        self, log: SourceLog, writers: list[ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
     ) -> None:
         read = 0
 
@@ -167,7 +167,7 @@ class Replay:
                     by_shard[shard].append(part)
         messages = []
         for shard, parts in enumerate(by_shard):
-            for deltas in _pack(parts, max_bytes):
+            for deltas in pack_deltas(parts, max_bytes):
                 request = idl.SetEmbeddingsRequest(
                     epoch=_EPOCH,
                     step=batch.step,
@@ -190,11 +190,29 @@ class Replay:
         return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
 
 
-class _ShardWriter:
-    """Sends numbered batches to one shard, over as many connections as it takes."""
+class ShardWriter:
+    """Sends numbered batches to one shard, over as many connections as it takes.
 
-    def __init__(self, target: ReplayTarget, host: str, port: int, run: str, specs: list[TableSpec]) -> None:
+    The same batches in the same order go on where an earlier writer of the same run and client was interrupted.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(
+        self, target: ReplayTarget, host: str, port: int, run: str, specs: list[TableSpec], *, client: str = "replay"
+    ) -> None:
+        """Write to one shard, once `run` runs.
+
+        Args:
+            target: How to reach it.
+            host: Of the shard.
+            port: Of the shard.
+            run: Tells this sequence of batches from every other.
+            specs: Tables that it writes.
+            client: Name within the run.
+        """
         self._target, self._host, self._port, self._run, self._specs = target, host, port, run, specs
+        self._client = client
         self._unacked: deque[Any] = deque()
         self._unacked_bytes = 0
         self._num_taken = 0  # of the unacked ones, on this connection
@@ -214,12 +232,12 @@ class _ShardWriter:
 
     async def put(self, request: Any) -> bool:
         """Number a batch and send it; return False when the shard has it already. Waits while the window is full."""
-        request.run, request.client, request.client_seq = self._run, "replay", self._next_seq
+        request.run, request.client, request.client_seq = self._run, self._client, self._next_seq
         self._next_seq += 1
         assert self._durable_seq is not None
         if request.client_seq <= self._durable_seq:
             return False
-        size_bytes = sum(map(_size_bytes, request.deltas))
+        size_bytes = sum(map(size_of_delta, request.deltas))
         await self._wait(lambda: not self._unacked or self._has_room(size_bytes))
         self._unacked.append(request)
         self._unacked_bytes += size_bytes
@@ -254,7 +272,7 @@ class _ShardWriter:
         async with await ParamServerClient.connect(
             self._host, self._port, timeout_s=target.timeout_s, ssl_context=target.ssl_context
         ) as client:
-            reply = await client.hello(target.hello(self._run, "replay", _EPOCH, self._specs))
+            reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0
             try:
@@ -274,7 +292,7 @@ class _ShardWriter:
 
     def _take_acks(self, durable_seq: int) -> None:
         while self._unacked and self._unacked[0].client_seq <= durable_seq:
-            self._unacked_bytes -= sum(map(_size_bytes, self._unacked.popleft().deltas))
+            self._unacked_bytes -= sum(map(size_of_delta, self._unacked.popleft().deltas))
             self._num_taken -= 1
         self._durable_seq = max(self._durable_seq or 0, durable_seq)
         self._notify()
@@ -338,8 +356,16 @@ def _take(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.intp])
     )
 
 
-def _pack(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
-    """Yield the deltas of each message of a batch, with those in pieces that are too long for one."""
+def pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
+    """Yield the deltas of each message of a batch, with those in pieces that are too long for one.
+
+    Args:
+        parts: `idl.TableDelta`s.
+        max_bytes: Of the columns of one message.
+
+    Raises:
+        ConfigError: One row is longer.
+    """
     packed: list[Any] = []
     packed_bytes = 0
     for part in parts:
@@ -354,7 +380,7 @@ def _pack(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
 
 
 def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
-    size_bytes = _size_bytes(delta)
+    size_bytes = size_of_delta(delta)
     if size_bytes <= max_bytes:
         yield delta, size_bytes
         return
@@ -366,10 +392,11 @@ def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
         some = np.arange(start, min(start + each, num_all))
         piece = _take(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
         # Rows with values are longer than deleted ones: a piece of many of the former may still be too long.
-        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, _size_bytes(piece))]
+        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, size_of_delta(piece))]
 
 
-def _size_bytes(delta: Any) -> int:
+def size_of_delta(delta: Any) -> int:
+    """Return the bytes of a delta's columns."""
     columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids, delta.runtime_meta]
     columns += [state.data for state in delta.states] + [scalar.data for scalar in delta.scalars or ()]
     return sum(len(column) for column in columns if column is not None)

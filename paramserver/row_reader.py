@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.pending import PendingSnapshot, Run
+from headrace.paramserver.pending import MergedRun, PendingSnapshot, Run
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
 
-__all__ = ["RowsRead", "ShardSource", "read_rows", "settle"]
+__all__ = ["GetValues", "RowsRead", "ShardSource", "read_records", "read_rows", "settle"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -66,6 +66,7 @@ class ShardSource:
 
 
 GetValues = Callable[[list[bytes]], list[bytes | None]]
+"""Reads the value of each key; None where there is none."""
 
 
 def read_rows(
@@ -98,7 +99,26 @@ def read_rows(
     return _assemble(spec, shards, back, seq)
 
 
-def settle(run: Run, get: GetValues) -> Run:
+def read_records(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> tuple[_Array, npt.NDArray[np.bool_]]:
+    """Return (records, whether there is one) of ids of one column shard.
+
+    Args:
+        table_id: Number of the table.
+        source: Where the records are.
+        ids: int64[n], ascending, each once.
+        get: Reads values from RocksDB.
+
+    Raises:
+        StorageError: RocksDB could not be read.
+        CorruptionError: It holds something else than records of this layout.
+
+    Thread: any; blocking.
+    """
+    pick = _read_shard(table_id, source, ids, get)
+    return pick.records, pick.has
+
+
+def settle(run: Run | MergedRun, get: GetValues) -> Run | MergedRun:
     """Return a run without the conditional rows that RocksDB has newer versions of.
 
     Args:
@@ -110,7 +130,7 @@ def settle(run: Run, get: GetValues) -> Run:
 
     Thread: any; blocking.
     """
-    if run.is_conditional is None:
+    if isinstance(run, MergedRun) or run.is_conditional is None:
         return run
     rows = np.flatnonzero(run.is_conditional)
     keep = np.ones(run.row_ids.size, bool)

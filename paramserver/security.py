@@ -35,12 +35,14 @@ _MAX_TOKEN_CHARS = 4096
 # What each method asks for; a method that is not named is for admins.
 _ROLE_OF_METHOD = {
     "getEmbeddings": idl.Role.READER,
+    "findRows": idl.Role.READER,
     "status": idl.Role.READER,
     "fetchUpdates": idl.Role.READER,
     "digestRows": idl.Role.READER,
     "fetchSnapshot": idl.Role.READER,
     "createSnapshot": idl.Role.ADMIN,
     "finishSnapshot": idl.Role.ADMIN,
+    "expireRows": idl.Role.ADMIN,
     "setEmbeddings": idl.Role.WRITER,
 }
 

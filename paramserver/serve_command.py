@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,13 @@ import typer
 
 from headrace.paramserver.config import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.data_dir import DataDir
-from headrace.paramserver.listeners import bind_listeners
+from headrace.paramserver.listeners import bind_listener, bind_listeners
 from headrace.paramserver.log_format import configure_logging
+from headrace.paramserver.log_repeats import limit_repeats
+from headrace.paramserver.metrics_server import ServerMonitor
 from headrace.paramserver.protection import Protection
-from headrace.paramserver.settings import Kind, flag_of, settings_of, show_default
+from headrace.paramserver.setting_flags import with_setting_flags
+from headrace.paramserver.settings import settings_of
 from headrace.paramserver.shard_channel import EXIT_STORAGE
 from headrace.paramserver.supervisor import Supervisor
 from headrace.schemas.errors import ConfigError, StorageError
@@ -25,40 +28,10 @@ from headrace.schemas.errors import ConfigError, StorageError
 __all__ = ["serve"]
 
 _CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+_OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
 
 
-def _with_setting_flags(function: Callable[..., int]) -> Callable[..., int]:
-    """Give a function one flag for each setting of `ServerConfig`, beside its own.
-
-    The settings are declared once, with their help; a hand-written list of the same thirty flags would drift from it.
-    All flags take text and give None when they are absent, so that `ServerConfig.load` sees what was given and words
-    every mistake the same, wherever it was made.
-    """
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    of_shards = {field.name for field, _ in settings_of(ShardSettings)}
-    flags = []
-    for field, known in sorted(settings_of(ServerConfig), key=lambda item: item[0].name in of_shards):
-        default = show_default(field, known)
-        option = typer.Option(
-            flag_of(field.name),
-            metavar=None if known.kind is Kind.SWITCH else "|".join(known.choices) or known.kind.value,
-            help=known.help + (f" Default: {default}." if default else ""),
-            show_default=False,
-            rich_help_panel="Each shard" if field.name in of_shards else "Server",
-        )
-        kind = bool if known.kind is Kind.SWITCH else str
-        flags.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-            )
-        )
-    parameters = [*flags, *own]
-    function.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-    function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
-    return function
-
-
-@_with_setting_flags
+@with_setting_flags(ServerConfig, panel_of=lambda name: "Each shard" if name in _OF_SHARDS else "Server")
 def serve(
     *,
     config: Annotated[
@@ -101,6 +74,7 @@ def serve(
     file = config or (Path(variable) if variable else None)
     settings = ServerConfig.load(flags=flags, environ=environ, file=file)
     configure_logging(level=settings.log_level, log_format=settings.log_format)
+    limit_repeats()
     try:
         return _run(settings, ready_file, watch_stdin)
     except StorageError as exc:
@@ -123,10 +97,25 @@ def _run(config: ServerConfig, ready_file: Path | None, watch_stdin: bool) -> in
             is_protected=is_protected,
             insecure_bind=config.insecure_bind,
         ) as sockets,
+        _bind_metrics(config) as monitor,
     ):
         data_dir.prepare()
-        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready_file, watch_stdin=watch_stdin)
+        supervisor = Supervisor(
+            config, data_dir, sockets, ready_file=ready_file, watch_stdin=watch_stdin, monitor=monitor
+        )
         return asyncio.run(supervisor.run())
+
+
+@contextlib.contextmanager
+def _bind_metrics(config: ServerConfig) -> Iterator[ServerMonitor | None]:
+    if config.metrics_port is None:
+        yield None
+        return
+    # Whoever names another address than loopback has chosen to; there is nothing to protect with.
+    with bind_listener(
+        config.metrics_host, config.metrics_port, taker="the metrics page", flag="--metrics-port", is_open=True
+    ) as sock:
+        yield ServerMonitor(sock)
 
 
 def _check_ready_file(path: Path) -> None:

@@ -41,6 +41,8 @@ class Kind(enum.Enum):
     CHOICE = "CHOICE"
     COUNT = "N"
     PATH = "PATH"
+    RULES = "RULES"
+    """`PATTERN: KEY=VALUE, …; …`; in a file also a mapping of patterns to mappings."""
     SECONDS = "SECONDS"
     """A number, or one with a unit: `250ms`, `24h`."""
     SWITCH = "SWITCH"
@@ -259,6 +261,13 @@ def _parse_quantity(raw: Any, units: Mapping[str, float]) -> Any:
     return number * units[match["unit"]]
 
 
+def _parse_rules(raw: Any) -> Any:
+    if not isinstance(raw, dict) or not all(isinstance(keys, dict) for keys in raw.values()):
+        return raw
+    rules = (f"{name}: " + ", ".join(f"{key}={value}" for key, value in keys.items()) for name, keys in raw.items())
+    return "; ".join(rules)
+
+
 def _parse_switch(raw: Any) -> Any:
     return _WORDS.get(raw.lower(), raw) if isinstance(raw, str) else raw
 
@@ -271,6 +280,7 @@ _PARSERS = {
     Kind.BYTES: _parse_bytes,
     Kind.COUNT: _parse_count,
     Kind.PATH: _parse_path,
+    Kind.RULES: _parse_rules,
     Kind.SECONDS: _parse_seconds,
     Kind.SWITCH: _parse_switch,
 }
@@ -279,6 +289,7 @@ _TYPES: dict[Kind, tuple[type | tuple[type, ...], str]] = {
     Kind.CHOICE: (str, "a word"),
     Kind.COUNT: (int, "a whole number"),
     Kind.PATH: (Path, "a path"),
+    Kind.RULES: (str, "rules such as `*: max_rows=1000000`"),
     Kind.SECONDS: ((int, float), "a number of seconds, such as 10 or 24h"),
     Kind.SWITCH: (bool, "true or false"),
     Kind.TEXT: (str, "a text"),

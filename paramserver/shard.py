@@ -13,19 +13,26 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from headrace.paramserver.applier import Applier, ApplierConfig
-from headrace.paramserver.catalog import Table
-from headrace.paramserver.deltas import decode_row_ids
+from headrace.paramserver.catalog import Catalog, Table
+from headrace.paramserver.deltas import decode_identities, decode_row_ids
 from headrace.paramserver.digester import Digester
+from headrace.paramserver.expiry import Expirer
+from headrace.paramserver.expiry_policy import ExpiryRules
+from headrace.paramserver.expiry_run import RunContext
+from headrace.paramserver.expiry_writer import TombstoneWriter
 from headrace.paramserver.file_update_log import FileUpdateLog
+from headrace.paramserver.identity_index import index_stored_rows
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_format import fact
 from headrace.paramserver.loop_probe import LoopProbe
+from headrace.paramserver.metrics_watch import ShardWatch, Watched
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.tracing import span
 from headrace.paramserver.update_feed import UpdateFeed
 from headrace.paramserver.update_log import UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import GoneError, HeadraceError, ProtocolMismatchError, RequestError, UnauthorizedError
@@ -36,11 +43,11 @@ __all__ = ["Shard", "open_shard", "trim_log"]
 
 _log = logging.getLogger(__name__)
 
-_NEVER_REACHED = 2**63
 _RETENTION_INTERVAL_S = 15.0
 # Acks and reads do not wait for it.
-_GATHER_S = 0.2
-_MAX_WINDOW_BYTES = 48 << 20
+_HOLD_S = 2.0
+# Parts of the backlog: frames are coalesced while rows wait to be written and as many are being written.
+_WINDOW_PART, _MERGE_PART = 16, 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
@@ -52,6 +59,7 @@ class Shard:
     Thread: the event loop's.
 
     Attributes:
+        expirer: What deletes rows by policy.
         feed: The update log as followers see it.
         log: The update log.
         server: Who calls this service, once somebody does: `status` tells its figures.
@@ -67,6 +75,7 @@ class Shard:
         feed: UpdateFeed,
         retaining: asyncio.Task[NoReturn],
         probe: LoopProbe,
+        expirer: Expirer,
     ) -> None:
         """Serve an opened log and store; `retaining` is the task that trims the log."""
         self._config = config
@@ -80,6 +89,7 @@ class Shard:
             ingest, applier, store, self._snapshots, server_id=config.server_id, shard=config.shard
         )
         self._digester = Digester(ingest, applier, store)
+        self.expirer = expirer
         self._retaining = retaining
         self._probe = probe
         self.server: ThriftServer | None = None
@@ -91,8 +101,9 @@ class Shard:
         Cancellation: harmless.
         """
         waiting = [
-            asyncio.create_task(self._ingest.wait_failed(), name="headrace-log-failed"),
-            asyncio.create_task(_error_of(self._applier.wait_applied(_NEVER_REACHED)), name="headrace-apply-failed"),
+            asyncio.create_task(self._ingest.wait_failed(), name="headrace-ingest-failed"),
+            asyncio.create_task(self.log.wait_failed(), name="headrace-log-failed"),
+            asyncio.create_task(self._applier.wait_failed(), name="headrace-apply-failed"),
             asyncio.create_task(_error_of(asyncio.shield(self._retaining)), name="headrace-retention-failed"),
         ]
         try:
@@ -161,7 +172,8 @@ class Shard:
         """
         if call.peer.session is None:
             raise UnauthorizedError("this connection has not said hello as a writer")
-        seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
+        with span("headrace.setEmbeddings", shard=self._config.shard, frame_bytes=call.frame.nbytes):
+            seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
         return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
@@ -187,12 +199,20 @@ class Shard:
             reply.identities = rows.identities
         return reply
 
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        """Return the rows that have identities, as the acked batches have left them, applied or not."""
+        table = self._ingest.catalog.find(request.fqn)
+        identities = decode_identities(table, request.identities)
+        found = await self._applier.find(table.table_id, table.spec, identities)
+        return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
+
     async def fetch_updates(self, call: Call, request: Any) -> Any:
         """Wait for and return durable records of the update log.
 
         Cancellation: harmless.
         """
-        return await self.feed.fetch(request)
+        with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):
+            return await self.feed.fetch(request)
 
     async def digest_rows(self, call: Call, request: Any) -> Any:
         """Add up digests of rows as the acked batches have left them.
@@ -200,6 +220,13 @@ class Shard:
         Cancellation: harmless; the scan ends by itself.
         """
         return await self._digester.digest(request)
+
+    async def expire_rows(self, call: Call, request: Any) -> Any:
+        """Delete rows by policy, or tell how far that has come.
+
+        Cancellation: harmless; the run goes on.
+        """
+        return await self.expirer.expire_rows(request)
 
     async def create_snapshot(self, call: Call, request: Any) -> Any:
         """Make this shard's part of a snapshot.
@@ -210,11 +237,13 @@ class Shard:
         return idl.CreateSnapshotReply(part=json.dumps(part.to_json()))
 
     async def finish_snapshot(self, call: Call, request: Any) -> Any:
-        """Publish a snapshot of all shards, or discard it.
+        """Publish a snapshot of all shards, discard it, or remove a published one.
 
         Cancellation: it is published or not; asking again is harmless.
         """
-        if request.manifest is None:
+        if request.removes:
+            await asyncio.to_thread(self._snapshots.remove, request.name)
+        elif request.manifest is None:
             await asyncio.to_thread(self._snapshots.discard, request.name)
         else:
             manifest = SnapshotManifest.decode(request.manifest.encode())
@@ -243,6 +272,21 @@ class Shard:
         max_bytes = min(request.max_bytes, self._config.max_frame_bytes // 2, _SNAPSHOT_CHUNK_BYTES)
         data, size_bytes = self._snapshots.read(name, request.path, request.offset, max_bytes)
         return idl.FetchSnapshotReply(name=name, data=data, size_bytes=size_bytes)
+
+    def watch(self, server: ThriftServer) -> ShardWatch:
+        """Return what makes samples of this shard for metrics; enter it."""
+        watched = Watched(
+            config=self._config,
+            log=self.log,
+            store=self._store,
+            applier=self._applier,
+            ingest=self._ingest,
+            feed=self.feed,
+            snapshots=self._snapshots,
+            expirer=self.expirer,
+            probe=self._probe,
+        )
+        return ShardWatch(watched, server)
 
     def begin_drain(self) -> None:
         """Answer the requests that only wait for something to happen. Idempotent."""
@@ -296,6 +340,7 @@ class Shard:
             ],
             accepted_seq=self._ingest.accepted_seq,
             worst_loop_pause_ms=self._probe.worst_pause_s * 1000,
+            expiry=self.expirer.status(),
         )
 
     def disconnected(self, peer: Peer) -> None:
@@ -333,14 +378,16 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=config.memtable_bytes // _NUM_MEMTABLES
     )
     applier_config = ApplierConfig(
-        # Half the backlog, so that one window fills while the other is written and no ack waits.
-        window_bytes=min(_MAX_WINDOW_BYTES, config.max_backlog_bytes // 2),
-        gather_s=_GATHER_S,
+        window_bytes=max(config.max_backlog_bytes // _WINDOW_PART, 1),
+        merge_bytes=max(config.max_backlog_bytes // _MERGE_PART, 1),
+        hold_s=_HOLD_S,
         flush_bytes=2 * config.memtable_bytes,
     )
     async with contextlib.AsyncExitStack() as stack:
         store = await asyncio.to_thread(RowStore.open, config.directory / "store", config=store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)
+        if num_tables := await asyncio.to_thread(index_stored_rows, store, list(Catalog(store.read_meta()))):
+            fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
         log = await asyncio.to_thread(FileUpdateLog.open, config.directory / "log", config=log_config)
         # The applier is closed after the log, which hands it the last durable batches.
         applier = await stack.enter_async_context(Applier(store, config=applier_config))
@@ -351,6 +398,8 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             store.read_meta(),
             max_backlog_bytes=config.max_backlog_bytes,
             reject_non_finite=config.reject_non_finite,
+            shard=config.shard,
+            num_shards=config.num_shards,
         )
         started_s = time.monotonic()
         if num_records := await ingest.recover():
@@ -359,7 +408,17 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         retaining = asyncio.create_task(_retain(log, store, feed, config), name="headrace-retention")
         stack.push_async_callback(_cancel, retaining)
         probe = await stack.enter_async_context(LoopProbe())
-        yield Shard(config, log, store, applier, ingest, feed, retaining, probe)
+        context = RunContext(
+            ingest=ingest,
+            applier=applier,
+            store=store,
+            writer=TombstoneWriter(ingest),
+            directory=config.directory / "expiry",
+            num_shards=config.num_shards,
+            rows_per_s=config.expiry_rows_per_s,
+        )
+        expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
+        yield Shard(config, log, store, applier, ingest, feed, retaining, probe, expirer)
 
 
 async def _retain(log: FileUpdateLog, store: RowStore, feed: UpdateFeed, config: ShardConfig) -> NoReturn:

@@ -128,6 +128,11 @@ class ShardLink:
         client = await self._connected()
         return await self._attempt(client, client.get_embeddings(request, timeout_s=self._dial.timeout_s))
 
+    async def find_rows(self, request: Any) -> Any:
+        """Ask once for the rows of identities."""
+        client = await self._connected()
+        return await self._attempt(client, client.find_rows(request, timeout_s=self._dial.timeout_s))
+
     async def status(self) -> Any:
         """Ask for the status once."""
         client = await self._connected()
@@ -157,6 +162,11 @@ class ShardLink:
         """Ask once for a piece of a snapshot."""
         client = await self._connected()
         return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
+
+    async def expire_rows(self, request: Any) -> Any:
+        """Ask once for expiry of rows, or after a run of it."""
+        client = await self._connected()
+        return await self._attempt(client, client.expire_rows(request))
 
     async def close(self) -> None:
         """Close the connection for good. Again is harmless."""

@@ -2,6 +2,7 @@
 
 Started by the supervisor as `python -m headrace.paramserver.shard_process`; `shard_channel` has what they say to one
 another. It drains and ends on SIGTERM, and when its stdin ends, which is how it learns that the supervisor is gone.
+With `--metrics-fd N` it also answers on an inherited socket pair; `metrics_channel` has how.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.paramserver.log_format import configure_logging, fact
+from headrace.paramserver.log_repeats import limit_repeats
 from headrace.paramserver.shard_channel import (
     EXIT_CONFIG,
     EXIT_ERROR,
@@ -46,17 +48,23 @@ _LAST_GRACE_S = 10.0
 _FILES_OF_STORE = 4096
 
 
-def main() -> int:
-    """Run the shard that stdin orders; return the exit code."""
+def main(*arguments: str) -> int:
+    """Run the shard that stdin orders; return the exit code.
+
+    Args:
+        arguments: None, or `--metrics-fd` and a file descriptor.
+    """
     faulthandler.enable()
+    metrics_fd = int(arguments[1]) if arguments else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return EXIT_OK  # the supervisor was gone before it had said what to do
     order = ShardOrder.decode(line)
     configure_logging(level=order.log_level, log_format=order.log_format, always={"shard": order.config.shard})
+    limit_repeats()
     _allow_open_files(order.config.max_connections)
     try:
-        asyncio.run(_ShardProcess(order).run())
+        asyncio.run(_ShardProcess(order, metrics_fd).run())
     except HeadraceError as exc:
         # The supervisor logs what it is told.
         _report(order, ShardReport(error=str(exc)))
@@ -103,8 +111,9 @@ def _report(order: ShardOrder, report: ShardReport) -> None:
 class _ShardProcess:
     """Opens and serves the shard, heeding the wish to stop."""
 
-    def __init__(self, order: ShardOrder) -> None:
+    def __init__(self, order: ShardOrder, metrics_fd: int | None = None) -> None:
         self._order = order
+        self._metrics_fd = metrics_fd
         self._stopping = asyncio.Event()
         self._opening: asyncio.Task[None] | None = None
 
@@ -120,6 +129,7 @@ class _ShardProcess:
 
     async def _serve(self) -> None:
         # Imported late, so that an error of theirs is reported like any other.
+        from headrace.paramserver.metrics_channel import SampleTeller
         from headrace.paramserver.protection import Protection
         from headrace.paramserver.rpc_server import ThriftServer
         from headrace.paramserver.shard import open_shard
@@ -127,13 +137,17 @@ class _ShardProcess:
         config = self._order.config
         protection = Protection.load(config, os.environ)
         with socket.socket(fileno=self._order.socket_fd) as sock:
-            async with open_shard(config) as shard:
+            async with open_shard(config) as shard, contextlib.AsyncExitStack() as telling:
                 server = ThriftServer(
                     shard, limits=_limits_of(config), ssl_context=protection.ssl_context, access=protection.access
                 )
                 shard.server = server
                 await server.start(sock)
                 try:
+                    if self._metrics_fd is not None:
+                        watch = await telling.enter_async_context(shard.watch(server))
+                        ours = socket.socket(fileno=self._metrics_fd)
+                        await telling.enter_async_context(SampleTeller(ours, watch.sample))
                     self._opening = None
                     _report(self._order, ShardReport(is_ready=True))
                     await self._wait_for_end(shard)
@@ -188,4 +202,4 @@ def _end_at_last(after_s: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -30,7 +30,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
 
-__all__ = ["create_snapshot", "fetch_snapshot"]
+__all__ = ["create_snapshot", "fetch_snapshot", "remove_snapshot"]
 
 # One attempt waits this long for the run; a trainer that flushes less often needs more of them.
 _ATTEMPT_S = 10.0
@@ -120,6 +120,30 @@ async def fetch_snapshot(
                 on_progress(done, total)
         await asyncio.to_thread(files.publish, manifest)
         return manifest
+    finally:
+        await link.close()
+
+
+async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:
+    """Remove a published snapshot from a running server.
+
+    Args:
+        address: `host:port` of any shard.
+        name: Snapshot.
+        dial: How to connect, as an admin.
+
+    Raises:
+        GoneError: There is no such snapshot.
+        UnavailableError: The server is not there.
+        HeadraceError: The server refuses.
+
+    Cancellation: it is removed or not.
+    """
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    link = ShardLink(dial, host, port)
+    try:
+        await link.refresh()
+        await link.finish_snapshot(idl.FinishSnapshotRequest(name=check_snapshot_name(name), removes=True))
     finally:
         await link.close()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from dataclasses import dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -14,66 +12,38 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.address import format_address, parse_address
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.config import DEFAULT_PORT
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.schemas.errors import HeadraceError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl
+from headrace.paramserver.metrics_problems import Problem, Severity, find_problems
+from headrace.paramserver.status_client import (
+    DEFAULT_ADDRESS,
+    AddressArgument,
+    AuthorityFlag,
+    CertificateFlag,
+    KeyFlag,
+    ShardAnswer,
+    StatusAccess,
+    TimeoutFlag,
+    TlsFlag,
+    TokenFlag,
+    ask_shards,
+)
+from headrace.schemas.idl import spec_from_idl
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["status"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ShardStatus:
-    """What one shard has answered: `reply` is the IDL's `StatusReply`, or None with the reason in `error`."""
-
-    shard: int
-    address: str
-    reply: Any = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Access:
-    """How to get in: TLS context, token and deadline, as for `ParamServerClient`."""
-
-    ssl_context: Any
-    token: str | None
-    timeout_s: float
+__all__ = ["show_duration", "show_problem", "show_size", "status"]
 
 
 def status(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.", show_default=True)
-    ] = f"127.0.0.1:{DEFAULT_PORT}",
+    address: AddressArgument = DEFAULT_ADDRESS,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    timeout_s: Annotated[
-        float, typer.Option(help="How long to wait for each shard, seconds.", min=0.1, metavar="SECONDS")
-    ] = 5.0,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Speak TLS; implied by the other --tls options.", show_default=False)
-    ] = False,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(
-            help="Trust the authorities in this PEM file, not the system's.", metavar="FILE", show_default=False
-        ),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
-    ] = None,
+    timeout_s: TimeoutFlag = 5.0,
+    tls: TlsFlag = False,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> int:
-    """Show what a running server holds: its shards, tables and clients.
+    """Show what a running server holds: its problems, shards, tables and clients.
 
     Exit code 1 when a shard does not answer.
 
@@ -83,17 +53,16 @@ def status(
     Raises:
         HeadraceError: Nobody answers at the address, or not to us.
     """
-    host, port = parse_address(address, default_port=DEFAULT_PORT)
-    token = load_token(path=token_file, environ=os.environ)
-    has_tls = tls or any((tls_authority, tls_certificate, tls_key))
-    access = _Access(
-        ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
-        if has_tls
-        else None,
-        token=None if token is None else token.reveal(),
+    access = StatusAccess.load(
+        address,
         timeout_s=timeout_s,
+        tls=tls,
+        tls_authority=tls_authority,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        token_file=token_file,
     )
-    shards = asyncio.run(_ask_all(host, port, access))
+    shards = asyncio.run(ask_shards(access))
     if as_json:
         print(json.dumps(_to_json(shards), indent=2))
     else:
@@ -101,49 +70,12 @@ def status(
     return 0 if all(shard.reply is not None for shard in shards) else 1
 
 
-async def _ask_all(host: str, port: int, access: _Access) -> list[_ShardStatus]:
-    """Learn the shards from one of them, then ask each."""
-    async with await ParamServerClient.connect(
-        host, port, timeout_s=access.timeout_s, ssl_context=access.ssl_context
-    ) as client:
-        hello = await _hello(client, access)
-    return list(await asyncio.gather(*(_ask(shard, access) for shard in sorted(hello.shards, key=lambda s: s.shard))))
-
-
-async def _ask(shard: Any, access: _Access) -> _ShardStatus:
-    address = format_address(shard.host, shard.port)
-    try:
-        async with await ParamServerClient.connect(
-            shard.host, shard.port, timeout_s=access.timeout_s, ssl_context=access.ssl_context
-        ) as client:
-            await _hello(client, access)
-            reply = await client.status(timeout_s=access.timeout_s)
-    except HeadraceError as exc:
-        return _ShardStatus(shard=shard.shard, address=address, error=str(exc))
-    return _ShardStatus(shard=shard.shard, address=address, reply=reply)
-
-
-async def _hello(client: ParamServerClient, access: _Access) -> Any:
-    request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.READER,
-        run="",
-        client="",
-        epoch=0,
-        rank=0,
-        world_size=1,
-        tables=[],
-        token=access.token,
-    )
-    return await client.hello(request, timeout_s=access.timeout_s)
-
-
 def _describe_spec(spec: TableSpec) -> str:
     """Return a table's states in a few characters: `momentum1 float32[1], exp_avg float32[dim]`."""
     return ", ".join(f"{s.name} {s.dtype.name.lower()}[{s.width or 'dim'}]" for s in spec.states) or "none"
 
 
-def _tables_of(shards: list[_ShardStatus]) -> list[tuple[TableSpec, int]]:
+def _tables_of(shards: list[ShardAnswer]) -> list[tuple[TableSpec, int]]:
     """Return each table with its rows on all shards that answer."""
     rows: dict[TableSpec, int] = {}
     for shard in shards:
@@ -153,7 +85,7 @@ def _tables_of(shards: list[_ShardStatus]) -> list[tuple[TableSpec, int]]:
     return sorted(rows.items(), key=lambda item: item[0].fqn)
 
 
-def _clients_of(shards: list[_ShardStatus]) -> list[dict[str, Any]]:
+def _clients_of(shards: list[ShardAnswer]) -> list[dict[str, Any]]:
     """Return each client as all shards together see it: its step is the one that every shard has."""
     clients: dict[tuple[str, str, int], dict[str, Any]] = {}
     for shard in shards:
@@ -186,7 +118,7 @@ _NUMBERS = (
 )
 
 
-def _to_json(shards: list[_ShardStatus]) -> dict[str, Any]:
+def _to_json(shards: list[ShardAnswer]) -> dict[str, Any]:
     answered = next((shard.reply for shard in shards if shard.reply), None)
     return {
         "server_id": answered.server_id if answered else None,
@@ -197,6 +129,7 @@ def _to_json(shards: list[_ShardStatus]) -> dict[str, Any]:
                 "address": shard.address,
                 "error": shard.error,
                 **{name: getattr(shard.reply, name, None) for name in _NUMBERS},
+                "expiry": vars(shard.reply.expiry) if shard.reply and shard.reply.expiry else None,
             }
             for shard in shards
         ],
@@ -216,22 +149,92 @@ def _to_json(shards: list[_ShardStatus]) -> dict[str, Any]:
             for spec, num_rows in _tables_of(shards)
         ],
         "clients": _clients_of(shards),
+        "problems": [problem.to_json() for problem in find_problems([shard.state for shard in shards])],
+        "replica": _replica_to_json(answered.replica) if answered and answered.replica else None,
     }
 
 
-def _show(shards: list[_ShardStatus], console: Console) -> None:
+def _replica_to_json(replica: Any) -> dict[str, Any]:
+    numbers = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_s", "delay_p99_s")
+    return {
+        "is_ready": replica.is_ready,
+        "failure": replica.failure,
+        "epoch": replica.visible_epoch,
+        "step": replica.visible_step,
+        "lag_s": replica.lag_s,
+        "lag_steps": replica.lag_steps,
+        "shards": [{name: getattr(shard, name) for name in numbers} for shard in replica.shards],
+    }
+
+
+def _show(shards: list[ShardAnswer], console: Console) -> None:
     answered = next((shard.reply for shard in shards if shard.reply), None)
     if answered is not None:
         version, server_id = escape(answered.version), escape(answered.server_id)
-        console.print(f"[bold]headrace {version}[/bold]  {len(shards)} shards  store {server_id}")
+        what = "replica of" if answered.replica is not None else f"{len(shards)} shards "
+        console.print(f"[bold]headrace {version}[/bold]  {what} store {server_id}")
     # Problems first: they are why somebody looks.
-    for shard in shards:
-        if shard.error is not None:
-            console.print(f"[bold red]shard {shard.shard} does not answer:[/bold red] {escape(shard.error)}")
-    console.print(_shards_table(shards))
+    for problem in find_problems([shard.state for shard in shards]):
+        console.print(show_problem(problem))
     tables, clients = _tables_of(shards), _clients_of(shards)
+    replica = None if answered is None else answered.replica
+    if replica is None:
+        console.print(_shards_table(shards))
+    else:
+        _show_replica(answered, console)
     console.print(_tables_table(tables) if tables else "No tables yet.")
-    console.print(_clients_table(clients) if clients else "No writers yet.")
+    if replica is None:
+        console.print(_clients_table(clients) if clients else "No writers yet.")
+        if text := _describe_expiry(shards):
+            console.print(text)
+
+
+def _describe_expiry(shards: list[ShardAnswer]) -> str:
+    """Say what expiry of rows has done since the shards began; empty when it has done nothing."""
+    found = [shard.reply.expiry for shard in shards if shard.reply and shard.reply.expiry]
+    text = ""
+    if any(of.num_runs for of in found):
+        last = datetime.fromtimestamp(max(of.last_run_us for of in found) / 1e6, UTC)
+        text = (
+            f"Expired {sum(of.num_rows_expired for of in found):,} rows; last run ended {last:%Y-%m-%d %H:%M:%S} UTC."
+        )
+    if any(of.num_failed for of in found):
+        text += f" [bold red]{sum(of.num_failed for of in found)} runs failed.[/bold red]"
+    if any(of.is_running for of in found):
+        text += f" A run is on its way, at row {sum(of.scanned for of in found):,}."
+    return text.strip()
+
+
+def show_problem(problem: Problem) -> str:
+    """Return a problem and what to do about it, in rich's markup."""
+    style = {Severity.CRITICAL: "bold red", Severity.WARNING: "bold yellow"}.get(problem.severity, "bold")
+    return f"[{style}]{escape(problem.text)}[/{style}]\n  {escape(problem.advice)}"
+
+
+def _show_replica(reply: Any, console: Console) -> None:
+    """Show what a replica tells in the place of a server's shards: it has no log, and nobody writes to it."""
+    replica = reply.replica
+    if replica.is_ready:
+        console.print("[bold green]ready[/bold green]")
+    else:
+        console.print(f"[bold red]not ready:[/bold red] {escape(replica.failure or 'no reason is told')}")
+    table = _table("Replica", "pid>", "up>", "connections>", "epoch>", "step>", "behind>", "steps behind>")
+    table.add_row(
+        str(reply.pid),
+        show_duration(reply.uptime_s),
+        f"{reply.num_connections:,}",
+        str(replica.visible_epoch),
+        f"{replica.visible_step:,}" if replica.visible_step >= 0 else "none",
+        f"{replica.lag_s:.1f} s",
+        str(replica.lag_steps),
+    )
+    console.print(table)
+    table = _table("Follows", "shard>", "visible seq>", "last seq>", "update to visible p50>", "p99>")
+    for shard in replica.shards:
+        delays = ("" if s is None else f"{s * 1000:.1f} ms" for s in (shard.delay_p50_s, shard.delay_p99_s))
+        table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", *delays)
+    if replica.shards:
+        console.print(table)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -242,7 +245,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _shards_table(shards: list[_ShardStatus]) -> Table:
+def _shards_table(shards: list[ShardAnswer]) -> Table:
     table = _table("Shards", "shard>", "address", "pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>")
     for shard in shards:
         reply = shard.reply
@@ -253,10 +256,10 @@ def _shards_table(shards: list[_ShardStatus]) -> Table:
             str(shard.shard),
             escape(shard.address),
             str(reply.pid),
-            _show_duration(reply.uptime_s),
+            show_duration(reply.uptime_s),
             f"{reply.log_seq:,}",
             f"{reply.applied_seq:,}",
-            _show_size(reply.inflight_bytes),
+            show_size(reply.inflight_bytes),
             f"{reply.num_rows_written:,}",
         )
     return table
@@ -289,14 +292,16 @@ def _clients_table(clients: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _show_duration(seconds: float) -> str:
+def show_duration(seconds: float) -> str:
+    """Return a duration in its largest unit."""
     for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit_s:
             return f"{seconds / unit_s:.1f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def _show_size(size_bytes: float) -> str:
+def show_size(size_bytes: float) -> str:
+    """Return a size in its largest unit."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}"

@@ -20,7 +20,8 @@ from typing import Any, TypeVar, cast
 import msgpack
 import rocksdict
 
-from headrace.paramserver.pending import Run
+from headrace.paramserver.direct_file import supports_direct_io, write_buffer
+from headrace.paramserver.pending import MergedRun, Run
 from headrace.paramserver.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
@@ -122,6 +123,7 @@ class RowStore:
         """Take over an open RocksDB."""
         self.path = path
         self._incoming = path / _INCOMING_NAME
+        self._write_buffer: memoryview | None = None
         self._db = db
         self._config = config
         # Its type stub takes the properties for methods.
@@ -137,6 +139,7 @@ class RowStore:
         self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
         self._unflushed_bytes = 0
         self._num_errors = 0  # RocksDB's, when it last took in a file
+        self._is_new = False  # what tells that the store is ours is in no file yet
         self._layouts: dict[int, tuple[ColumnShard, ...]] = {}
         self.applied_seq = 0
         self.durable_seq = 0
@@ -158,7 +161,7 @@ class RowStore:
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"store directory {path} is not writable")
         try:
-            db = rocksdict.Rdict(str(path), rocks_options(config))
+            db = rocksdict.Rdict(str(path), rocks_options(config, is_direct=supports_direct_io(path)))
         except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
             raise _error_of(path, exc) from exc
         store = cls(path, db, config)
@@ -203,6 +206,7 @@ class RowStore:
             if next(self.scan(b"", limit=1), None) is not None:
                 raise ConfigError(f"{self.path} holds a RocksDB that is not Headrace's")
             self._write([_FORMAT_KEY], [_FORMAT])
+            self._is_new = True
         elif stored_format != _FORMAT:
             raise ConfigError(
                 f"store {self.path} has format {stored_format.decode()}, this version reads {_FORMAT.decode()}"
@@ -273,7 +277,14 @@ class RowStore:
         if applied_seq is not None:
             self.applied_seq = applied_seq
 
-    def write_runs(self, runs: Sequence[Run], *, meta: Mapping[bytes, bytes], applied_seq: int) -> None:
+    def write_runs(
+        self,
+        runs: Sequence[Run | MergedRun],
+        *,
+        claims: Sequence[Run | MergedRun] = (),
+        meta: Mapping[bytes, bytes],
+        applied_seq: int,
+    ) -> None:
         """Write coalesced rows, metadata and the log position.
 
         The rows go first: many of them as a file, fewer in writes that are short because no other Python thread runs
@@ -282,6 +293,7 @@ class RowStore:
 
         Args:
             runs: Rows, none of them conditional; in the order of their keys.
+            claims: Entries of the index of identities (`identity_index.py`), likewise.
             meta: By key, without `META_PREFIX`.
             applied_seq: Everything up to here is in the store once this is written.
 
@@ -294,45 +306,57 @@ class RowStore:
                 [_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], [*map(_pack_shards, layouts.values())]
             )
             self._layouts.update(layouts)
+        if claims:
+            runs = sorted([*runs, *claims], key=lambda run: (run.table_id, run.layout.shard))
         runs = [run for run in runs if run.row_ids.size]
-        if runs and sum(run.records.nbytes for run in runs) >= self._config.file_bytes:
+        if runs and sum(run.size_bytes for run in runs) >= self._config.file_bytes:
             self._take_in(runs)
         else:
             self._put(runs)
         self.write([], [], meta=meta, applied_seq=applied_seq)
 
-    def _put(self, runs: Sequence[Run]) -> None:
+    def _put(self, runs: Sequence[Run | MergedRun]) -> None:
         step = self._config.rows_per_write
         for run in runs:
             for start in range(0, run.row_ids.size, step):
                 keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start : start + step])
-                self._write(keys, run.layout.values_of(run.records[start : start + step]))
+                self._write(keys, run.layout.values_of(run.records_between(start, min(start + step, run.row_ids.size))))
             self._unflushed_rows[run.table_id] += run.row_ids.size
 
-    def _take_in(self, runs: Sequence[Run]) -> None:
+    def _take_in(self, runs: Sequence[Run | MergedRun]) -> None:
         """Write rows to a file of RocksDB's format and have RocksDB make it one of its own."""
         config = self._config
-        writer = TableFileWriter(block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key)
+        self._write_buffer = self._write_buffer or write_buffer()
+        writer = TableFileWriter(
+            block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key, buffer=self._write_buffer
+        )
         try:
             size_bytes = writer.write(self._incoming, runs)
         except OSError as exc:
             raise StorageError(f"store {self.path}: writing rows: {exc.strerror}") from exc
         while self._is_behind():
             time.sleep(_STALL_POLL_S)
+        if self._is_new:
+            self.flush()  # or a crash would leave a file of rows that nobody knows
         while not self._call(self._try_ingest):
             self.flush()  # rows in the memtable are older, and would be taken for newer
-        self._num_errors = self._property("rocksdb.background-errors")
+        self._num_errors = int(self.rocksdb_property("rocksdb.background-errors"))
         # Durable already, but for the log position that follows: a flush shall come after so much to replay.
         self._unflushed_bytes += size_bytes
 
     def _is_behind(self) -> bool:
         """Say whether RocksDB has so much to compact that one should wait for it."""
-        if self._property("rocksdb.background-errors") > self._num_errors:
+        if int(self.rocksdb_property("rocksdb.background-errors")) > self._num_errors:
             return False  # it may have stopped compacting; then it refuses the file too, and says why
-        return self._property("rocksdb.num-files-at-level0") >= _MAX_LEVEL_0_FILES
+        return int(self.rocksdb_property("rocksdb.num-files-at-level0")) >= _MAX_LEVEL_0_FILES
 
-    def _property(self, name: str) -> int:
-        return int(self._call(lambda: self._open_db.property_value(name)))
+    def rocksdb_property(self, name: str) -> str:
+        """Return a property of RocksDB's, such as `rocksdb.num-files-at-level0`; empty when it has none of the name.
+
+        Raises:
+            UnavailableError: The store is closed.
+        """
+        return self._call(lambda: self._open_db.property_value(name)) or ""
 
     def _try_ingest(self) -> bool:
         try:
@@ -343,7 +367,7 @@ class RowStore:
             raise
         return True
 
-    def _new_layouts(self, runs: Sequence[Run]) -> dict[int, tuple[ColumnShard, ...]]:
+    def _new_layouts(self, runs: Sequence[Run | MergedRun]) -> dict[int, tuple[ColumnShard, ...]]:
         layouts: dict[int, tuple[ColumnShard, ...]] = {}
         for run in runs:
             known = layouts.get(run.table_id, self.layouts(run.table_id))
@@ -388,6 +412,7 @@ class RowStore:
         with self._flush_lock:
             seq, rows, size = self.applied_seq, self._unflushed_rows.copy(), self._unflushed_bytes
             self._call(self._open_db.flush)
+            self._is_new = False
             self._unflushed_rows.subtract(rows)
             self._unflushed_bytes -= size
             self.durable_seq = max(self.durable_seq, seq)
@@ -406,6 +431,27 @@ class RowStore:
         """
         self.flush()
         self._call(lambda: rocksdict.Checkpoint(self._open_db).create_checkpoint(str(path)))
+
+    def sorted_runs(self, prefix: bytes) -> list[list[Path]]:
+        """Return the files that may hold keys of a prefix, in runs, newest first: a key's value is that of the first.
+
+        Within a run files do not overlap, and are in the order of their keys. What is in no file yet is left out.
+
+        Args:
+            prefix: What the keys begin with (`key_prefix`).
+        """
+        end = prefix + b"\xff" * 16
+        runs: list[list[Path]] = []
+        levels: dict[int, list[tuple[bytes, Path]]] = {}
+        for file in self._call(self._open_db.live_files):
+            start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
+            if start_key <= end and end_key >= prefix:
+                place = (start_key, self.path / file["name"].lstrip("/"))
+                if file["level"]:
+                    levels.setdefault(file["level"], []).append(place)
+                else:
+                    runs.append([place[1]])  # RocksDB lists them newest first
+        return runs + [[path for _, path in sorted(levels[level])] for level in sorted(levels)]
 
     @property
     def unflushed_bytes(self) -> int:
@@ -512,8 +558,13 @@ def _error_of(path: Path, exc: Exception) -> HeadraceError:
     return StorageError(f"store {path}: {text}")
 
 
-def rocks_options(config: StoreConfig) -> Any:
-    """Return RocksDB's options for a store."""
+def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
+    """Return RocksDB's options for a store.
+
+    Args:
+        config: Settings.
+        is_direct: Flush and compact past the page cache; only where `supports_direct_io`.
+    """
     table = rocksdict.BlockBasedOptions()
     table.set_block_cache(rocksdict.Cache(config.block_cache_bytes))
     table.set_block_size(config.block_bytes)
@@ -531,7 +582,10 @@ def rocks_options(config: StoreConfig) -> Any:
     options.set_max_background_jobs(config.max_background_jobs)
     # Files go to the disk as they are written: one large sync would hold up the update log's.
     options.set_bytes_per_sync(1 << 20)
+    # Past the page cache, which is for what lookups read.
+    options.set_use_direct_io_for_flush_and_compaction(is_direct)
     options.set_max_open_files(512)
+    options.enable_statistics()  # hits and misses of the block cache, for the metrics
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(16 << 20)
     return options

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from headrace.paramserver.address import format_address
 from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.data_dir import DataDir
 from headrace.paramserver.log_format import fact, resolve_log_format
+from headrace.paramserver.metrics_server import ServerMonitor
 from headrace.paramserver.shard_channel import (
     EXIT_CONFIG,
     EXIT_ERROR,
@@ -66,6 +67,7 @@ class Supervisor:
         ready_file: Path | None = None,
         watch_stdin: bool = False,
         command: Sequence[str] = SHARD_COMMAND,
+        monitor: ServerMonitor | None = None,
     ) -> None:
         """Prepare to run; nothing is started.
 
@@ -76,6 +78,7 @@ class Supervisor:
             ready_file: Where to write address and process ids, as JSON, each time that all shards are ready.
             watch_stdin: Stop when stdin ends.
             command: Program and arguments of a shard process.
+            monitor: Serves metrics, if anything shall.
         """
         self._config = config
         self._data_dir = data_dir
@@ -83,6 +86,7 @@ class Supervisor:
         self._ready_file = ready_file
         self._watch_stdin = watch_stdin
         self._command = command
+        self._monitor = monitor
         self._log_format = resolve_log_format(config.log_format, sys.stderr)
         self._addresses = tuple((config.client_host, sock.getsockname()[1]) for sock in sockets)
         self._children: dict[int, ShardChild] = {}
@@ -110,11 +114,20 @@ class Supervisor:
         with self._signals(), contextlib.ExitStack() as stack:
             if self._ready_file is not None:
                 stack.callback(self._ready_file.unlink, missing_ok=True)
-            async with asyncio.TaskGroup() as tasks:
+            async with self._serving_metrics(), asyncio.TaskGroup() as tasks:
                 for shard in range(num_shards):
                     tasks.create_task(self._keep(shard), name=f"shard-{shard}")
         fact(_log, logging.INFO, "server has stopped", exit_code=self._exit_code)
         return self._exit_code
+
+    @contextlib.asynccontextmanager
+    async def _serving_metrics(self) -> AsyncIterator[None]:
+        if self._monitor is None:
+            yield
+            return
+        async with self._monitor.serve([format_address(*address) for address in self._addresses]):
+            fact(_log, logging.INFO, "metrics are served", address=self._monitor.address)
+            yield
 
     def stop(self, exit_code: int = EXIT_OK) -> None:
         """Let the shard processes drain and end, and kill those that have not by the deadline; idempotent.
@@ -210,15 +223,8 @@ class Supervisor:
         Returns:
             Its exit code; how long it lived after it was ready, seconds, or None; the last error it told.
         """
-        read_fd, write_fd = os.pipe()
-        order = self._order(shard, write_fd)
         try:
-            async with run_child(
-                order,
-                inherit_fds=(self._sockets[shard].fileno(), self._data_dir.lock_fd),
-                report_pipe=(read_fd, write_fd),
-                command=self._command,
-            ) as child:
+            async with self._run_process(shard) as child:
                 self._children[shard] = child
                 try:
                     if self._stopping.is_set():  # while it was started
@@ -231,6 +237,21 @@ class Supervisor:
         except OSError as exc:
             return EXIT_ERROR, None, f"the process cannot be started: {exc.strerror or exc}"
         return exit_code, None if ready_s is None else time.monotonic() - ready_s, error
+
+    @contextlib.asynccontextmanager
+    async def _run_process(self, shard: int) -> AsyncIterator[ShardChild]:
+        command, inherit_fds = list(self._command), [self._sockets[shard].fileno(), self._data_dir.lock_fd]
+        async with contextlib.AsyncExitStack() as stack:
+            told = await stack.enter_async_context(self._monitor.asking(shard)) if self._monitor else None
+            if told is not None:
+                command += ["--metrics-fd", str(told.fileno())]
+                inherit_fds.append(told.fileno())
+            pipe = os.pipe()
+            running = run_child(self._order(shard, pipe[1]), inherit_fds=inherit_fds, report_pipe=pipe, command=command)
+            child = await stack.enter_async_context(running)
+            if told is not None:
+                told.close()  # the process has the only other end
+            yield child
 
     def _order(self, shard: int, report_fd: int) -> ShardOrder:
         return ShardOrder(
@@ -289,7 +310,10 @@ class Supervisor:
             {"shard": shard, "address": format_address(*self._addresses[shard]), "pid": self._children[shard].pid}
             for shard in sorted(self._children)
         ]
-        return json.dumps({"address": self.address, "pid": os.getpid(), "shards": shards}).encode() + b"\n"
+        told: dict[str, Any] = {"address": self.address, "pid": os.getpid(), "shards": shards}
+        if self._monitor is not None:
+            told["metrics"] = self._monitor.address
+        return json.dumps(told).encode() + b"\n"
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

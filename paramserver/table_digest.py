@@ -29,6 +29,7 @@ class TableDigest:
         buckets: (digest, number of rows) by bucket, those that have rows.
         presence: uint8[8192] by bucket, a bit a row, where it was asked for.
         is_steady: Nothing was written between the parts.
+        seqs: By shard, the position of its log that its digests are of.
     """
 
     spec: TableSpec
@@ -36,6 +37,7 @@ class TableDigest:
     buckets: dict[int, tuple[int, int]] = field(default_factory=dict)
     presence: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     is_steady: bool = True
+    seqs: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

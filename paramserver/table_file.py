@@ -17,7 +17,6 @@ table/meta_blocks.cc.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from headrace.paramserver.pending import Run
+from headrace.paramserver.direct_file import DirectFileWriter, write_buffer
+from headrace.paramserver.pending import MergedRun, Run
 from headrace.paramserver.row_filter import build_filter, hash_keys
 from headrace.schemas.row_keys import KEY_BYTES, key_prefix
 
@@ -50,8 +50,6 @@ _OFFSET_DIGITS, _SIZE_DIGITS = 6, 4
 
 # What is filled and written at a time: it should stay in the processor's cache.
 _CHUNK_BYTES = 1 << 20
-# What is synced at a time: one large sync would hold up the update log's.
-_SYNC_BYTES = 16 << 20
 
 
 class TableFileWriter:
@@ -60,21 +58,23 @@ class TableFileWriter:
     Thread: any; it blocks, and other Python threads run meanwhile, but for fractions of a millisecond.
     """
 
-    def __init__(self, *, block_bytes: int, bloom_bits_per_key: int) -> None:
+    def __init__(self, *, block_bytes: int, bloom_bits_per_key: int, buffer: memoryview | None = None) -> None:
         """Start with nothing.
 
         Args:
             block_bytes: Size of a block, about: one row at least.
             bloom_bits_per_key: See `StoreConfig`.
+            buffer: See `DirectFileWriter`; one of its own when None.
         """
         self._block_bytes = block_bytes
         self._bloom_bits_per_key = bloom_bits_per_key
-        self._offset = self._synced = 0
+        self._buffer = buffer or write_buffer()
+        self._offset = 0
         self._hashes: list[npt.NDArray[np.uint64]] = []
         self._index: list[_Array] = []
         self._num_blocks = self._num_rows = self._value_bytes = 0
 
-    def write(self, path: Path, runs: Sequence[Run]) -> int:
+    def write(self, path: Path, runs: Sequence[Run | MergedRun]) -> int:
         """Write rows to a new file and sync it; return its size in bytes.
 
         Args:
@@ -84,23 +84,19 @@ class TableFileWriter:
         Raises:
             OSError: The disk failed; what is there is no table.
         """
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
+        with DirectFileWriter(path, self._buffer) as file:
             for run in runs:
-                self._write_run(fd, run)
-            self._write_tail(fd)
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+                self._write_run(file, run)
+            self._write_tail(file)
+            file.sync()
         return self._offset
 
-    def _write_run(self, fd: int, run: Run) -> None:
+    def _write_run(self, file: DirectFileWriter, run: Run | MergedRun) -> None:
         prefix = key_prefix(run.table_id, run.layout.shard)
-        size, value_bytes = run.row_ids.size, run.records.dtype.itemsize
+        size, value_bytes = run.row_ids.size, run.layout.dtype.itemsize
         entry = _entry_dtype(value_bytes)
         rows_per_block = max(1, self._block_bytes // (entry.itemsize + 4))
         blocks_per_chunk = max(1, _CHUNK_BYTES // _block_dtype(entry, rows_per_block).itemsize)
-        values = run.records.view(f"V{value_bytes}")
         chunk: _Array | None = None
         for start, num_blocks, per_block in _chunks(size, rows_per_block, blocks_per_chunk):
             if chunk is None or chunk.size < num_blocks or chunk.dtype["entries"].shape != (per_block,):
@@ -108,11 +104,12 @@ class TableFileWriter:
             blocks = chunk[:num_blocks]
             end = start + num_blocks * per_block
             row_ids = run.row_ids[start:end].reshape(num_blocks, per_block)
+            values = run.records_between(start, end).view(f"V{value_bytes}")
             blocks["entries"]["row"] = row_ids
-            blocks["entries"]["value"] = values[start:end].reshape(num_blocks, per_block)
+            blocks["entries"]["value"] = values.reshape(num_blocks, per_block)
             _seal_blocks(blocks)
             self._add_index(prefix, row_ids[:, -1], blocks.dtype.itemsize)
-            self._put(fd, blocks.view(np.uint8).data)
+            self._put(file, blocks.view(np.uint8).data)
         self._hashes.append(hash_keys(prefix, run.row_ids))
         self._num_rows += size
         self._value_bytes += size * value_bytes
@@ -129,21 +126,21 @@ class TableFileWriter:
         self._index.append(index)
         self._num_blocks += last_rows.size
 
-    def _write_tail(self, fd: int) -> None:
+    def _write_tail(self, file: DirectFileWriter) -> None:
         data_bytes = self._offset
         filter_block = build_filter(np.concatenate(self._hashes), bits_per_key=self._bloom_bits_per_key)
-        filter_handle = self._put_block(fd, filter_block)
+        filter_handle = self._put_block(file, filter_block)
         # As bytes: numpy would turn the big-endian ids of what it concatenates round.
         index_block = b"".join(index.tobytes() for index in self._index)
         index_block += _restarts(np.arange(self._num_blocks) * _INDEX_ENTRY.itemsize)
-        index_handle = self._put_block(fd, index_block)
+        index_handle = self._put_block(file, index_block)
         properties = self._properties(data_bytes, len(index_block), len(filter_block))
-        properties_handle = self._put_block(fd, _plain_block(properties))
+        properties_handle = self._put_block(file, _plain_block(properties))
         metaindex = _plain_block({_FILTER_NAME: filter_handle, _PROPERTIES_NAME: properties_handle})
-        metaindex_handle = self._put_block(fd, metaindex)
+        metaindex_handle = self._put_block(file, metaindex)
         handles = (metaindex_handle + index_handle).ljust(_HANDLES_BYTES, b"\0")
         footer = bytes((_CRC32C,)) + handles + _FORMAT_VERSION.to_bytes(4, "little") + _MAGIC.to_bytes(8, "little")
-        self._put(fd, footer)
+        self._put(file, footer)
 
     def _properties(self, data_bytes: int, index_bytes: int, filter_bytes: int) -> dict[bytes, bytes]:
         numbers = {
@@ -183,21 +180,16 @@ class TableFileWriter:
         named = texts | {name: _varint(number) for name, number in numbers.items()}
         return {b"rocksdb." + name.encode(): named[name] for name in sorted(named)}
 
-    def _put_block(self, fd: int, contents: bytes) -> bytes:
+    def _put_block(self, file: DirectFileWriter, contents: bytes) -> bytes:
         """Write a block and return its handle."""
         handle = _varint(self._offset) + _varint(len(contents))
         sealed = contents + _NO_COMPRESSION
-        self._put(fd, sealed + _mask(np.array([crc32c(sealed)], np.uint32)).tobytes())
+        self._put(file, sealed + _mask(np.array([crc32c(sealed)], np.uint32)).tobytes())
         return handle
 
-    def _put(self, fd: int, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
+    def _put(self, file: DirectFileWriter, data: bytes | memoryview) -> None:
+        file.write(data)
         self._offset += len(data)
-        if self._offset - self._synced >= _SYNC_BYTES:
-            os.fdatasync(fd)
-            self._synced = self._offset
 
 
 def _varint(number: int) -> bytes:

@@ -177,6 +177,13 @@ class UpdateLog(Protocol):
         """
         ...
 
+    async def wait_failed(self) -> HeadraceError:
+        """Return `failed` once it is set, also when it fails while nothing is appended.
+
+        Cancellation: harmless.
+        """
+        ...
+
     def read(self, from_seq: int, *, max_bytes: int | None = None) -> Iterator[LogRecord]:
         """Return an iterator over the records from one on to the last that is durable at the time of this call.
 

@@ -243,6 +243,26 @@ struct GetEmbeddingsReply {
   8: required i64 seq,
 }
 
+struct FindRowsRequest {
+  /** A table with identities. */
+  1: required string fqn,
+  /** int64[n]: raw ids, any value; -1 is none. */
+  2: required binary identities,
+}
+
+struct FindRowsReply {
+  /** int64[n]: the row of this shard that has the identity; -1 where none has. */
+  1: required binary row_ids,
+  /** Every batch acked up to this seq is in the answer. */
+  2: required i64 seq,
+  /**
+   * int64[n]: version of the last update that wrote a row of this shard with the identity, 0 where none did; also where
+   * that row has it no more. Of several shards the one with the highest (epoch, step) is right.
+   */
+  3: required binary epochs,
+  4: required binary steps,
+}
+
 /** A table's scalar as this shard has it; the shard with the highest (epoch, step) has the newest. */
 struct StoredScalar {
   1: required TableScalar scalar,
@@ -273,6 +293,49 @@ struct ClientStatus {
   10: optional i64 ended_client_seq,
 }
 
+/** How far behind its server a replica is in what one of the server's shards has. */
+struct ReplicaShardStatus {
+  1: required i32 shard,
+  /** Last seq of the shard's log that reads of the replica see. */
+  2: required i64 visible_seq,
+  /** Last durable seq, as the shard last told. */
+  3: required i64 last_seq,
+  /** Steps that have come from the shard and are not visible. */
+  4: required i64 lag_steps,
+  /** From the trainer's clock to being visible, of each record since the replica began; absent before the first. */
+  5: optional double delay_p50_s,
+  6: optional double delay_p99_s,
+}
+
+/** What a replica says of itself; a shard of the server says nothing of the kind. */
+struct ReplicaStatus {
+  /** It may be sent reads: it is up to date, or behind by less than its bound. */
+  1: required bool is_ready,
+  /** How long the oldest update has been known to it that is not visible, seconds; 0 when there is none. */
+  2: required double lag_s,
+  3: required i64 lag_steps,
+  /** Run and step up to which everything is visible; 0 and -1 before the first. */
+  4: required i64 visible_epoch,
+  5: required i64 visible_step,
+  6: required list<ReplicaShardStatus> shards,
+  /** Why it is not ready, or not kept up to date; absent when all is well. */
+  7: optional string failure,
+}
+
+/** What a shard's expiry of rows has done since its process began. */
+struct ExpiryStatus {
+  /** A run is on its way, and has looked at `scanned` rows. */
+  1: required bool is_running,
+  2: required i64 scanned,
+  /** Runs that have ended, dry ones left out; rows that they have looked at and deleted; how many ended in an error. */
+  3: required i64 num_runs,
+  4: required i64 num_rows_scanned,
+  5: required i64 num_rows_expired,
+  6: required i64 num_failed,
+  /** When the last of them ended, microseconds since 1970; 0 before the first. */
+  7: required i64 last_run_us,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -294,6 +357,9 @@ struct StatusReply {
   15: optional double worst_loop_pause_ms,
   /** Last seq that has been given out, durable or not: `clients` is as it has left them. */
   16: optional i64 accepted_seq,
+  /** Said by a replica, which answers as one shard; `log_seq` and `applied_seq` are the least of its shards' then. */
+  17: optional ReplicaStatus replica,
+  18: optional ExpiryStatus expiry,
 }
 
 struct FetchUpdatesRequest {
@@ -354,6 +420,8 @@ struct FinishSnapshotRequest {
   1: required string name,
   /** Publish with this manifest, JSON; without one, remove what the shards have made. */
   2: optional string manifest,
+  /** Remove the published snapshot of that name instead. */
+  3: optional bool removes,
 }
 
 struct FinishSnapshotReply {
@@ -390,6 +458,8 @@ struct DigestRowsRequest {
   6: required i32 max_buckets,
   /** Say which rows are there. */
   7: required bool with_presence,
+  /** Weights alone count, and no states: what a replica has too. */
+  8: optional bool only_weights,
 }
 
 /** Digests as schemas/row_digest.py defines them, of the rows that are present, deleted ones left out. */
@@ -406,6 +476,53 @@ struct DigestRowsReply {
   5: required i64 next_row,
   /** All acked batches up to here, and none beyond, are in the digests. */
   6: required i64 seq,
+}
+
+struct ExpireRowsRequest {
+  /** Tables: a name, or a pattern with `*`, `?` or `[…]`; empty for all that have a policy. */
+  1: required string fqn,
+  /** Find out what would go, and delete nothing. */
+  2: required bool is_dry_run,
+  /** How long to wait for the run's end, milliseconds, at most a minute; the reply says whether it has come. */
+  3: required i32 wait_ms,
+  /** Ask after this run, and begin none. */
+  4: optional i64 run_number,
+  /** Go by this policy, as in `ttl_s=7d, max_rows=1000000`, and not by the server's. */
+  5: optional string policy,
+}
+
+/** Rows that one policy of a table has named; several policies may name the same row. */
+struct PolicyCount {
+  1: required string policy,
+  2: required i64 num_rows,
+}
+
+struct TableExpiry {
+  1: required string fqn,
+  /** Rows of this shard that were looked at, deleted ones too. */
+  2: required i64 scanned,
+  /** Rows that were there. */
+  3: required i64 live,
+  /** Rows that were deleted, or would be. */
+  4: required i64 expired,
+  /** Rows that the policy names, but that training may be writing yet. */
+  5: required i64 spared,
+  6: required list<PolicyCount> by_policy,
+  /** Why nothing can expire. */
+  7: optional string note,
+}
+
+struct ExpireRowsReply {
+  /** Number of the run, to ask after it. */
+  1: required i64 run_number,
+  2: required bool is_done,
+  /** So far, or in all. */
+  3: required i64 scanned,
+  4: required i64 expired,
+  /** Tables that are done. */
+  5: required list<TableExpiry> tables,
+  /** Why the run has ended before its end. */
+  6: optional string error,
 }
 
 service ParameterServer {
@@ -429,4 +546,11 @@ service ParameterServer {
   FetchSnapshotReply fetchSnapshot(1: FetchSnapshotRequest request) throws (1: ServerError error),
   /** Adds up digests of rows as they are at one position of the log. */
   DigestRowsReply digestRows(1: DigestRowsRequest request) throws (1: ServerError error),
+  /**
+   * Deletes rows by the policies for expiry, or asks after a run that does. OVERLOADED while another run is on its way,
+   * GONE when the shard does not know the run.
+   */
+  ExpireRowsReply expireRows(1: ExpireRowsRequest request) throws (1: ServerError error),
+  /** Says which rows have identities; sees every acked batch. BAD_REQUEST for a table without identities. */
+  FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
 }

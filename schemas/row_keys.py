@@ -4,11 +4,13 @@
           table  offset   width   row id
           u32    u16      u16     u64      all big-endian, so that keys sort by table, column shard, row id
 
-Table ids are numbered from 1 by each shard's catalog; table id 0 is the store's own metadata.
+Table ids are numbered from 1 by each shard's catalog; table id 0 is the store's own metadata. Offset 65535 with width 0
+is no column shard: such keys are of the table's index of identities (`identity_claims.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["KEY_BYTES", "META_PREFIX", "decode_key", "encode_keys", "key_prefix"]
+__all__ = ["KEY_BYTES", "META_PREFIX", "decode_key", "decode_row_ids", "encode_keys", "key_prefix"]
 
 # ON DISK: never renumber.
 KEY_BYTES = 16
@@ -49,6 +51,11 @@ def decode_key(key: bytes) -> tuple[int, ColumnShard, int]:
         ColumnShard(offset=int(fields["offset"]), width=int(fields["width"])),
         int(fields["row"]),
     )
+
+
+def decode_row_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Return the row ids of keys made by `encode_keys`, int64[n]."""
+    return np.frombuffer(b"".join(keys), _KEY)["row"].astype(np.int64)
 
 
 def key_prefix(table_id: int, shard: ColumnShard | None = None) -> bytes:

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
-__all__ = ["FLAG_DELETED", "MAX_EPOCH", "RECORD_VERSION", "RecordLayout"]
+__all__ = ["FLAG_DELETED", "HEADER_FIELDS", "MAX_EPOCH", "RECORD_VERSION", "RecordLayout"]
 
 # ON DISK: never renumber.
 RECORD_VERSION = 1
 FLAG_DELETED = 1
 MAX_EPOCH = 2**32 - 1
-_HEADER_FIELDS = [
+HEADER_FIELDS = [
     ("flags", "u1"),
     ("version", "u1"),
     ("frequency", "<u2"),
@@ -71,7 +71,7 @@ class RecordLayout:
         self.columns: dict[str, _Column] = {"weights": _Column("weights", spec.dtype, shard.width)}
         for state in spec.states:
             self.columns[f"state:{state.name}"] = _Column(state.name, state.dtype, state.width_in(shard))
-        header: list[tuple[str, str]] = list(_HEADER_FIELDS)
+        header: list[tuple[str, str]] = list(HEADER_FIELDS)
         if spec.has_identities:
             header.append(("identity", "<i8"))
         self.header_dtype: np.dtype[Any] = np.dtype(header)

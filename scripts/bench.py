@@ -22,7 +22,11 @@ _BENCHES = (
     ("ingest", "headrace.scripts.bench_ingest:ingest", "How fast a shard takes rows, beside disk, RocksDB and Redis."),
     ("recovery", "headrace.scripts.bench_recovery:recovery", "How fast a killed shard applies its log again."),
     ("wire", "headrace.scripts.bench_wire:wire", "How fast requests travel, beside gRPC and thriftpy2."),
+    ("lookup", "headrace.scripts.bench_lookup:lookup", "How fast a replica looks up, beside torch, Redis, RocksDB."),
     ("overhead", "headrace.scripts.bench_overhead:overhead", "What streaming costs a trainer."),
+    ("backfill", "headrace.scripts.bench_backfill:backfill", "How fast a directory is made of files, beside RocksDB."),
+    ("export", "headrace.scripts.bench_export:export", "How fast a snapshot becomes files, beside the disk."),
+    ("freshness", "headrace.scripts.bench_freshness:freshness", "How late a replica shows an update, beside a floor."),
 )
 
 # Sections of a Google docstring are for who calls the function, not for who types the command.

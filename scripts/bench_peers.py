@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import rocksdict
 
+from headrace.paramserver.direct_file import supports_direct_io
 from headrace.paramserver.store import StoreConfig, rocks_options
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.bench_rows import SPEC, BenchRows
 
-__all__ = ["REDIS_HINT", "has_redis", "time_fsync", "time_redis", "time_rocksdb"]
+__all__ = ["REDIS_HINT", "has_redis", "redis_server", "time_fsync", "time_redis", "time_rocksdb"]
 
 REDIS_HINT = "Redis is left out: apt-get install redis-server, and pip install 'redis[hiredis]'"
 
@@ -65,7 +66,7 @@ def time_rocksdb(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
     batches = [(encode_keys(1, SPEC.whole, ids), rows.records(number)) for number, ids in enumerate(rows.ids)]
     options = cast(Any, rocksdict.WriteOptions())
     options.disable_wal = True
-    db = rocksdict.Rdict(str(folder / "rocksdb"), rocks_options(config))
+    db = rocksdict.Rdict(str(folder / "rocksdb"), rocks_options(config, is_direct=supports_direct_io(folder)))
     try:
         begin_s = time.perf_counter()
         for keys, values in batches:
@@ -99,7 +100,7 @@ def time_redis(rows: BenchRows, folder: Path, *, num_batches: int) -> tuple[int,
     for batch in pairs:
         items = list(batch.items())
         msets.extend(dict(items[first : first + _KEYS_PER_MSET]) for first in range(0, len(items), _KEYS_PER_MSET))
-    with _redis_server(folder) as port, redis.Redis("127.0.0.1", port) as client:
+    with redis_server(folder) as port, redis.Redis("127.0.0.1", port) as client:
         begin_s = time.perf_counter()
         for first in range(0, len(msets), _MSETS_PER_PIPELINE):
             pipeline = client.pipeline(transaction=False)
@@ -111,7 +112,7 @@ def time_redis(rows: BenchRows, folder: Path, *, num_batches: int) -> tuple[int,
 
 
 @contextlib.contextmanager
-def _redis_server(folder: Path) -> Iterator[int]:
+def redis_server(folder: Path) -> Iterator[int]:
     """Run a Redis in a folder; yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]

@@ -57,11 +57,12 @@ def demo(
         int | None, typer.Option(min=1, help="Only the earliest so many events of the log.", show_default=False)
     ] = None,
 ) -> int:
-    """Train a real model, stream it, and compare every row with the server's.
+    """Train a real model, stream it, serve it from a replica, and compare every row.
 
     A TorchRec model learns from an interaction log in time order and streams its embedding rows to a parameter server.
-    Meanwhile another process reads them there and ranks each event before it is trained on. The end shows what was
-    streamed, how late it came, how well it ranks, and whether trainer and server hold the same rows, bit for bit.
+    Meanwhile a replica of it, in another process, ranks each event before it is trained on. The end shows what was
+    streamed, how late it came, how well it ranks, and whether trainer, server and replica hold the same rows, bit for
+    bit.
 
     Returns:
         The exit code: 0 when all rows are equal, 1 when one differs.
@@ -128,10 +129,15 @@ def _check_extras() -> None:
 
 def _conclude(report: DemoReport) -> int:
     """Return the exit code, and say on stderr why when it is not 0."""
-    if not report.num_rows_different:
+    for num_different, where in (
+        (report.num_rows_different, "trainer and server"),
+        (report.num_replica_rows_different, "trainer and replica"),
+    ):
+        if num_different:
+            text = f"{num_different} of {report.num_rows_compared} rows differ between {where}"
+            Console(stderr=True).print(f"headrace: error: {text}", style="bold red", soft_wrap=True)
+    if not (report.num_rows_different or report.num_replica_rows_different):
         return 0
-    text = f"{report.num_rows_different} of {report.num_rows_compared} rows differ between trainer and server"
-    Console(stderr=True).print(f"headrace: error: {text}", style="bold red", soft_wrap=True)
     return _EXIT_DIFFERENT
 
 

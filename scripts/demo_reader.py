@@ -1,12 +1,12 @@
-"""The demo's reader: another process, which serves from the parameter server and has never seen the trainer's memory.
+"""The demo's reader: another process, which serves from a replica and has never seen the trainer's memory.
 
-It answers two questions by what it reads over the network. How good are the rows that the server holds right now? Each
-batch of events is scored before the trainer trains on it. And how late do rows arrive? After the trainer has trained on
-a batch, the reader polls that batch's rows until it sees versions that are new enough.
+It answers three questions by what its replica has got over the network. How good are the rows that it holds right now?
+Each batch of events is scored before the trainer trains on it. How late do updates come? After the trainer has trained
+on a batch, the reader waits until that step is visible. And are they the same rows? At the end it saves what it serves.
 
 It runs as `python -m headrace.scripts.demo_reader FD`, on one end of a socket pair. The other end, `ReaderProcess` in
-the trainer, sends orders as lines of JSON; `score` and `finish` are answered with one line each. When the other end is
-gone, the reader ends.
+the trainer, sends orders as lines of JSON; all but `watch` are answered with one line each. When the other end is gone,
+the reader ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.schemas.errors import HeadraceError, ProtocolError, UnavailableError
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.schemas.errors import HeadraceError, ProtocolError
 from headrace.scripts.demo_data import EventLog
 from headrace.scripts.demo_ranking import Replay, is_hit
 
@@ -34,17 +35,22 @@ __all__ = ["ArrivalProbe", "BatchScore", "ReaderConfig", "RowSource", "Scorer", 
 _Ids = npt.NDArray[np.int64]
 _Rows = npt.NDArray[Any]
 
-# Between two looks at rows that have not arrived; it bounds how exact the measured lag is.
-_POLL_INTERVAL_S = 0.001
-# Far above any lag that is worth plotting: rows this late are lost.
+# Far above any lag that is worth plotting: updates this late are lost.
 _ARRIVAL_TIMEOUT_S = 60.0
 
 
 class RowSource(Protocol):
-    """What the reader needs of an `EmbeddingReader`."""
+    """What the reader needs of an `EmbeddingReplica`. Its methods block."""
 
-    async def get(self, fqn: str, row_ids: _Ids, *, with_versions: bool = False) -> Any:
-        """Return the `Rows` of a table's rows `row_ids`, int64[n], in their order."""
+    @property
+    def num_missing(self) -> dict[str, int]:
+        """Ids that lookups have not found, by fqn."""
+
+    def lookup_many(self, ids_of: dict[str, _Ids]) -> dict[str, torch.Tensor]:
+        """Return rows of several tables, `[n, dim]` each, all as of one moment."""
+
+    def wait_for(self, step: int, timeout_s: float) -> None:
+        """Return when every update up to a step is visible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +76,14 @@ class ReaderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchScore:
-    """How a batch of events was ranked by what the server holds.
+    """How a batch of events was ranked by what the replica holds.
 
     Attributes:
         batch: Number of the batch.
         num_streamed_hits: Events that the streamed copy ranks as a hit.
         num_frozen_hits: Events that the frozen copy ranks as a hit.
-        num_missing_rows: Rows that the server did not have; they were scored as zeros.
-        read_s: How long the reads took, seconds.
+        num_missing_rows: Rows that the replica did not have; they were scored as zeros.
+        read_s: How long the look-up took, seconds.
     """
 
     batch: int
@@ -88,7 +94,7 @@ class BatchScore:
 
 
 class Scorer:
-    """Scores batches with rows read from the server, and with a copy of them frozen at the start of each part."""
+    """Scores batches with rows that the replica serves, and with a copy of them frozen at the start of each part."""
 
     def __init__(self, source: RowSource, replay: Replay, *, user_fqn: str, item_fqn: str) -> None:
         """Begin with no frozen copy; batch 0 makes one."""
@@ -98,110 +104,94 @@ class Scorer:
         self._frozen_items: _Rows = np.zeros((0, 0))
 
     async def score(self, batch: int) -> BatchScore:
-        """Score one batch with what the server holds now; at the start of a part, freeze a new copy first.
+        """Score one batch with what the replica holds now; at the start of a part, freeze a new copy first.
 
         Cancellation: resumable.
         """
         log = self._replay.log
         if batch in self._replay.part_starts:
-            self._frozen_users = (await self._source.get(self._user_fqn, np.arange(log.num_users))).weights
-            self._frozen_items = (await self._source.get(self._item_fqn, np.arange(log.num_items))).weights
+            everything = await self._look_up(np.arange(log.num_users), np.arange(log.num_items))
+            self._frozen_users, self._frozen_items = everything
         users = log.users[self._replay.events_of(batch)]
         candidates = self._replay.candidates(batch)
         user_ids, user_at = np.unique(users, return_inverse=True)
         item_ids, item_at = np.unique(candidates, return_inverse=True)
-        started_s = time.monotonic()
-        user_rows, item_rows = await asyncio.gather(
-            self._source.get(self._user_fqn, user_ids), self._source.get(self._item_fqn, item_ids)
-        )
+        num_missing, started_s = sum(self._source.num_missing.values()), time.monotonic()
+        user_rows, item_rows = await self._look_up(user_ids, item_ids)
         read_s = time.monotonic() - started_s
-        streamed = is_hit(user_rows.weights[user_at], item_rows.weights[item_at.reshape(candidates.shape)])
+        streamed = is_hit(user_rows[user_at], item_rows[item_at.reshape(candidates.shape)])
         frozen = is_hit(self._frozen_users[users], self._frozen_items[candidates])
         return BatchScore(
             batch=batch,
             num_streamed_hits=int(streamed.sum()),
             num_frozen_hits=int(frozen.sum()),
-            num_missing_rows=int((user_rows.presence != 1).sum() + (item_rows.presence != 1).sum()),
+            num_missing_rows=sum(self._source.num_missing.values()) - num_missing,
             read_s=read_s,
         )
 
+    async def save(self, path: Path) -> None:
+        """Write all rows, as they are served now, to a file of numpy's `.npz` format: an array a table, by fqn.
+
+        Cancellation: the file may be there in part.
+        """
+        log = self._replay.log
+        users, items = await self._look_up(np.arange(log.num_users), np.arange(log.num_items))
+        arrays: dict[str, Any] = {self._user_fqn: users, self._item_fqn: items}
+        await asyncio.to_thread(lambda: np.savez(path, **arrays))
+
+    async def _look_up(self, user_ids: _Ids, item_ids: _Ids) -> tuple[_Rows, _Rows]:
+        wanted = {self._user_fqn: user_ids, self._item_fqn: item_ids}
+        rows = await asyncio.to_thread(self._source.lookup_many, wanted)
+        return rows[self._user_fqn].numpy(), rows[self._item_fqn].numpy()
+
 
 class ArrivalProbe:
-    """Measures how long after the trainer's update the rows of a batch can be read.
+    """Measures how long after the trainer's update a step is visible in the replica.
 
-    One batch is watched at a time. One that is trained on meanwhile waits, so its lag can come out too long, never too
-    short; so do the intervals between two looks.
+    It waits for each step and looks at no rows, so that it takes nothing from what it measures.
     """
 
-    def __init__(
-        self,
-        source: RowSource,
-        replay: Replay,
-        *,
-        user_fqn: str,
-        item_fqn: str,
-        monotonic_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, source: RowSource, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Begin with nothing to watch."""
-        self._source, self._replay, self._monotonic_s = source, replay, monotonic_s
-        self._user_fqn, self._item_fqn = user_fqn, item_fqn
+        self._source, self._monotonic_s = source, monotonic_s
         # Bounded by the log: the trainer adds one a batch, and waits for the reader's score before the next.
-        self._trained: asyncio.Queue[tuple[int, int, float]] = asyncio.Queue()
+        self._trained: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
         self._lags_s: list[float] = []
 
-    def watch(self, batch: int, step: int, trained_at_s: float) -> None:
-        """Wait for a batch's rows to arrive.
+    def watch(self, step: int, trained_at_s: float) -> None:
+        """Wait for a step to be visible.
 
         Args:
-            batch: Number of the batch.
-            step: Version that its rows have, or a later one, once the batch's updates are there.
+            step: Higher than those before.
             trained_at_s: `time.monotonic()` when the updates were done; the clock is the machine's, not the process's.
         """
-        self._trained.put_nowait((batch, step, trained_at_s))
+        self._trained.put_nowait((step, trained_at_s))
 
     async def run(self) -> None:
         """Watch, until cancelled.
 
         Raises:
-            UnavailableError: A batch's rows have not arrived in a minute.
+            UnavailableError: A step is not visible in a minute.
 
-        Cancellation: atomic; a batch that has not been seen is not counted.
+        Cancellation: atomic; a step that has not been seen is not counted. A thread waits until the source is closed.
         """
         while True:
-            batch, step, trained_at_s = await self._trained.get()
-            events = self._replay.events_of(batch)
-            log = self._replay.log
-            user_ids, item_ids = np.unique(log.users[events]), np.unique(log.items[events])
-            try:
-                async with asyncio.timeout(_ARRIVAL_TIMEOUT_S):
-                    await self._wait_for(self._user_fqn, user_ids, step)
-                    await self._wait_for(self._item_fqn, item_ids, step)
-            except TimeoutError as exc:
-                raise UnavailableError(
-                    f"rows of step {step} have not arrived at the server within {_ARRIVAL_TIMEOUT_S:g} s"
-                ) from exc
+            step, trained_at_s = await self._trained.get()
+            await asyncio.to_thread(self._source.wait_for, step, _ARRIVAL_TIMEOUT_S)
             self._lags_s.append(self._monotonic_s() - trained_at_s)
             self._trained.task_done()
 
     async def finish(self) -> list[float]:
-        """Return the lags of all watched batches, seconds, when the last of them has arrived."""
+        """Return the lags of all watched steps, seconds, when the last of them is visible."""
         await self._trained.join()
         return self._lags_s
-
-    async def _wait_for(self, fqn: str, row_ids: _Ids, step: int) -> None:
-        while True:
-            rows = await self._source.get(fqn, row_ids, with_versions=True)
-            row_ids = row_ids[(rows.presence != 1) | (rows.steps < step)]
-            if not row_ids.size:
-                return
-            await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 async def serve(config: ReaderConfig, orders: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
     """Carry out orders, one after the other, until there can be no more; one that is under way then is dropped.
 
     Raises:
-        HeadraceError: The server cannot be read, or an order is unknown; perhaps in a group.
+        HeadraceError: The replica cannot begin or has lost an update, or an order is unknown; perhaps in a group.
         ConnectionError: The other end has gone while it was answered; perhaps in a group.
     """
     # Bounded by the other end, which sends two orders a batch and waits for the answer to one of them.
@@ -215,29 +205,31 @@ async def serve(config: ReaderConfig, orders: asyncio.StreamReader, answers: asy
 
 
 async def _work(config: ReaderConfig, received: asyncio.Queue[dict[str, Any]], answers: asyncio.StreamWriter) -> None:
-    """Connect to the server and carry out orders, until cancelled."""
+    """Begin a replica of the server and carry out orders, until cancelled."""
     log = await asyncio.to_thread(EventLog.load, Path(config.log_path))
     replay = Replay(log=log, batch_events=config.batch_events, seed=config.seed)
-    user_fqn, item_fqn = config.user_fqn, config.item_fqn
-    source = await EmbeddingReader.connect(config.address)
+    source = await asyncio.to_thread(EmbeddingReplica, config.address)
     try:
-        scorer = Scorer(source, replay, user_fqn=user_fqn, item_fqn=item_fqn)
-        probe = ArrivalProbe(source, replay, user_fqn=user_fqn, item_fqn=item_fqn)
+        scorer = Scorer(source, replay, user_fqn=config.user_fqn, item_fqn=config.item_fqn)
+        probe = ArrivalProbe(source)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(probe.run(), name="arrival probe")
             while True:
                 await _carry_out(await received.get(), scorer, probe, answers)
     finally:
-        await source.close()
+        source.close()  # at this a thread that waits for a step ends
 
 
 async def _carry_out(order: dict[str, Any], scorer: Scorer, probe: ArrivalProbe, answers: asyncio.StreamWriter) -> None:
     if order["do"] == "score":
         await _answer(answers, asdict(await scorer.score(order["batch"])))
     elif order["do"] == "watch":
-        probe.watch(order["batch"], order["step"], order["trained_at_s"])
+        probe.watch(order["step"], order["trained_at_s"])
     elif order["do"] == "finish":
         await _answer(answers, {"lags_s": await probe.finish()})
+    elif order["do"] == "save":
+        await scorer.save(Path(order["path"]))
+        await _answer(answers, {})
     else:
         raise ProtocolError(f"the reader knows no order {order['do']!r}")
 
@@ -279,6 +271,7 @@ async def _main(sock: socket.socket) -> int:
 
 def main() -> int:
     """Run the reader on the socket whose number is the only argument, and return its exit code."""
+    torch.set_num_threads(1)  # with tables this small a second one costs more than it helps
     return asyncio.run(_main(socket.socket(fileno=int(sys.argv[1]))))
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from headrace.schemas.errors import HeadraceError, UnavailableError
@@ -23,7 +24,8 @@ _EXIT_TIMEOUT_S = 5.0
 class ReaderProcess:
     """A running reader, and the orders that go to it. A context manager that leaves no process behind.
 
-    No order carries rows, weights or gradients: the reader knows of the model only what the server tells.
+    No order carries rows, weights or gradients: the reader knows of the model only what its replica has got from the
+    server.
     """
 
     def __init__(self, config: ReaderConfig) -> None:
@@ -64,7 +66,7 @@ class ReaderProcess:
         return self._process.pid
 
     def score(self, batch: int) -> BatchScore:
-        """Have a batch scored with what the server holds now, and wait for it.
+        """Have a batch scored with what the replica holds now, and wait for it.
 
         Raises:
             HeadraceError: What the reader could not do, in its words.
@@ -72,23 +74,30 @@ class ReaderProcess:
         """
         return BatchScore(**self._ask({"do": "score", "batch": batch}))
 
-    def watch(self, batch: int, step: int, trained_at_s: float) -> None:
-        """Tell that a batch has been trained on, so that the reader looks out for its rows; does not wait.
+    def watch(self, step: int, trained_at_s: float) -> None:
+        """Tell that a step is over, so that the reader looks out for it; does not wait.
 
         Args:
-            batch: Number of the batch.
-            step: The streamer's step that its updates belong to.
+            step: The streamer's step that the updates belong to.
             trained_at_s: `time.monotonic()` after the update.
         """
-        self._send({"do": "watch", "batch": batch, "step": step, "trained_at_s": trained_at_s})
+        self._send({"do": "watch", "step": step, "trained_at_s": trained_at_s})
 
     def finish(self) -> list[float]:
-        """Wait until every watched batch has arrived, and return their lags, seconds.
+        """Wait until every watched step is visible, and return their lags, seconds.
 
         Raises:
             HeadraceError: As `score` does.
         """
         return list(self._ask({"do": "finish"})["lags_s"])
+
+    def save(self, path: Path) -> None:
+        """Have all rows written as the replica serves them, and wait for it: `.npz`, an array a table, by fqn.
+
+        Raises:
+            HeadraceError: As `score` does.
+        """
+        self._ask({"do": "save", "path": str(path)})
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._sock is not None

@@ -141,11 +141,12 @@ class DemoReport:
         seed: Seed of the run.
         num_rows_compared: Rows of trainer and server that were compared, weights and optimizer state.
         num_rows_different: Rows that are not equal bit for bit.
+        num_replica_rows_different: Rows that the replica serves with other bits than the trainer's weights.
         num_rows_streamed: Rows that were acked, each as often as it was sent.
         streaming_s: From the first update to the last ack, seconds.
         ack_lag: From the update to durable on the server.
-        arrival_lag: From the update to seen by a reader that polls.
-        num_missing_rows: Rows that the reader did not find.
+        arrival_lag: From the update to visible in the replica, in another process.
+        num_missing_rows: Rows that the reader did not find in its replica.
         hit_rate: hit@10 by copy, without the first tenth of the log.
         hit_rate_whole_log: hit@10 by copy, with it.
         duration_s: The whole demo, seconds.
@@ -159,6 +160,7 @@ class DemoReport:
     seed: int
     num_rows_compared: int
     num_rows_different: int
+    num_replica_rows_different: int
     num_rows_streamed: int
     streaming_s: float
     ack_lag: Lag
@@ -180,18 +182,22 @@ def make_table(report: DemoReport) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    rates, different = report.hit_rate, report.num_rows_different
-    verdict = Text(f"{different:,} different", style="bold red" if different else "bold green")
-    table.add_row("rows compared", verdict, f"of {report.num_rows_compared:,}: weights and states")
+    rates, num_rows = report.hit_rate, f"of {report.num_rows_compared:,}"
+    table.add_row("trainer = server", _verdict(report.num_rows_different), f"{num_rows}: weights and states")
+    table.add_row("trainer = replica", _verdict(report.num_replica_rows_different), f"{num_rows}: weights, as served")
     table.add_row("rows streamed", f"{report.num_rows_streamed:,}", "acked when durable on disk")
     table.add_row("rows/s", f"{report.rows_per_s:,.0f}", "as this small model makes them")
     table.add_row("lag p50 / p99", str(report.ack_lag), "update → durable on the server")
-    table.add_row("lag p50 / p99", str(report.arrival_lag), "update → seen by the reader")
+    table.add_row("lag p50 / p99", str(report.arrival_lag), "update → visible in the replica")
     table.add_section()
-    table.add_row(f"hit@{TOP}, streamed copy", f"{rates['streamed']:.1%}", "from the server, batch by batch")
+    table.add_row(f"hit@{TOP}, streamed copy", f"{rates['streamed']:.1%}", "from the replica, batch by batch")
     table.add_row(f"hit@{TOP}, frozen copy", f"{rates['frozen']:.1%}", f"read at {NUM_PARTS - 1} moments of the log")
     table.add_row(f"hit@{TOP}, live tables", f"{rates['live']:.1%}", "in the trainer, to compare")
     return table
+
+
+def _verdict(num_different: int) -> Text:
+    return Text(f"{num_different:,} different", style="bold red" if num_different else "bold green")
 
 
 def write_report(report: DemoReport, path: Path) -> None:

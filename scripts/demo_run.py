@@ -1,6 +1,6 @@
-"""The demo's job: a server, a trainer that streams to it, a reader that serves from it, and the comparison at the end.
+"""The demo's job: a server, a trainer that streams to it, a reader with a replica of it, and the comparison at the end.
 
-For each batch of events, in time order: the reader scores it with what the server holds at that moment, the trainer's
+For each batch of events, in time order: the reader scores it with what its replica holds at that moment, the trainer's
 own tables score it too, and then the trainer trains on it. The trainer never waits for its updates to arrive, only for
 the reader's answer, so the streamed copy is as old as it is in truth.
 """
@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.paramserver.launch import ServerProcess
@@ -33,8 +34,9 @@ OnBatch = Callable[[HitLog, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _System:
-    """All that runs during the demo; `address` is the server's."""
+    """All that runs during the demo; `address` is the server's, `folder` is for files of this run."""
 
+    folder: Path
     address: str
     model: DemoModel
     streamer: RawEmbeddingStreamer
@@ -65,9 +67,10 @@ def run(replay: Replay, *, num_shards: int, on_stage: OnStage, on_batch: OnBatch
         system.streamer.flush()
         streaming_s = time.monotonic() - training_s
         stats = system.streamer.stats()
-        on_stage("comparing every row of trainer and server")
+        on_stage("comparing every row of trainer, server and replica")
         lags_s = system.reader.finish()
         comparison = compare_with_store(system.streamer.tables, system.address)
+        num_served_differently = _compare_with_replica(system)
     assert stats.lag_p50_s is not None and stats.lag_p99_s is not None  # there was a flush
     return hits, DemoReport(
         num_events=replay.log.num_events,
@@ -78,6 +81,7 @@ def run(replay: Replay, *, num_shards: int, on_stage: OnStage, on_batch: OnBatch
         seed=replay.seed,
         num_rows_compared=sum(table.num_rows for table in comparison.tables),
         num_rows_different=comparison.num_different + comparison.num_missing,
+        num_replica_rows_different=num_served_differently,
         num_rows_streamed=stats.num_rows_sent - num_published,
         streaming_s=streaming_s,
         ack_lag=Lag(p50_ms=stats.lag_p50_s * 1000, p99_ms=stats.lag_p99_s * 1000, count=stats.num_flushes),
@@ -117,7 +121,7 @@ def _running_system(replay: Replay, num_shards: int, on_stage: OnStage) -> Itera
             item_fqn=ITEM_FQN,
         )
         reader = stack.enter_context(ReaderProcess(reader_config))
-        yield _System(server.address, model, streamer, reader)
+        yield _System(folder, server.address, model, streamer, reader)
 
 
 def _train(replay: Replay, system: _System, on_batch: OnBatch) -> tuple[HitLog, int]:
@@ -134,9 +138,22 @@ def _train(replay: Replay, system: _System, on_batch: OnBatch) -> tuple[HitLog, 
         trained_at_s = time.monotonic()
         # Says now that the step is over, which the streamer would else see when the next one begins.
         system.streamer.step()
-        system.reader.watch(batch, system.streamer.stats().step, trained_at_s)
+        system.reader.watch(system.streamer.stats().step, trained_at_s)
         on_batch(hits, events.stop)
     return hits, num_missing
+
+
+def _compare_with_replica(system: _System) -> int:
+    """Return how many rows the replica serves with other bits than the trainer's."""
+    path = system.folder / "served.npz"
+    system.reader.save(path)
+    num_different = 0
+    with np.load(path, allow_pickle=False) as served:
+        for fqn, rows in system.model.tables.items():
+            mine, theirs = np.ascontiguousarray(rows).view(np.int32), served[fqn].view(np.int32)
+            assert mine.shape == theirs.shape, "the replica has rows of another shape"
+            num_different += int((mine != theirs).any(axis=1).sum())
+    return num_different
 
 
 @contextmanager

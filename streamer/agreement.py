@@ -40,7 +40,7 @@ class _Report:
 
 def agree(
     tables: Sequence[TappedTable], counts_optimizer_steps: bool, selection: Selection, failure: Exception | None
-) -> None:
+) -> frozenset[str]:
     """Compare with the other ranks; blocks until all are here.
 
     Args:
@@ -48,6 +48,9 @@ def agree(
         counts_optimizer_steps: Whether a torch optimizer's step ends a step, or the model's next forward.
         selection: What was selected out of this rank's tables.
         failure: Why this rank cannot stream; it is raised here once the others know.
+
+    Returns:
+        The tables that any rank streams.
 
     Raises:
         ConfigError: A selected name is that of no table of any rank.
@@ -76,7 +79,9 @@ def agree(
     dist.all_gather_object(reports, mine)
     if failure is not None:
         raise failure
-    _check([report for report in reports if report is not None])
+    known = [report for report in reports if report is not None]
+    _check(known)
+    return frozenset(part.fqn for report in known for part in report.parts)
 
 
 def _check(reports: list[_Report]) -> None:

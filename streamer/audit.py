@@ -117,6 +117,8 @@ class AuditReport:
 async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0) -> list[TableAudit]:
     """Compare tables with what a reader's shards have; nothing may be trained meanwhile.
 
+    Tables with virtual ids are left out: their rows are too far apart for digests by bucket.
+
     Cancellation: harmless.
     """
     return [await _audit(table, reader, rank) for table in tables if table.num_local_rows]
@@ -136,6 +138,10 @@ async def mark_what_differs(tables: Sequence[TappedTable], reader: EmbeddingRead
     """
     num_marked = 0
     for table in tables:
+        if table.index is not None:  # ids that may be anywhere have no digests: send what there is
+            table.mark_all()
+            num_marked += table.dirty.count
+            continue
         if not table.num_local_rows:
             continue
         stored, live = await _digests(table, reader)

@@ -128,27 +128,26 @@ async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableCo
     result = TableComparison(fqn=spec.fqn, skipped_states=skipped)
     row_bytes = sum(s.width_in(spec.whole) * s.dtype.size_bytes for s in spec.states) + spec.dim * spec.dtype.size_bytes
     step = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, table.num_local_rows, step):
-        last = min(first + step, table.num_local_rows)
-        row_ids = np.arange(table.row_offset + first, table.row_offset + last, dtype=np.int64)
-        stored = await reader.get(spec.fqn, row_ids, with_states=True)
-        _add(result, table, first, last, stored)
+    held = torch.arange(table.num_local_rows) if table.index is None else table.index.row_ids().cpu().sort().values
+    for local_ids in torch.split(held, step):
+        stored = await reader.get(spec.fqn, (local_ids + table.row_offset).numpy(), with_states=True)
+        _add(result, table, table.places(local_ids), stored)
     return result
 
 
-def _add(result: TableComparison, table: TappedTable, first: int, last: int, stored: Rows) -> None:
-    """Compare the local rows `first` to `last - 1`."""
-    is_different = _differs(table.weights()[first:last], _part(table, stored.weights))
+def _add(result: TableComparison, table: TappedTable, places: torch.Tensor, stored: Rows) -> None:
+    """Compare some local rows, which lie at some places."""
+    is_different = _differs(table.weights(), places, _part(table, stored.weights))
     live_states = table.states()
     for state in table.spec.states:
         if state.name not in result.skipped_states:
             found = stored.states[state.name]
-            is_different |= _differs(live_states[state.name][first:last], found if state.width else _part(table, found))
+            is_different |= _differs(live_states[state.name], places, found if state.width else _part(table, found))
     if table.spec.has_identities and stored.identities is not None:
-        is_different |= _differs(table.identities()[first:last], stored.identities)
+        is_different |= _differs(table.identities(), places, stored.identities)
     is_there = stored.presence == idl.RowPresence.PRESENT
     is_different &= is_there
-    result.num_rows += last - first
+    result.num_rows += places.numel()
     result.num_missing += int((~is_there).sum())
     result.num_different += int(is_different.sum())
     result.num_equal += int((is_there & ~is_different).sum())
@@ -161,10 +160,11 @@ def _part(table: TappedTable, columns: npt.NDArray[np.generic]) -> npt.NDArray[n
     return columns[:, table.shard.offset : table.shard.offset + table.shard.width]
 
 
-def _differs(live: torch.Tensor, stored: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+def _differs(live: torch.Tensor, places: torch.Tensor, stored: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     """Return bool[n]: where any bit of a row differs. Bits, so that NaN equals itself and 0.0 does not equal -0.0."""
     num_rows = stored.shape[0]
-    ours: _Bytes = live.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(num_rows, -1)
+    rows = live.detach().index_select(0, places.to(live.device)).cpu()
+    ours: _Bytes = rows.view(torch.uint8).numpy().reshape(num_rows, -1)
     theirs: _Bytes = np.ascontiguousarray(stored).view(np.uint8).reshape(num_rows, -1)
     if ours.shape != theirs.shape:
         return np.ones(num_rows, np.bool_)

@@ -30,8 +30,9 @@ _DAY_S = 86400.0
 class StreamerConfig:
     """Settings of one trainer process.
 
-    Memory, at most: one bit a row of each streamed table, 2 × `staging_bytes`, and some KiB a message in flight. Disk:
-    nothing, or `spool_bytes` under the policy `spool`.
+    Memory, at most: one bit a row of each streamed table, 2 × `staging_bytes`, and some KiB a message in flight. Of a
+    table with virtual ids, up to 16 bytes for each row that has changed and not been sent. For rows that were evicted
+    and not used since, up to 32 bytes each. Disk: nothing, or `spool_bytes` under the policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -43,6 +44,15 @@ class StreamerConfig:
         maximum=64 * _GIB,
         help="Size of each of the two staging buffers. What is dirty beyond it goes out over several steps; a larger "
         "buffer makes one step longer.",
+    )
+    bitmap_bytes: int = setting(
+        256 * _MIB,
+        kind=Kind.BYTES,
+        minimum=0,
+        maximum=64 * _GIB,
+        help="Largest bitmap of changed rows, one bit a row, that a table has from the start. Of longer tables, and of "
+        "those with virtual ids, the ids of changed rows are kept instead, 8 to 16 bytes each, as long as that takes "
+        "less than the bitmap.",
     )
     message_bytes: int = setting(
         4 * _MIB,
@@ -155,6 +165,18 @@ class StreamerConfig:
         kind=Kind.CHOICE,
         choices=("raise", "resync"),
         help="When an empty store has taken the old one’s place: `raise` stops streaming, `resync` sends it all rows.",
+    )
+    metrics_port: int | None = setting(
+        None,
+        kind=Kind.COUNT,
+        minimum=0,
+        maximum=65535,
+        help="Port of Prometheus' page /metrics; rank r takes this plus r. Off without it; 0 lets the system choose.",
+    )
+    metrics_host: str = setting(
+        "127.0.0.1",
+        kind=Kind.TEXT,
+        help="Address to serve metrics on. They tell figures, no rows and no secrets, to anyone who asks.",
     )
     token_file: Path | None = setting(
         None,

@@ -36,8 +36,8 @@ _EXACT = {
     "LAMB",
     "PARTIAL_ROWWISE_LAMB",
 }
-# One number for the whole table, not a state of its rows.
-_TABLE_STATES = {"iter"}
+# One number for all of the module's tables, not a state of their rows: the count of steps.
+_COUNT = "iter"
 # Tensors that hold all tables' weights or one of their states, one after the other.
 _STORES = tuple(
     f"{prefix}_{place}"
@@ -122,7 +122,7 @@ class FbgemmTap:
         if now != self._seen:
             self._seen = now
             for table in self.tables:
-                table.dirty.mark_all()
+                table.mark_all()
             self._note_update()
         for table in self.tables:
             identities = self._identities.get(table.spec.fqn)
@@ -161,7 +161,7 @@ class FbgemmTap:
             weights=lambda: self._values.weights(index),
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
             identities=identities,
-            scalars=lambda: self._values.scalars(index),
+            scalars=self._values.scalars,
         )
 
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
@@ -216,7 +216,9 @@ class _Values:
         self._addresses: tuple[int, ...] | None = None
         self._weights: list[torch.Tensor] = []
         self._states: list[dict[str, tuple[torch.Tensor, bool]]] = []
-        self._scalars: list[dict[str, torch.Tensor]] = []
+        # Every module counts its steps; it saves the count when its optimizer needs it, though not always as a state.
+        counts = _COUNT in module.state_dict() or any(_COUNT in of_table for of_table in _optimizer_states(module))
+        self._scalar_names = (_COUNT,) if counts else ()
 
     def weights(self, index: int) -> torch.Tensor:
         self._refresh()
@@ -227,10 +229,9 @@ class _Values:
         self._refresh()
         return self._states[index]
 
-    def scalars(self, index: int) -> dict[str, torch.Tensor]:
-        """Return what the optimizer keeps once for the table, by name."""
-        self._refresh()
-        return self._scalars[index]
+    def scalars(self) -> dict[str, torch.Tensor]:
+        """Return what the optimizer keeps once for a table, by name."""
+        return {name: getattr(self._module, name).detach() for name in self._scalar_names}
 
     def snapshot(self) -> tuple[tuple[int, int], ...]:
         """Return numbers that differ after torch has written or replaced a store; fused updates do not count."""
@@ -244,19 +245,22 @@ class _Values:
         if addresses == self._addresses:
             return
         self._weights = self._module.split_embedding_weights()
-        states: list[dict[str, torch.Tensor]] = self._module.get_optimizer_state() or [{} for _ in self._weights]
+        states = _optimizer_states(self._module) or [{} for _ in self._weights]
         self._states = [
             {
                 name: (_by_row(state, weights.shape[1]), state.dim() == 1)
                 for name, state in of_table.items()
-                if name not in _TABLE_STATES
+                if name != _COUNT
             }
             for weights, of_table in zip(self._weights, states, strict=True)
         ]
-        self._scalars = [
-            {name: of_table[name].detach() for name in _TABLE_STATES & of_table.keys()} for of_table in states
-        ]
         self._addresses = addresses
+
+
+def _optimizer_states(module: Any) -> list[dict[str, torch.Tensor]]:
+    """Return each table's states by name; empty where the optimizer has none."""
+    states: list[dict[str, torch.Tensor]] = module.get_optimizer_state()
+    return states
 
 
 def _by_row(state: torch.Tensor, dim: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ Nothing here reads a clock, a socket or a tensor: the flusher fills a flush, the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.staging import StagingBuffer
 
-__all__ = ["Column", "Flush", "FlushedTable", "Message", "StepMark", "TableFormat"]
+__all__ = ["Column", "Flush", "FlushedDeletions", "FlushedTable", "Message", "StepMark", "TableFormat"]
 
 # What Thrift's headers, numbers and lengths take, with a margin; names come on top.
 _MESSAGE_BYTES = 256
@@ -74,6 +75,7 @@ class FlushedTable:
         states: In the spec's order.
         identities: int64, the raw ids behind the rows; None when the table has none.
         scalars: Values that the table has once: name, element type and bytes.
+        runtime_meta: Opaque bytes of each row; None when they have none.
     """
 
     format: TableFormat
@@ -83,18 +85,31 @@ class FlushedTable:
     states: tuple[Column, ...]
     identities: Column | None = None
     scalars: tuple[tuple[str, DType, bytes], ...] = ()
+    runtime_meta: Column | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with all that travels with it."""
+        return self.format.row_bytes + (self.runtime_meta.row_bytes if self.runtime_meta else 0)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """All columns: ids, weights, states, and identities if the table has them."""
-        return (self.row_ids, self.weights, *self.states, *(() if self.identities is None else (self.identities,)))
+        """All columns: ids, weights, states, and identities and runtime meta if there are any."""
+        others = (column for column in (self.identities, self.runtime_meta) if column is not None)
+        return (self.row_ids, self.weights, *self.states, *others)
 
     def with_columns(self, columns: Sequence[Column]) -> FlushedTable:
         """Return the same rows with their bytes elsewhere."""
-        end = 2 + len(self.states)
-        identities = None if self.identities is None else columns[end]
-        return FlushedTable(
-            self.format, self.bounds, columns[0], columns[1], tuple(columns[2:end]), identities, self.scalars
+        row_ids, weights, *rest = columns
+        runtime_meta = None if self.runtime_meta is None else rest.pop()
+        identities = None if self.identities is None else rest.pop()
+        return dataclasses.replace(
+            self,
+            row_ids=row_ids,
+            weights=weights,
+            states=tuple(rest),
+            identities=identities,
+            runtime_meta=runtime_meta,
         )
 
     def delta(self, first: int, last: int) -> Any:
@@ -114,6 +129,51 @@ class FlushedTable:
             identities=None if self.identities is None else self.identities.rows(first, last),
             scalars=[idl.TableScalar(name=name, dtype=int(dtype), data=data) for name, dtype, data in self.scalars]
             or None,
+            runtime_meta=None if self.runtime_meta is None else self.runtime_meta.rows(first, last),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedDeletions:
+    """Rows of one table that a flush deletes, ordered by shard; none of them is in a `FlushedTable` of the flush.
+
+    Attributes:
+        format: The table and its columns.
+        bounds: int[num_shards + 1], as of `FlushedTable`.
+        row_ids: int64, global.
+    """
+
+    format: TableFormat
+    bounds: Sequence[int]
+    row_ids: Column
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one deletion."""
+        return 8
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The ids."""
+        return (self.row_ids,)
+
+    def with_columns(self, columns: Sequence[Column]) -> FlushedDeletions:
+        """Return the same rows with their bytes elsewhere."""
+        (row_ids,) = columns
+        return dataclasses.replace(self, row_ids=row_ids)
+
+    def delta(self, first: int, last: int) -> Any:
+        """Return the IDL's `TableDelta` that deletes the rows `first` to `last - 1`."""
+        fmt = self.format
+        return idl.TableDelta(
+            fqn=fmt.spec.fqn,
+            fingerprint=fmt.fingerprint,
+            column_offset=fmt.shard.offset,
+            width=fmt.shard.width,
+            row_ids=b"",
+            weights=b"",
+            states=[],
+            deleted_row_ids=self.row_ids.rows(first, last),
         )
 
 
@@ -160,10 +220,10 @@ class Flush:
     Attributes:
         step: Step at which the values were read.
         time_us: Wall clock at that step, microseconds since 1970.
-        tables: Tables with changed rows.
+        tables: Tables with changed rows, and with deleted ones.
         mark: What the flush completes; None when more has to follow first.
         dirty_since_s: Monotonic time of the oldest change that it may hold.
-        num_rows: Rows of all tables.
+        num_rows: Rows of all tables, deleted ones included.
         size_bytes: Bytes of all rows.
         staging: Holds the columns; None once they lie elsewhere. A flush without rows has a buffer too: that bounds how
             many there are.
@@ -172,7 +232,7 @@ class Flush:
 
     step: int
     time_us: int
-    tables: list[FlushedTable]
+    tables: list[FlushedTable | FlushedDeletions]
     mark: StepMark | None
     dirty_since_s: float
     num_rows: int
@@ -208,7 +268,7 @@ class Flush:
         deltas: list[Any] = []
         size_bytes = _MESSAGE_BYTES
         for table in self.tables:
-            row_bytes, overhead_bytes = table.format.row_bytes, table.format.overhead_bytes
+            row_bytes, overhead_bytes = table.row_bytes, table.format.overhead_bytes
             first, end = table.bounds[shard], table.bounds[shard + 1]
             while first < end:
                 num_rows = min(end - first, (max_bytes - size_bytes - overhead_bytes) // row_bytes)

@@ -10,81 +10,62 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.dirty_rows import DirtyRows
-from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError, UnsupportedModelError
-from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.tables import DType
+from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush import Column, Flush, FlushedTable, StepMark, TableFormat
-from headrace.streamer.staging import ALIGNMENT_BYTES, TORCH_DTYPES, StagingBuffer, StagingPool
+from headrace.streamer.flush import Flush, FlushedDeletions, FlushedTable, StepMark
+from headrace.streamer.gather import RowGatherer
+from headrace.streamer.staging import StagingBuffer, StagingPool
 from headrace.streamer.tapped_table import TappedTable
 
 __all__ = ["Flusher"]
 
 _Ids = npt.NDArray[np.int64]
 
+# What a message has besides one delta, names and all, at most.
+_REST_BYTES = 4096
 # Flushes whose time on the training thread decides when the next one is due.
 _NUM_COSTS = 5
-
-
-class _Source:
-    """A tapped table with what a flush needs to know of it, computed once."""
-
-    def __init__(self, table: TappedTable) -> None:
-        self.table = table
-        self.format = TableFormat(table.spec, table.shard)
-        self.seed = table_seed(table.spec.fqn)
-        # Rows that were dirty when the running sweep began and have not been sent; None outside of a sweep.
-        self.backlog: DirtyRows | None = None
-
-    @property
-    def num_dirty_rows(self) -> int:
-        return self.table.dirty.count + (self.backlog.count if self.backlog else 0)
-
-    @property
-    def is_clean(self) -> bool:
-        return self.table.dirty.is_empty and (self.backlog is None or self.backlog.is_empty)
-
-    def rows_that_fit(self, free_bytes: int) -> int:
-        return max(0, free_bytes - self.format.num_columns * ALIGNMENT_BYTES) // self.format.row_bytes
-
-    def set_aside(self) -> None:
-        """Make what is dirty now the backlog; later changes are another set.
-
-        Taking lowest rows first out of one set would starve the high rows of a table whose low rows are hot.
-        """
-        if not self.table.dirty.is_empty:
-            self.backlog, self.table.dirty = self.table.dirty, DirtyRows(self.table.num_local_rows)
 
 
 class _Taken:
     """Rows taken for one flush: gives them back if the flush comes to nothing."""
 
     def __init__(self) -> None:
-        self._parts_of: dict[_Source, list[torch.Tensor]] = {}
+        self._parts_of: dict[RowGatherer, list[torch.Tensor]] = {}
+        self.deleted: dict[RowGatherer, torch.Tensor] = {}
+        # Where the next flush goes on.
+        self.cursor = (0, 0)
 
-    def add(self, source: _Source, row_ids: torch.Tensor) -> None:
+    def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
         self._parts_of.setdefault(source, []).append(row_ids)
 
-    def by_table(self) -> Iterator[tuple[_Source, _Ids]]:
+    def by_table(self) -> Iterator[tuple[RowGatherer, _Ids]]:
         """Yield each table with its local rows, unique and ascending."""
         for source, parts in self._parts_of.items():
-            # A row of the backlog may have changed again: once is enough, with its present value.
-            ids = parts[0].numpy() if len(parts) == 1 else np.unique(np.concatenate([part.numpy() for part in parts]))
-            yield source, ids
+            # A sweep takes a table's end before its beginning.
+            yield source, parts[0].numpy() if len(parts) == 1 else np.sort(torch.cat(parts).numpy())
+
+    def note_sent(self) -> None:
+        for source, parts in self._parts_of.items():
+            for part in parts:
+                source.table.deleted.note_sent(part)
 
     def give_back(self) -> None:
         for source, parts in self._parts_of.items():
             for part in parts:
-                (source.table.dirty if source.backlog is None else source.backlog).mark(part)
+                source.table.dirty.mark(part)
+        for source, row_ids in self.deleted.items():
+            source.table.deleted.give_back(row_ids)
 
 
 class Flusher:
     """Cuts flushes out of tapped tables.
 
     A flush that leaves nothing dirty is an exact cut at its step. When the buffer is too small for all that is dirty, a
-    *sweep* begins: the rows dirty at that step go out in parts over the following steps, before any row that becomes
-    dirty meanwhile; its last part marks the step at which it began, as complete but not exact.
+    *sweep* begins: over the following steps each flush goes on, table by table and by ascending row, where the last one
+    has ended. A row that becomes dirty behind that place waits for the next sweep, so hot low rows do not starve high
+    ones, and what is dirty stays one set. When the end is reached, all that was dirty at the step at which the sweep
+    began is out: that flush marks this step, as complete but not exact.
 
     Thread: the training thread's.
     """
@@ -114,7 +95,9 @@ class Flusher:
         self._config, self._num_shards, self._pool = config, num_shards, pool
         self._submit, self._describe_delay = submit, describe_delay
         self._monotonic_s, self._wall_ns = monotonic_s, wall_ns
-        self._sources: list[_Source] = []
+        self._sources: list[RowGatherer] = []
+        # Table and row at which the next flush begins; (0, 0) outside of a sweep.
+        self._cursor = (0, 0)
         self._sweep_mark: StepMark | None = None
         self._sweep_began_s = 0.0
         self._dirty_since_s: float | None = None
@@ -125,8 +108,8 @@ class Flusher:
 
     @property
     def num_dirty_rows(self) -> int:
-        """Rows that have changed and are not in any flush."""
-        return sum(source.num_dirty_rows for source in self._sources)
+        """Rows that have changed, or have to be deleted, and are not in any flush."""
+        return sum(source.table.dirty.count + source.table.deleted.num_pending for source in self._sources)
 
     def check_tables(self, tables: list[TappedTable], *, max_frame_bytes: int) -> None:
         """Check that tables can be added.
@@ -140,39 +123,39 @@ class Flusher:
             UnsupportedModelError: Another model has a table of its name.
         """
         names = {source.format.spec.fqn for source in self._sources}
-        for source in [_Source(table) for table in tables]:
-            fmt = source.format
+        for source in map(self._gatherer, tables):
+            fmt, row_bytes = source.format, source.longest_row_bytes
             if fmt.spec.fqn in names:
                 raise UnsupportedModelError(
                     f"table {fmt.spec.fqn!r} of another model is streamed already: give one of them another name, or "
                     "put both models into one module"
                 )
-            if not source.rows_that_fit(self._pool.buffer_bytes):
+            if row_bytes > self._pool.buffer_bytes // 2:  # the other half may be deletions
                 raise ConfigError(
-                    f"staging_bytes: {self._config.staging_bytes} cannot hold one row of table {fmt.spec.fqn!r}, "
-                    f"{fmt.row_bytes} bytes"
+                    f"staging_bytes: {self._config.staging_bytes} cannot hold two rows of table {fmt.spec.fqn!r}, "
+                    f"{row_bytes} bytes each"
                 )
-            if (
-                fmt.row_bytes + fmt.overhead_bytes + 4096 > max_frame_bytes
-            ):  # 4096: the rest of a message, names and all
+            if row_bytes + fmt.overhead_bytes + _REST_BYTES > max_frame_bytes:
                 raise ConfigError(
-                    f"one row of table {fmt.spec.fqn!r} has {fmt.row_bytes} bytes, and the server's max_frame_bytes is "
+                    f"one row of table {fmt.spec.fqn!r} has {row_bytes} bytes, and the server's max_frame_bytes is "
                     f"{max_frame_bytes}: raise it there"
                 )
 
     def add_tables(self, tables: list[TappedTable]) -> None:
         """Take tables in. REQUIRES: `check_tables` has found nothing wrong with them."""
-        self._sources += [_Source(table) for table in tables]
+        for table in tables:
+            table.limit_bitmap(self._config.bitmap_bytes)
+            self._sources.append(self._gatherer(table))
         self._cut_at = None
 
     def mark_all(self, *, generation: int = 0) -> None:
-        """Make every row of every table dirty.
+        """Make every row of every table dirty, but those that were evicted and not used since.
 
         Args:
             generation: What later flushes carry as their `Flush.generation`; never falls.
         """
         for source in self._sources:
-            source.table.dirty.mark_all()
+            source.table.mark_all(spares_evicted=True)
         self._generation = max(self._generation, generation)
         self._cut_at = None
 
@@ -226,7 +209,11 @@ class Flusher:
 
     @property
     def _is_clean(self) -> bool:
-        return all(source.is_clean for source in self._sources)
+        return all(source.table.dirty.is_empty and not source.table.deleted.is_pending for source in self._sources)
+
+    def _gatherer(self, table: TappedTable) -> RowGatherer:
+        rejects = self._config.non_finite == "reject"
+        return RowGatherer(table, num_shards=self._num_shards, rejects_non_finite=rejects)
 
     def _interval_s(self) -> float:
         """Return the least time from one flush to the next."""
@@ -249,15 +236,21 @@ class Flusher:
             taken.give_back()
             self._pool.release(buffer)
             raise
-        self._settle(flush, now_s)
+        self._settle(flush, taken, now_s)
         self._costs_s.append(self._monotonic_s() - begin_s)
 
     def _cut(self, buffer: StagingBuffer, step: int, now_s: float, taken: _Taken) -> Flush:
         time_us = self._wall_ns() // 1000
+        for source in self._sources:
+            source.table.limit_bitmap(self._config.bitmap_bytes)
         has_swept = self._take(buffer.free_bytes, taken)
         is_exact = self._is_clean
+        tables: list[FlushedTable | FlushedDeletions] = []
         with torch.no_grad():
-            tables = [self._gather(source, ids, buffer) for source, ids in taken.by_table()]
+            for source, row_ids in taken.deleted.items():
+                tables.append(source.deletions(row_ids.numpy(), buffer))
+            for source, ids in taken.by_table():
+                tables += source.gather(ids, buffer)
         mark = StepMark(step, time_us, True) if is_exact else self._sweep_mark if has_swept else None
         return Flush(
             step=step,
@@ -266,111 +259,64 @@ class Flusher:
             mark=mark,
             dirty_since_s=now_s if self._dirty_since_s is None else self._dirty_since_s,
             num_rows=sum(table.bounds[-1] for table in tables),
-            size_bytes=sum(table.bounds[-1] * table.format.row_bytes for table in tables),
+            size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             staging=buffer,
             generation=self._generation,
         )
 
     def _take(self, free_bytes: int, taken: _Taken) -> bool:
-        """Take rows until the bytes are used up; return whether all of the backlog is taken."""
-        for is_backlog in (True, False):
-            for source in self._sources:
-                dirty = source.backlog if is_backlog else source.table.dirty
-                if dirty is None or dirty.is_empty:
-                    continue
-                row_ids = dirty.take(source.rows_that_fit(free_bytes))
-                if row_ids.numel():
-                    taken.add(source, row_ids)
-                    free_bytes -= row_ids.numel() * source.format.row_bytes
-                    free_bytes -= source.format.num_columns * ALIGNMENT_BYTES
-                if not dirty.is_empty:
-                    return not is_backlog
-        return True
+        """Take deletions and rows until the bytes are used up; return whether the running sweep is at its end."""
+        free_bytes = self._take_deletions(free_bytes, taken)
+        at, row = self._cursor
+        last = len(self._sources)
+        # From the cursor to the end, and then what has become dirty behind it.
+        turns = [(number, 0 if number > at else row, False) for number in range(at, last)]
+        turns += [(number, 0, True) for number in range(min(at + 1, last))]
+        for number, first_row, is_behind in turns:
+            source = self._sources[number]
+            if source.table.dirty.is_empty:
+                continue
+            max_rows = source.rows_that_fit(free_bytes)
+            row_ids = source.table.dirty.take(max_rows, first_row=first_row)
+            if row_ids.numel():
+                taken.add(source, row_ids)
+                free_bytes -= source.bytes_of_rows(row_ids.numel())
+                first_row = int(row_ids[-1]) + 1
+            if row_ids.numel() == max_rows:
+                taken.cursor = (number, first_row)
+                return is_behind and not self._has_deletions
+        return not self._has_deletions
 
-    def _settle(self, flush: Flush, now_s: float) -> None:
+    def _take_deletions(self, free_bytes: int, taken: _Taken) -> int:
+        """Take deletions, and return the bytes that are left for rows: at least half, if there are any."""
+        least_left = 0 if all(source.table.dirty.is_empty for source in self._sources) else free_bytes // 2
+        for source in self._sources:
+            table = source.table
+            if table.deleted.is_pending:
+                row_ids = table.deleted.take(source.deletions_that_fit(free_bytes - least_left), table.dirty)
+                if row_ids.numel():
+                    taken.deleted[source] = row_ids
+                    free_bytes -= source.bytes_of_deletions(row_ids.numel())
+        return free_bytes
+
+    @property
+    def _has_deletions(self) -> bool:
+        return any(source.table.deleted.is_pending for source in self._sources)
+
+    def _settle(self, flush: Flush, taken: _Taken, now_s: float) -> None:
         """Note what a submitted flush has left; begin a sweep when it did not hold all that was dirty."""
+        taken.note_sent()
         self._last_flush_s = now_s
+        self._cursor = taken.cursor
         self._cut_at = flush.step if flush.mark and flush.mark.is_exact_cut else None
         if flush.mark is None and self._sweep_mark is not None:
             return  # the sweep goes on
         self._sweep_mark = None
-        for source in self._sources:
-            source.backlog = None
         if self._cut_at is None:
             self._sweep_mark = StepMark(flush.step, flush.time_us, False)
-            for source in self._sources:
-                source.set_aside()
             if flush.mark is not None:
                 # A sweep has ended: what is left became dirty after it had begun.
                 self._dirty_since_s = self._sweep_began_s
             self._sweep_began_s = now_s
         else:
             self._dirty_since_s = None
-
-    def _gather(self, source: _Source, local_ids: _Ids, buffer: StagingBuffer) -> FlushedTable:
-        """Copy rows into the buffer, ordered by shard and within it by id."""
-        fmt, table = source.format, source.table
-        local_ids, bounds = self._route(source, local_ids)
-        num_rows, ids = local_ids.size, torch.from_numpy(local_ids)
-        row_ids = buffer.carve(DType.INT64, num_rows, 1)
-        torch.add(ids, table.row_offset, out=row_ids.tensor.view(-1))
-        weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
-        _gather_rows(table.weights(), ids, weights.tensor)
-        self._check_finite(fmt, "weights", weights.tensor, row_ids.tensor)
-        columns = [Column(row_ids.data, 8), Column(weights.data, fmt.shard.width * fmt.spec.dtype.size_bytes)]
-        live_states = table.states() if fmt.states else {}
-        for state, width in fmt.states:
-            carved = buffer.carve(state.dtype, num_rows, width)
-            _gather_rows(live_states[state.name], ids, carved.tensor)
-            self._check_finite(fmt, f"state {state.name!r}", carved.tensor, row_ids.tensor)
-            columns.append(Column(carved.data, width * state.dtype.size_bytes))
-        identities = None
-        if fmt.spec.has_identities:
-            carved = buffer.carve(DType.INT64, num_rows, 1)
-            _gather_rows(table.identities().view(-1, 1), ids, carved.tensor)
-            identities = Column(carved.data, 8)
-        scalars = tuple(table.scalars().items())
-        return FlushedTable(
-            fmt,
-            bounds,
-            columns[0],
-            columns[1],
-            tuple(columns[2:]),
-            identities,
-            tuple((name, *_scalar(value)) for name, value in scalars),
-        )
-
-    def _route(self, source: _Source, local_ids: _Ids) -> tuple[_Ids, list[int]]:
-        """Return (local ids by shard, where each shard's begin and the last one's end)."""
-        if self._num_shards == 1:
-            return local_ids, [0, local_ids.size]
-        shards = shards_of_rows(source.seed, local_ids + source.table.row_offset, self._num_shards)
-        # 16 bits: numpy sorts these by radix, several times as fast as 64.
-        order = np.argsort(shards.astype(np.uint16), kind="stable")
-        ends = np.cumsum(np.bincount(shards, minlength=self._num_shards))
-        return local_ids[order], [0, *ends.tolist()]
-
-    def _check_finite(self, fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
-        if self._config.non_finite == "accept" or not values.dtype.is_floating_point:
-            return
-        is_finite = torch.isfinite(values)
-        if not bool(is_finite.all()):
-            first = int((~is_finite.all(dim=1)).nonzero()[0])
-            raise NonFiniteError(
-                f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
-                "nothing of this flush was sent"
-            )
-
-
-def _scalar(value: torch.Tensor) -> tuple[DType, bytes]:
-    """Return the type and the bytes of a tensor of one element."""
-    dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)
-    return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
-
-
-def _gather_rows(source: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of a tensor on any device into CPU memory."""
-    if source.device.type == "cpu":
-        torch.index_select(source, 0, row_ids, out=out)
-    else:
-        out.copy_(source.index_select(0, row_ids.to(source.device)))

@@ -71,14 +71,19 @@ def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.
     found = torch.zeros(ids.numel(), dtype=torch.bool)
     columns: dict[str, torch.Tensor] = {}
     for part in parts:
-        inside = (ids >= part.row_offset) & (ids < part.row_offset + part.num_local_rows)
+        if part.index is None:
+            places = ids - part.row_offset
+            inside = (places >= 0) & (places < part.num_local_rows)
+        else:
+            places = part.places(ids)
+            inside = places >= 0
         found |= inside
         states = part.states()
         live = {"weights": part.weights()} | {f"state:{state.name}": states[state.name] for state in spec.states}
         for name, tensor in live.items():
             if name not in columns:
                 columns[name] = torch.zeros(ids.numel(), tensor.shape[1], dtype=tensor.dtype)
-            local = (ids[inside] - part.row_offset).to(tensor.device)
+            local = places[inside].to(tensor.device)
             columns[name][inside] = tensor.detach().index_select(0, local).cpu()
     if not bool(found.all()):
         missing = int(ids[~found][0])

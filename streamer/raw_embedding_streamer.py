@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import ssl
 import threading
-import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.paramserver.address import format_address, parse_address
-from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
-from headrace.streamer.audit import AuditReport, TableAudit, audit_tables, mark_what_differs
+from headrace.paramserver.tracing import span
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.streamer.audit import AuditReport
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flusher import Flusher
+from headrace.streamer.delivery import Delivery
+from headrace.streamer.eviction import Evictor, unused_rows
 from headrace.streamer.live_rows import LiveRows, fetch_rows
-from headrace.streamer.rendezvous import Connect, Store, Writer
+from headrace.streamer.metrics import MetricsPort, serve_streamer
 from headrace.streamer.run_state import RunState
-from headrace.streamer.sender import Sender
-from headrace.streamer.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
+from headrace.streamer.store_inquiry import StoreInquiry
 from headrace.streamer.tap import Tap, tap_model
 from headrace.streamer.tapped_table import TappedTable
 from headrace.streamer.world import World, current_world
@@ -43,18 +33,7 @@ from headrace.streamer.world import World, current_world
 __all__ = ["RawEmbeddingStreamer"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _MAX_RUN_BYTES = 512
-_STOP_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What rank 0 tells the others."""
-
-    epoch: int
-    server_ids: tuple[str, ...]
-    error: str | None = None
 
 
 class RawEmbeddingStreamer:
@@ -114,39 +93,34 @@ class RawEmbeddingStreamer:
         self._tables: list[TappedTable] = []
         self._step = 0
         self._given_step: int | None = None
-        self._generation = 0
-        self._failure: HeadraceError | None = None
-        self._pre_eviction_hooks: OrderedDict[int, Callable[[str, torch.Tensor], None]] = OrderedDict()
+        self._evictor = Evictor()
         self._is_closed = False
         self._is_paused = False
-        self._pool = StagingPool(self._config.staging_bytes)
-        self._sender = Sender(config=self._config, pool=self._pool, connect=_connector(self._config))
-        self._sender.start()
-        try:
-            self._address, self._world = address, world or current_world()
-            self._store, self._writer = self._take_over(host, port, run, self._world)
-        except BaseException:
-            self._sender.stop(_STOP_TIMEOUT_S)
-            raise
-        self._flusher = Flusher(
-            config=self._config,
-            num_shards=len(self._store.shards),
-            pool=self._pool,
-            submit=self._sender.submit,
-            describe_delay=self._sender.describe_delay,
-        )
-        # Runs when nobody refers to the streamer any more (its hooks do, as long as the model lives), or at exit.
-        self._finalizer = weakref.finalize(self, _abandon, self._sender, self._pid)
+        self._world = world or current_world()
+        self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
+        self._inquiry = StoreInquiry(address, self._config, self._delivery.writer.token)
+        self._metrics: MetricsPort | None = None
+        if self._config.metrics_port is not None:
+            try:
+                self._metrics = serve_streamer(self, self._config, run=run, rank=self._world.rank)
+            except ConfigError:
+                self._delivery.stop(is_child=False)
+                raise
 
     @property
     def epoch(self) -> int:
         """The run's epoch, which every row carries."""
-        return self._writer.epoch
+        return self._delivery.writer.epoch
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port on which Prometheus' page is served; None when it is not."""
+        return None if self._metrics is None else self._metrics.port
 
     @property
     def num_shards(self) -> int:
         """Shards of the store."""
-        return len(self._store.shards)
+        return len(self._delivery.store.shards)
 
     @property
     def tables(self) -> list[TappedTable]:
@@ -186,7 +160,7 @@ class RawEmbeddingStreamer:
             self._add_tap(tap)
             if publish == "all":
                 for table in tap.tables:
-                    table.dirty.mark_all()
+                    table.mark_all()
 
     def step(self, step: int | None = None) -> None:
         """Declare that a training step is over.
@@ -248,22 +222,10 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable()
             timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_s
-            deadline_s = time.monotonic() + timeout_s
             for tap in self._taps:
                 tap.end_step()
-            try:
-                while True:
-                    self._heed_new_store()
-                    self._flusher.flush_all(self._step, deadline_s - time.monotonic())
-                    self._sender.wait_durable(deadline_s - time.monotonic())
-                    if self._generation == self._sender.generation:
-                        return
-            except UnavailableError as exc:
-                self._raise_failure()
-                raise UnavailableError(f"flush within {timeout_s:g} s: {exc}") from exc
-            except HeadraceError:
-                self._raise_failure()
-                raise
+            with span("headrace.flush", run=self._delivery.writer.run, step=self._step):
+                self._delivery.flush(self._step, timeout_s)
 
     def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests, and name the rows that differ.
@@ -280,20 +242,8 @@ class RawEmbeddingStreamer:
             HeadraceError: Streaming has ended; on several ranks also when another rank could not do it.
         """
         with self._lock:
-            mine: list[TableAudit] | HeadraceError
-            try:
-                self.flush(timeout_s)
-                mine = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
-            except HeadraceError as exc:
-                if self._world.size == 1:
-                    raise
-                mine = exc
-            parts = self._world.gather(mine)
-            for rank, part in enumerate(parts):
-                if isinstance(part, HeadraceError):
-                    raise part if part is mine else HeadraceError(f"rank {rank} could not audit: {part}")
-            tables = tuple(table for part in parts if isinstance(part, list) for table in part)
-            return AuditReport(tables=tables, only_present=only_present, step=self._step)
+            parts = self._inquiry.audit(self._tables, self._world, lambda: self.flush(timeout_s), timeout_s)
+            return AuditReport(tables=tuple(parts), only_present=only_present, step=self._step)
 
     def fetch(self, fqn: str, row_ids: torch.Tensor) -> LiveRows:
         """Return copies of present weights and states of the trainer's rows, flushed or not.
@@ -311,45 +261,63 @@ class RawEmbeddingStreamer:
         with self._lock:
             return fetch_rows(self._tables, fqn, row_ids)
 
-    def register_pre_eviction_hook(self, hook: Callable[[str, torch.Tensor], None]) -> RemovableHandle:
-        """Have a function called before rows are taken from their present use and given to another.
+    def evict(self, fqn: str, row_ids: torch.Tensor) -> int:
+        """Have rows deleted in the store, for whoever evicts them: call it before their places are given away.
 
-        It gets the table's fqn and the global row ids, int64[n] on the CPU, while `fetch` still returns their last
-        values. What it raises ends the eviction. Hooks are called in the order in which they were registered.
+        The deletion travels with the next flush, is resent like any row, and costs no training step more than marking
+        does. A row that changes again before that flush is sent with its new values instead; later, it comes back with
+        them. What a row had to send before is forgotten.
+
+        With several ranks each sends the deletions of its own rows; ids of others may be named. Of tables with virtual
+        ids, each rank names those that it holds.
+
+        Args:
+            fqn: Table.
+            row_ids: Integers of any shape, global; may repeat.
+
+        Returns:
+            Rows of this rank that are evicted.
+
+        Raises:
+            UnknownTableError: No such table is streamed.
+            RowRangeError: A row is beyond the table; nothing is evicted.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            names = {name for tap in self._taps for name in tap.names}
+            return self._evictor.evict(self._tables, fqn, row_ids, names_elsewhere=names)
+
+    def register_pre_eviction_hook(self, hook: Callable[[str, torch.Tensor], None]) -> RemovableHandle:
+        """Have a function called before rows are evicted.
+
+        It gets the table's fqn and the global row ids, int64[n] on the CPU, of this rank, while `fetch` still returns
+        their last values. What it raises ends the eviction. Hooks are called in the order of their registration.
 
         Returns:
             `remove()` ends it.
         """
-        handle = RemovableHandle(self._pre_eviction_hooks)
-        self._pre_eviction_hooks[handle.id] = hook
-        return handle
+        return self._evictor.register_hook(hook)
 
     def notify_eviction(self, fqn: str, row_ids: torch.Tensor) -> None:
-        """Say that rows are about to be evicted; for whoever evicts them. Nothing is sent: the new values will be.
-
-        Args:
-            fqn: Table.
-            row_ids: Integers of any shape, global.
-        """
-        ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
-        if ids.numel():
-            for hook in list(self._pre_eviction_hooks.values()):
-                hook(fqn, ids)
+        """Do what `evict` does."""
+        self.evict(fqn, row_ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to put into the trainer's checkpoint, beside the model's and the optimizer's state: a few bytes.
+        """Return what to put into the trainer's checkpoint, beside the model's and the optimizer's state.
 
-        After a `flush` a resumed run has the least to send.
+        A few bytes, and the ids of rows that were evicted and not used since; with these, each rank has its own. After
+        a `flush` a resumed run has the least to send.
         """
         with self._lock:
             stats = self.stats()
             return RunState(
-                run=self._writer.run,
+                run=self._delivery.writer.run,
                 epoch=self.epoch,
                 step=self._step,
                 acked_step=stats.acked_step,
                 is_drained=not stats.num_dirty_rows and not stats.num_inflight_flushes,
-                server_ids=tuple(shard.server_id for shard in self._store.shards),
+                server_ids=self._server_ids,
+                evicted=unused_rows(self._tables, self._delivery.sender.deletions_on_their_way()),
             ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float | None = None) -> int:
@@ -363,7 +331,7 @@ class RawEmbeddingStreamer:
             timeout_s: For the comparison, seconds; None has no deadline.
 
         Returns:
-            Rows of this rank that are marked to be sent.
+            Rows of this rank that are marked to be sent or deleted.
 
         Raises:
             ConfigError: It is the state of another run, or no model is attached.
@@ -372,39 +340,21 @@ class RawEmbeddingStreamer:
         saved = RunState.from_dict(state)
         with self._lock:
             self._check_usable()
-            if saved.run != self._writer.run:
-                raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {self._writer.run!r}")
+            run, flusher = self._delivery.writer.run, self._delivery.flusher
+            if saved.run != run:
+                raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {run!r}")
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._step = max(self._step, saved.step)
-            if saved.server_ids != tuple(shard.server_id for shard in self._store.shards):
+            if saved.server_ids != self._server_ids:
                 _log.warning("the checkpoint's store was another one: sending every row")
-                self._flusher.mark_all()
-                return self._flusher.num_dirty_rows
-            mark = partial(mark_what_differs, self._tables, marks_absent=not saved.is_drained)
-            return self._ask_store(mark, timeout_s)
-
-    def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
-        """Return what a coroutine returns that is given a reader of all shards."""
-
-        async def run() -> _T:
-            async with (
-                asyncio.timeout(timeout_s),
-                await EmbeddingReader.connect(
-                    self._address,
-                    timeout_s=self._config.request_timeout_s,
-                    ssl_context=_tls_context(self._config),
-                    token=self._writer.token,
-                ) as reader,
-            ):
-                return await ask(reader)
-
-        # In a thread of its own: this one may have an event loop running, as in a notebook.
-        with ThreadPoolExecutor(1, "headrace-ask") as pool:
-            try:
-                return pool.submit(asyncio.run, run()).result()
-            except TimeoutError as exc:
-                raise UnavailableError(f"the store has not been compared within {timeout_s:g} s") from exc
+                flusher.mark_all()
+            else:
+                # In a run that evicts, the store may lack rows that were evicted after the checkpoint.
+                marks_absent = not saved.is_drained or bool(saved.evicted)
+                self._inquiry.mark_what_differs(self._tables, marks_absent=marks_absent, timeout_s=timeout_s)
+            self._evictor.evict_again(self._tables, saved.evicted)
+            return flusher.num_dirty_rows
 
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove every hook, close the connections and end the thread. Idempotent.
@@ -424,22 +374,22 @@ class RawEmbeddingStreamer:
                 return
             try:
                 # What has failed has been told already.
-                if flush and self._failure is None and os.getpid() == self._pid:
+                if flush and self._delivery.failure is None and os.getpid() == self._pid:
                     self.flush(timeout_s)
             finally:
                 self._is_closed = True
                 for tap in self._taps:
                     tap.close()
-                self._finalizer.detach()
-                if os.getpid() == self._pid:
-                    self._sender.stop(_STOP_TIMEOUT_S)
+                self._delivery.stop(is_child=os.getpid() != self._pid)
+                if self._metrics is not None and os.getpid() == self._pid:
+                    self._metrics.close()
 
     def stats(self) -> StreamerStats:
         """Return what this streamer has done and what is on its way.
 
         Thread: any.
         """
-        return self._sender.stats(step=self._step, num_dirty_rows=self._flusher.num_dirty_rows, failure=self._failure)
+        return self._delivery.stats(self._step)
 
     def __enter__(self) -> Self:
         return self
@@ -472,41 +422,12 @@ class RawEmbeddingStreamer:
 
     def _add_tap(self, tap: Tap) -> None:
         try:
-            self._flusher.check_tables(tap.tables, max_frame_bytes=self._store.max_frame_bytes)
-            self._sender.register(_specs_of(tap.tables))
+            self._delivery.add_tables(tap.tables)
         except BaseException:
             tap.close()
             raise
-        self._flusher.add_tables(tap.tables)
         self._taps.append(tap)
         self._tables += tap.tables
-
-    def _take_over(self, host: str, port: int, run: str, world: World) -> tuple[Store, Writer]:
-        """Agree with the other ranks on an epoch above all that the store has seen, and open the session."""
-        token = load_token(path=self._config.token_file, environ=os.environ)
-        asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size, token=token)
-        if world.rank == 0:
-            return self._lead(host, port, asks, world)
-        agreed: _Agreed = world.share(None)
-        if agreed.error is not None:
-            raise UnavailableError(f"rank 0 could not begin to stream: {agreed.error}")
-        store, writer = self._sender.find_store(host, port, asks), asks.with_epoch(agreed.epoch)
-        if tuple(shard.server_id for shard in store.shards) != agreed.server_ids:
-            raise StorageError(f"rank {world.rank} finds another store at {format_address(host, port)} than rank 0")
-        self._sender.open(store, writer)
-        return store, writer
-
-    def _lead(self, host: str, port: int, asks: Writer, world: World) -> tuple[Store, Writer]:
-        """Choose the epoch, as rank 0, and tell the other ranks, also of a failure: they would wait for ever."""
-        try:
-            store = self._sender.find_store(host, port, asks)
-            writer = self._sender.claim_epoch(store, asks)
-            self._sender.open(store, writer)
-        except BaseException as exc:
-            world.share(_Agreed(0, (), str(exc) or type(exc).__name__))
-            raise
-        world.share(_Agreed(writer.epoch, tuple(shard.server_id for shard in store.shards)))
-        return store, writer
 
     def _on_step(self) -> None:
         """Be told by a tap that a step is over."""
@@ -517,28 +438,11 @@ class RawEmbeddingStreamer:
 
     def _end_step(self) -> None:
         self._step = self._step + 1 if self._given_step is None else self._given_step
-        if self._failure is not None and self._config.on_error == "log":
-            return
-        try:
-            self._raise_failure()
-            self._heed_new_store()
-            if not self._is_paused:
-                self._flusher.on_step(self._step)
-        except HeadraceError as exc:
-            self._fail(self._sender.error or exc)
+        self._delivery.on_step(self._step, is_paused=self._is_paused)
 
-    def _fail(self, exc: HeadraceError) -> None:
-        """Act on an error as `on_error` says."""
-        if self._config.on_error == "raise":
-            raise exc
-        self._failure = exc
-        _log.error("streaming has stopped, training goes on: %s", exc)
-
-    def _heed_new_store(self) -> None:
-        generation = self._sender.generation
-        if generation != self._generation:
-            self._generation = generation
-            self._flusher.mark_all(generation=generation)
+    @property
+    def _server_ids(self) -> tuple[str, ...]:
+        return tuple(shard.server_id for shard in self._delivery.store.shards)
 
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:
@@ -546,39 +450,4 @@ class RawEmbeddingStreamer:
         if os.getpid() != self._pid:
             raise ConfigError("a streamer belongs to the process that made it, and this is a forked child")
         if not passes_failure:
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        """Raise what has ended streaming. An outage under `block`, or a NaN, has not: the next step tries again."""
-        self._failure = self._failure or self._sender.error
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-
-
-def _connector(config: StreamerConfig) -> Connect:
-    return partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s, ssl_context=_tls_context(config))
-
-
-def _tls_context(config: StreamerConfig) -> ssl.SSLContext | None:
-    if not config.tls:
-        return None
-    return client_tls_context(authority=config.tls_authority, certificate=config.tls_certificate, key=config.tls_key)
-
-
-def _specs_of(tables: list[TappedTable]) -> list[Any]:
-    """Return each table's spec once: a rank may have several column shards of one table."""
-    return list({table.spec.fqn: table.spec for table in tables}.values())
-
-
-def _abandon(sender: Sender, pid: int) -> None:
-    """End the thread of a streamer that was never closed; must not hold up the interpreter's exit."""
-    if os.getpid() != pid:
-        return
-    stats = sender.stats()
-    if stats.num_inflight_flushes:
-        _log.warning(
-            "a streamer was not closed: %d flushes (%.1f MiB) may not have been delivered",
-            stats.num_inflight_flushes,
-            stats.inflight_bytes / 2**20,
-        )
-    sender.stop(1.0)
+            self._delivery.raise_failure()

@@ -6,7 +6,8 @@ place. The rows are written through to the module's own table in host memory, wh
 same or newer values anyway, and marked: so the memory taken stays one bit a row, and hot rows coalesce like any others.
 
 What FBGEMM hands over is all that can be sent: weights without optimizer states, a step or two late, of cached tables
-only. Where `RawEmbeddingStreamer.attach` takes a model, it is the better way.
+only; with `has_identities` the raw ids behind the rows, and runtime meta as it comes. Where
+`RawEmbeddingStreamer.attach` takes a model, it is the better way.
 
 Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py` (`raw_embedding_stream`), fbgemm-gpu 1.8.0, and
 `fbgemm_gpu/src/split_embeddings_cache/raw_embedding_streamer.cpp`, pytorch/FBGEMM at 71d6f8b.
@@ -24,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.schemas.errors import ConfigError, RowRangeError, UnsupportedModelError
+from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.fbgemm_tap import is_table_batched, table_parts
 from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
+from headrace.streamer.row_meta import RowMeta, check_meta
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of
 
 __all__ = ["ResStandIn", "install"]
@@ -44,6 +46,7 @@ def install(
     path: str = "",
     parts: Sequence[TablePart] | None = None,
     enabled_tables: str | Sequence[str] | None = None,
+    has_identities: bool = False,
 ) -> RawEmbeddingStreamer:
     """Put our object in the place of the RES streamer of a table-batched module.
 
@@ -58,6 +61,8 @@ def install(
             whole, and for the last rows of one. RES itself mixes column shards up; with parts they are kept apart.
         enabled_tables: Names or patterns of tables to stream, in a list or with commas as `res_enabled_tables` has
             them; None for all.
+        has_identities: The module's forward is given `hash_zch_identities`: the tables' rows are stored with the raw
+            ids behind them, -1 for a row that came without. Takes 8 bytes a row here.
 
     Returns:
         The streamer; `flush` and `close` it as always.
@@ -87,7 +92,7 @@ def install(
     made: list[ResStandIn] = []
 
     def make(on_step: Callable[[], None]) -> ResStandIn:
-        made.append(ResStandIn(module, parts, enabled, on_step))
+        made.append(ResStandIn(module, parts, enabled, on_step, has_identities=has_identities))
         return made[0]
 
     try:
@@ -112,15 +117,23 @@ class ResStandIn:
 
     Attributes:
         tables: Those that are streamed.
+        names: Of those.
     """
 
     def __init__(
-        self, module: Any, parts: Sequence[TablePart], is_enabled: Sequence[bool], on_step: Callable[[], None]
+        self,
+        module: Any,
+        parts: Sequence[TablePart],
+        is_enabled: Sequence[bool],
+        on_step: Callable[[], None],
+        *,
+        has_identities: bool = False,
     ) -> None:
         """Describe the module's tables; `take_place` begins."""
         self._module = module
         self._on_step = on_step
         self._streamed: set[int] = set()
+        self._has_identities = has_identities
         self._has_updates = self._has_warned = False
         self._replaced: Any = None
         weights = module.split_embedding_weights()
@@ -133,6 +146,7 @@ class ResStandIn:
             for index, (part, enabled) in enumerate(zip(parts, is_enabled, strict=True))
         ]
         self.tables = [table for table in self._tables if table is not None]
+        self.names = frozenset(table.spec.fqn for table in self.tables)
 
     def stream(
         self,
@@ -151,8 +165,8 @@ class ResStandIn:
         Args:
             indices: int64[≥ n], rows of all tables one after the other; negative ones are skipped.
             weights: `[≥ n, ≥ dim]`, their values.
-            identities: Raw ids behind the rows; not streamed.
-            runtime_meta: Not streamed.
+            identities: `[≥ n]` or `[≥ n, 1]`, integers: the raw ids behind the rows, of tables with and without.
+            runtime_meta: `[≥ n, any]`, any type, which may differ from call to call: bytes that travel with the rows.
             count: Integer `[1]`: n, how many rows are valid.
             require_tensor_copy: Not needed.
             blocking_tensor_copy: Not needed.
@@ -161,11 +175,16 @@ class ResStandIn:
 
         Raises:
             RowRangeError: An index is beyond the last table; nothing was taken.
+            RequestError: The runtime meta is too long, or identities are not one a row; nothing was taken.
         """
         del require_tensor_copy, blocking_tensor_copy, use_hbm
-        if (identities is not None or runtime_meta is not None) and not self._has_warned:
+        if identities is not None and not self._has_identities and not self._has_warned:
             self._has_warned = True
-            _log.warning("identities and runtime meta of rows are not streamed; the rows and their weights are")
+            _log.warning("identities of rows are not streamed: give install() has_identities=True, and a new store")
+        if identities is not None and identities.numel() != identities.shape[0]:
+            raise RequestError(f"identities of shape {tuple(identities.shape)}: one a row is streamed")
+        if runtime_meta is not None:
+            check_meta(runtime_meta)
         if id(self) in self._streamed:
             self._end_step()
         self._streamed.add(id(self))
@@ -181,7 +200,9 @@ class ResStandIn:
         for number in np.unique(numbers).tolist():
             table = self._tables[number]
             if table is not None:
-                self._take(table, live[number], rows[numbers == number], ids - self._sizes[number], weights)
+                of_table = rows[numbers == number]
+                self._take_extras(table, of_table, ids - self._sizes[number], identities, runtime_meta)
+                self._take(table, live[number], of_table, ids - self._sizes[number], weights)
         if copy_done_flag is not None:
             copy_done_flag.zero_()
 
@@ -222,6 +243,28 @@ class ResStandIn:
         table.dirty.mark(local)
         self._has_updates = True
 
+    def _take_extras(
+        self,
+        table: TappedTable,
+        rows: Any,
+        local_ids: Any,
+        identities: torch.Tensor | None,
+        runtime_meta: torch.Tensor | None,
+    ) -> None:
+        """Keep what travels with some of the rows until they are sent."""
+        at = torch.from_numpy(rows)
+        if runtime_meta is not None:
+            assert table.meta is not None
+            meta = runtime_meta.detach().index_select(0, at.to(runtime_meta.device))
+            table.meta.put(local_ids[rows], meta)
+        if self._has_identities:
+            raw_ids = torch.full((rows.size,), -1, dtype=torch.int64)
+            if identities is not None:
+                raw_ids = (
+                    identities.detach().reshape(-1).index_select(0, at.to(identities.device)).cpu().to(torch.int64)
+                )
+            table.identities()[torch.from_numpy(local_ids[rows])] = raw_ids
+
     def _table(self, index: int, part: TablePart, weights: torch.Tensor) -> TappedTable:
         if part.num_local_rows is not None or part.num_local_columns is not None:
             raise ConfigError(f"table {part.fqn!r}: a part of a module's table is not streamed, only all of it")
@@ -231,7 +274,9 @@ class ResStandIn:
             num_rows=part.num_rows,
             dim=part.dim,
             dtype=dtype_of(f"table {part.fqn!r}", weights.dtype),
+            has_identities=self._has_identities,
         )
+        identities = torch.full((num_local_rows if self._has_identities else 0,), -1, dtype=torch.int64)
         return TappedTable(
             spec=spec,
             shard=ColumnShard(offset=part.column_offset, width=num_columns),
@@ -239,6 +284,8 @@ class ResStandIn:
             num_local_rows=num_local_rows,
             weights=lambda: self._module.split_embedding_weights()[index].detach(),
             states=dict,
+            identities=(lambda: identities) if self._has_identities else None,
+            meta=RowMeta(num_local_rows),
         )
 
 

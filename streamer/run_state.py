@@ -1,16 +1,17 @@
-"""What of a streamer travels in the trainer's checkpoint: a few numbers and names, no rows.
+"""What of a streamer travels in the trainer's checkpoint: a few numbers and names, ids of evicted rows, no values.
 
 A trainer that starts again from a checkpoint may be behind its store (steps after the checkpoint had been acked) and
 ahead of it (steps before it had not). So a resumed streamer does not count on numbers alone: it compares its rows with
 the store's by digests, and sends those that differ. Rows that the store does not have at all are, in a run that sends
 rows once they change, rows that never changed, as long as the checkpoint says that everything was acked when it was
-made; else they are sent too. A store that is not the one of the checkpoint gets every row.
+made, and names no evicted rows; else they are sent too. A store that is not the one of the checkpoint gets every row.
+Evicted rows are deleted once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from headrace.schemas.errors import ConfigError
@@ -32,6 +33,7 @@ class RunState:
         acked_step: Last step of which every change was durable on every shard; -1 before the first.
         is_drained: Nothing was dirty or on its way.
         server_ids: Identities of the shards.
+        evicted: By fqn, global ids of this rank's rows that were evicted and not used since.
     """
 
     run: str
@@ -40,10 +42,11 @@ class RunState:
     acked_step: int
     is_drained: bool
     server_ids: tuple[str, ...]
+    evicted: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `torch.save(weights_only=True)` and JSON take them."""
-        return {"version": _VERSION, **asdict(self), "server_ids": list(self.server_ids)}
+        return {"version": _VERSION, **asdict(self), "server_ids": list(self.server_ids), "evicted": dict(self.evicted)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -62,6 +65,7 @@ class RunState:
                 acked_step=int(state["acked_step"]),
                 is_drained=bool(state["is_drained"]),
                 server_ids=tuple(map(str, state["server_ids"])),
+                evicted={str(fqn): list(map(int, rows)) for fqn, rows in state.get("evicted", {}).items()},
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
             raise ConfigError(f"a streamer's state lacks {exc}") from exc

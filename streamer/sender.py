@@ -16,11 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from headrace.paramserver.client import ParamServerClient
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush import Flush
+from headrace.streamer.flush import Flush, FlushedDeletions
 from headrace.streamer.rendezvous import Connect, Store, Writer, claim_epoch, find_store, open_session
 from headrace.streamer.shard_channel import ShardChannel
 from headrace.streamer.spool import Spool
@@ -164,6 +166,17 @@ class Sender:
             self._inflight_bytes += flush.size_bytes
         # If the loop ends between the check and here, this raises; then the trainer is ending too.
         loop.call_soon_threadsafe(self._accept, entry)
+
+    def deletions_on_their_way(self) -> dict[str, list[int]]:
+        """Return, by fqn, the global ids of rows whose deletion is handed over and not durable on every shard."""
+        found: dict[str, list[int]] = {}
+        with self._changed:
+            for entry in self._outstanding:
+                for table in entry.flush.tables:
+                    if isinstance(table, FlushedDeletions):
+                        ids: list[int] = np.frombuffer(table.row_ids.data, "<i8").tolist()
+                        found.setdefault(table.format.spec.fqn, []).extend(ids)
+        return found
 
     def wait_durable(self, timeout_s: float) -> None:
         """Return when all that was submitted is durable on every shard.

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from headrace.schemas.errors import ConfigError
-from headrace.streamer.flush import Column, Flush, FlushedTable
+from headrace.streamer.flush import Column, Flush, FlushedDeletions, FlushedTable
 
 __all__ = ["Spool"]
 
@@ -51,7 +51,7 @@ class Spool:
         except OSError as exc:
             raise ConfigError(f"spool_dir {directory}: {exc.strerror}") from exc
 
-    def store(self, flush: Flush) -> list[FlushedTable] | None:
+    def store(self, flush: Flush) -> list[FlushedTable | FlushedDeletions] | None:
         """Write a flush's columns to disk and return its tables with the columns there; None when there is no room.
 
         The caller gives the staging buffer back, and calls `remove` when the flush is durable on the server.
@@ -80,7 +80,7 @@ class Spool:
     def _charge_of(self, flush: Flush) -> int:
         return -(-max(1, flush.size_bytes) // _MIN_BYTES) * _MIN_BYTES
 
-    def _write(self, flush: Flush) -> list[FlushedTable]:
+    def _write(self, flush: Flush) -> list[FlushedTable | FlushedDeletions]:
         if not flush.size_bytes:
             return []
         with tempfile.TemporaryFile(dir=self._directory, buffering=0) as file:
@@ -89,7 +89,8 @@ class Spool:
                     _write_all(file.fileno(), column.data)
             # Written by calls, not through the mapping: a full disk is then an error and not a signal.
             view = memoryview(mmap.mmap(file.fileno(), flush.size_bytes, prot=mmap.PROT_READ))
-        stored, offset = [], 0
+        stored: list[FlushedTable | FlushedDeletions] = []
+        offset = 0
         for table in flush.tables:
             columns = []
             for column in table.columns:

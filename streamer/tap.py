@@ -37,6 +37,10 @@ class Tap(Protocol):
     def tables(self) -> list[TappedTable]:
         """All tables that are streamed; fixed."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Tables that are streamed by this rank or another, as far as this one knows."""
+
     def end_step(self) -> bool:
         """Declare, on the training thread, that the step is over: `on_step` is called if rows changed since the last.
 
@@ -89,7 +93,10 @@ def tap_model(
         failure = exc
     try:
         if _world_size() > 1:
-            agree(tap.tables if tap else [], tap is not None and tap.counts_optimizer_steps, selection, failure)
+            counts_steps = tap is not None and tap.counts_optimizer_steps
+            names = agree(tap.tables if tap else [], counts_steps, selection, failure)
+            if tap is not None:
+                tap.names = names
         elif failure is not None:
             raise failure
         else:
@@ -130,6 +137,7 @@ class _ModelTap:
                 self._parts.append(FbgemmTap(fused, note_update=self._note_update))
             self._parts.append(TorchOptimTap(sources.parameters, optimizers, note_update=self._note_update))
             self.tables = [table for part in self._parts for table in part.tables]
+            self.names = frozenset(table.spec.fqn for table in self.tables)
             may_be_elsewhere = sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
             _check_tables(self.tables, may_be_elsewhere=may_be_elsewhere)
             self.counts_optimizer_steps = bool(optimizers)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from headrace.kernels.dirty_ids import VIRTUAL_ROWS, DirtyIds, DirtySet, bitmap_bytes, dirty_set
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.streamer.deleted_rows import DeletedRows
+from headrace.streamer.row_meta import RowMeta
 
-__all__ = ["TablePart", "TappedTable", "dtype_of", "state_spec", "zero_state"]
+__all__ = ["DEFAULT_BITMAP_BYTES", "RowIndex", "TablePart", "TappedTable", "dtype_of", "state_spec", "zero_state"]
+
+DEFAULT_BITMAP_BYTES = 256 * 2**20
 
 _DTYPES = {
     torch.float32: DType.FLOAT32,
@@ -70,6 +76,23 @@ class TablePart:
         return local_ids[is_inside] - self.first_row
 
 
+class RowIndex(Protocol):
+    """Where the rows of a table with virtual ids lie, in a tensor that holds those that there are now.
+
+    Thread: the training thread's.
+    """
+
+    def find(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Return the place of each row in `TappedTable.weights` and `states`, int64[n]; -1 for a row that is not held.
+
+        Args:
+            row_ids: int64[n] on the CPU, ≥ 0.
+        """
+
+    def row_ids(self) -> torch.Tensor:
+        """Return the ids of all rows that are held now, int64[n], each once, in any order."""
+
+
 class TappedTable:
     """A table's description, its live values, and which of its rows changed.
 
@@ -80,8 +103,12 @@ class TappedTable:
         spec: The whole table, as the server knows it.
         shard: The columns that this rank has.
         row_offset: Global id of local row 0.
-        num_local_rows: Rows that this rank has.
+        num_local_rows: Rows that this rank has; 0 where `index` tells which there are.
+        index: Where rows with virtual ids lie; None where a row's id is its place. With one, local ids are the global
+            ones.
         dirty: Local ids of the rows that changed since they were last taken.
+        deleted: Rows that were evicted.
+        meta: Bytes that travel with rows; None for no such table.
     """
 
     def __init__(
@@ -95,32 +122,100 @@ class TappedTable:
         row_offset: int = 0,
         identities: Callable[[], torch.Tensor] | None = None,
         scalars: Callable[[], dict[str, torch.Tensor]] = dict,
+        index: RowIndex | None = None,
+        meta: RowMeta | None = None,
     ) -> None:
         """Describe a table; no row is dirty.
 
         Args:
             spec: The whole table.
-            num_local_rows: Rows that this rank has, ≥ 0.
+            num_local_rows: Rows that this rank has, ≥ 0; 0 with an index.
             weights: Returns the present weights, see `weights`.
             states: Returns the present states, see `states`.
             shard: Columns that this rank has; None for all.
             row_offset: Global id of local row 0.
             identities: Returns the present identities, see `identities`; for tables that have them.
             scalars: Returns the present values that the table has once, see `scalars`.
+            index: Where rows with virtual ids lie. REQUIRES: the spec has 0 rows.
+            meta: Bytes that travel with rows.
         """
         assert (identities is not None) == spec.has_identities
+        assert index is None or not (spec.num_rows or row_offset or num_local_rows)
         self.spec = spec
         self.shard = spec.whole if shard is None else shard
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows
-        self.dirty = DirtyRows(num_local_rows)
+        self.index = index
+        self.meta = meta
+        self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
+        self.dirty: DirtySet = dirty_set(self._num_ids, max_bitmap_bytes=DEFAULT_BITMAP_BYTES)
+        self.deleted = DeletedRows(self._num_ids, is_lasting=index is None)
         self._weights = weights
         self._states = states
         self._identities = identities
         self._scalars = scalars
 
+    def mark_all(self, *, spares_evicted: bool = False) -> None:
+        """Make every row dirty that this rank has.
+
+        Args:
+            spares_evicted: But those that were evicted and not used since.
+        """
+        if self.index is not None:
+            self.dirty.mark(self.index.row_ids())
+            return
+        unused = self.deleted.unused(self.dirty) if spares_evicted else None
+        if isinstance(self.dirty, DirtyIds):  # of all rows, a bitmap is the smaller set
+            self.dirty = DirtyRows(self.num_local_rows)
+        self.dirty.mark_all()
+        if unused is not None:
+            self.dirty.discard(unused)
+
+    def limit_bitmap(self, max_bytes: int) -> None:
+        """Keep changed rows in a bitmap of at most so many bytes, else as a set of ids while that is smaller."""
+        size_bytes = bitmap_bytes(self._num_ids)
+        if isinstance(self.dirty, DirtyRows):
+            # Rows that are marked already stay as they are: the bitmap has its memory.
+            if size_bytes > max_bytes and self.dirty.is_empty:
+                self.dirty = DirtyIds(self._num_ids)
+        elif size_bytes <= max(max_bytes, self.dirty.size_bytes):
+            bitmap = DirtyRows(self._num_ids)
+            for part in self.dirty.parts():
+                bitmap.mark(part)
+            self.dirty = bitmap
+
+    def evict(self, row_ids: torch.Tensor) -> None:
+        """Have rows deleted, unless they are marked again before the next flush.
+
+        Args:
+            row_ids: int64[n], local, on the CPU.
+        """
+        self.deleted.add(row_ids, self.dirty)
+
+    def ids_here(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Return the local ids of those of some rows that this rank has; with an index, all.
+
+        Args:
+            row_ids: int64[n], global, on the CPU.
+        """
+        if self.index is not None:
+            return row_ids
+        end_row = self.row_offset + self.num_local_rows
+        return row_ids[(row_ids >= self.row_offset) & (row_ids < end_row)] - self.row_offset
+
+    def places(self, local_ids: torch.Tensor) -> torch.Tensor:
+        """Return where rows lie in `weights` and `states`, int64[n] on the CPU; -1 for a row that is not held.
+
+        Args:
+            local_ids: int64[n] on the CPU.
+        """
+        return local_ids if self.index is None else self.index.find(local_ids).cpu()
+
     def weights(self) -> torch.Tensor:
-        """Return the live weights, `[num_local_rows, shard.width]`, without gradient; not to be written or kept."""
+        """Return the live weights, `[num_local_rows, shard.width]`, without gradient; not to be written or kept.
+
+        With an index, `[places, shard.width]`.
+        """
         return self._weights()
 
     def states(self) -> dict[str, torch.Tensor]:

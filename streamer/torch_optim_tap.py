@@ -109,7 +109,7 @@ class _Followed:
         """Mark every row, and find out anew which rows the optimizer goes on to move."""
         reach = self.rule.reach(self.group(), self.source.parameter.dtype, self.source.is_sparse)
         for part in self.parts:
-            part.table.dirty.mark_all()
+            part.table.mark_all()
             if reach is not Reach.GRADIENT:
                 part.touched.take()
                 for state in self.made().values():
@@ -223,7 +223,7 @@ class TorchOptimTap:
         reach = followed.rule.reach(group, parameter.dtype, gradient.is_sparse)
         if reach is Reach.ALL:
             for part in followed.parts:
-                part.table.dirty.mark_all()
+                part.table.mark_all()
                 part.touched.mark_all()  # a setting may go back, and the states that it has left would move rows on
             return
         ids = _changed_rows(gradient, parameter)

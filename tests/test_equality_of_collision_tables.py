@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.replica import EmbeddingReplica
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
@@ -29,6 +30,14 @@ def read_all(address: str, fqn: str) -> Rows:
         async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
             assert reader.tables[fqn].has_identities
             return await reader.get(fqn, np.arange(ROWS), with_states=True)
+
+    return asyncio.run(read())
+
+
+def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
+    async def read() -> Rows:
+        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
+            return await reader.get_by_identity(fqn, identities, with_states=True)
 
     return asyncio.run(read())
 
@@ -54,6 +63,23 @@ def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_b
     assert stored == rows_of_ids
     lost = {raw for result in results for raw in result["lost_ids"]}
     assert not lost & stored.keys()
+    _check_identities(server.address, results, rows_of_ids, sorted(lost))
+
+
+def _check_identities(address: str, results: list[Any], rows_of_ids: dict[int, int], lost: list[int]) -> None:
+    """Look up by identity, through reader and replica: each raw id has the trainer's row, and a lost one has none."""
+    fqn, wanted = results[0]["fqn"], [*rows_of_ids, *lost]
+    weights, sums = (np.concatenate([result[name] for result in results]) for name in ("weights", "sum"))
+    slots = np.array([*rows_of_ids.values()])
+    rows = read_by_identity(address, fqn, wanted)
+    assert rows.row_ids.tolist() == [*slots.tolist(), *[-1] * len(lost)]
+    assert rows.weights[: slots.size].tobytes() == weights[slots].tobytes()
+    assert rows.states["sum"][: slots.size].tobytes() == sums[slots].tobytes()
+    with EmbeddingReplica(address, tables=frozenset({fqn})) as replica:
+        served = replica.lookup_by_identity(fqn, wanted).numpy()
+        assert replica.num_missing.get(fqn, 0) == len(lost)
+    assert served[: slots.size].tobytes() == weights[slots].tobytes()
+    assert not served[slots.size :].any()
 
 
 def _equal_where(is_there: Any, stored: Any, trained: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matrix_training import OPTIMIZERS, PLAIN_KINDS, train_plain_cells_on_rank
 from ranks import run_ranks
 from replicated_training import (
     DIM,
@@ -123,6 +124,27 @@ def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimi
     train(train_dtensor_on_rank, 2, job)
 
 
+def test_each_torch_optimizer_under_each_placement(server: ServerProcess) -> None:
+    """Every pair of a torch optimizer and a way to replicate or cut a table arrives whole; all are in one model."""
+    results = run_ranks(train_plain_cells_on_rank, 2, server.address, "cells")
+    values = results[0]["values"]
+    assert len(values) == len(PLAIN_KINDS) * len(OPTIMIZERS)
+    fqn_of = {fqn.split(".")[-2]: fqn for result in results for fqn in result["fqns"]}
+    assert fqn_of.keys() == values.keys()
+
+    async def compare() -> None:
+        async with await EmbeddingReader.connect(server.address, timeout_s=30.0) as reader:
+            for name, columns in values.items():
+                rows = await reader.get(fqn_of[name], np.arange(len(columns["weights"])), with_states=True)
+                assert (rows.presence == idl.RowPresence.PRESENT).all(), name
+                assert columns.keys() == {"weights", *rows.states}, name
+                for column, trained in columns.items():
+                    stored = rows.weights if column == "weights" else rows.states[column]
+                    assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{name} {column} differs"
+
+    asyncio.run(compare())
+
+
 @pytest.mark.parametrize(
     ("case", "messages"),
     [
@@ -130,6 +152,7 @@ def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimi
         ("ignored", ["was told to ignore it", "was told to ignore it"]),
         ("part_of_the_ranks", ["mesh of 1 of the 2 ranks", "mesh of 1 of the 2 ranks"]),
         ("ddp_of_some_ranks", ["kept equal on 1 of the 2 ranks", "kept equal on 1 of the 2 ranks"]),
+        ("rowwise_dtensor", ["rowwise states of a DTensor are not followed"] * 2),
         ("partial", ["with placement P", "with placement P"]),
         ("flattened", ["inside FullyShardedDataParallel", "inside FullyShardedDataParallel"]),
         ("unknown_name", ["no table is named or matches 'bagg.weight'; the nearest are 'bag.weight'"] * 2),
@@ -140,7 +163,7 @@ def test_dtensors_with_a_gradient_placed_otherwise(server: ServerProcess, optimi
 )
 def test_refused_on_all_ranks(case: str, messages: list[str]) -> None:
     """What cannot have one owner a row, or counts steps differently, is refused with its reason, on every rank."""
-    if case in ("same_rows_twice", "different_ways_to_count"):
+    if case in ("same_rows_twice", "different_ways_to_count", "rowwise_dtensor"):
         pytest.importorskip("fbgemm_gpu")
     errors = run_ranks(refusal_on_rank, 2, case)
     for error, message in zip(errors, messages, strict=True):

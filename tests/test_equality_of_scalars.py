@@ -55,6 +55,37 @@ def test_the_count_of_steps_comes_back_also_after_a_restart(tmp_path: Path, name
         assert scalars(server.address, f"{name}.weight") == expected
 
 
+@pytest.mark.torchrec
+def test_the_count_of_steps_of_a_table_batched_module_comes_back(tmp_path: Path) -> None:
+    """Each table of a module whose fused optimizer counts steps has the count of the module when it was last sent."""
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as ops
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+
+    tbe = ops.SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (30, 4, EmbeddingLocation.HOST, ops.ComputeDevice.CPU),
+            (20, 8, EmbeddingLocation.HOST, ops.ComputeDevice.CPU),
+        ],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        weight_decay=0.1,
+        weight_decay_mode=ops.WeightDecayMode.COUNTER,
+        counter_based_regularization=ops.CounterBasedRegularizationDefinition(
+            counter_weight_decay_mode=ops.CounterWeightDecayMode.ADAGRADW
+        ),
+        table_names=["left", "right"],
+    )
+    with ServerProcess.start(tmp_path, shards=2) as server, RawEmbeddingStreamer(server.address, run="tbe") as streamer:
+        streamer.attach(nn.ModuleDict({"tbe": tbe}))
+        for step in range(4):
+            left = torch.tensor([step])
+            right = torch.tensor([step] if step < 2 else [], dtype=torch.int64)
+            tbe(torch.cat([left, right]), torch.tensor([0, 1, 1 + right.numel()])).sum().backward()
+            streamer.flush()
+        assert scalars(server.address, "tbe.left") == {"iter": 4}
+        assert scalars(server.address, "tbe.right") == {"iter": 2}
+
+
 def test_the_newest_version_wins_and_is_kept() -> None:
     """An older version of a scalar (replay, backfill) changes nothing; the metadata brings all of them back."""
     spec = TableSpec(fqn="t", num_rows=5, dim=2, dtype=DType.FLOAT32)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from matrix_training import train_sharded_cells_on_rank
 from ranks import run_ranks
 from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
 
@@ -149,6 +150,40 @@ def test_sharded_tables(server: ServerProcess, sharding: str, optimizer: str) ->
     assert len(trained) == len(job.shardings)
     check_equal(read_all(server.address, list(trained)), trained)
     check_progress(server.address, job, results, job.num_steps)
+
+
+CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "table-wise": ("table_wise", {"rank": 1}),
+        "row-wise": ("row_wise", {}),
+        "column-wise": ("column_wise", {"ranks": [1, 0]}),
+    },
+    4: {
+        "table-row-wise": ("table_row_wise", {"host_index": 1}),
+        "table-column-wise": ("column_wise", {"ranks": [2, 3]}),
+        "grid": ("grid_shard", {"host_indexes": [1, 0]}),
+    },
+}
+FUSED = ("sgd", "adagrad", "row-wise-adagrad")
+
+
+@pytest.mark.parametrize("world_size", list(CELLS))
+def test_each_fused_optimizer_under_each_sharding(server: ServerProcess, world_size: int) -> None:
+    """Every pair of a fused optimizer of the CPU build and a sharding arrives whole; all pairs are in one model."""
+    cells = {
+        f"{sharding}-{optimizer}": (kind, settings, optimizer)
+        for sharding, (kind, settings) in CELLS[world_size].items()
+        for optimizer in FUSED
+    }
+    local = tuple(name for name in cells if name.startswith("table-column-wise"))
+    results = run_ranks(
+        train_sharded_cells_on_rank, world_size, server.address, f"cells{world_size}", cells, local, local_size=2
+    )
+    trained = whole_tables(results)
+    assert {fqn.split(".")[-2] for fqn in trained} == set(cells)
+    for fqn, columns in trained.items():
+        assert len(columns) == (1 if "sgd" in fqn else 2), fqn
+    check_equal(read_all(server.address, list(trained)), trained)
 
 
 def test_table_and_row_without_state_on_4_ranks(server: ServerProcess) -> None:

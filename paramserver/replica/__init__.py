@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.config import DiskStorage, MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.embedding_bags import BagTable, ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 
-__all__ = ["BagTable", "EmbeddingReplica", "ReplicaConfig", "ReplicaEmbeddingBagCollection"]
+__all__ = [
+    "BagTable",
+    "DiskStorage",
+    "EmbeddingReplica",
+    "MemoryStorage",
+    "ReplicaConfig",
+    "ReplicaEmbeddingBagCollection",
+]

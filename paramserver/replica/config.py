@@ -4,14 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from headrace.paramserver.replica.precision import Precision, check_precision
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["ReplicaConfig"]
+__all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStorage:
+    """All rows of a table in memory: each lookup is a gather.
+
+    Attributes:
+        precision: What its rows are kept in; None for the replica's `precision`.
+    """
+
+    precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: There is no such precision.
+        """
+        check_precision(self.precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskStorage:
+    """All rows of a table in a RocksDB of the replica, those that are looked up often in memory.
+
+    Attributes:
+        memory_bytes: For one table: its hot rows, and its part of the blocks that RocksDB keeps and of what it writes.
+        hot_share: How much of it is for hot rows, between 0 and 1. A hot row costs a copy; one in a block that is kept
+            costs some 2 µs, but such a block has all of the row's neighbours, and no place is wasted on hashes.
+    """
+
+    memory_bytes: int = 256 << 20
+    hot_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: One is out of range.
+        """
+        if self.memory_bytes <= 0:
+            raise ConfigError(f"replica: storage memory_bytes is {self.memory_bytes}, not above 0")
+        if not 0 < self.hot_share < 1:
+            raise ConfigError(f"replica: storage hot_share is {self.hot_share}, not between 0 and 1")
+
+    @property
+    def hot_bytes(self) -> int:
+        """Memory of a table's hot rows."""
+        return int(self.memory_bytes * self.hot_share)
+
+    @property
+    def cache_bytes(self) -> int:
+        """A table's part of RocksDB's memory."""
+        return self.memory_bytes - self.hot_bytes
+
+
+_IN_MEMORY = MemoryStorage()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +82,14 @@ class ReplicaConfig:
             once: a lookup waits while one is applied, and updates of a step are in memory twice until it is complete.
         missing: What a lookup of a row that is not there gives: `zeros`, `table_default` (see `defaults`) or `error`.
         defaults: By fqn, `[dim]`; zeros for tables that are not named. With `table_default` only.
+        storage: Where tables live, by fqn or by a pattern of fqns such as `user.*`: an fqn counts before patterns, of
+            patterns the first that matches. Tables that are not named are in memory.
+        precision: What rows in memory are kept in: `fp32`, `fp16`, `bf16`, or rowwise `int8` or `int4`; lookups give
+            the table's dtype all the same. None keeps the table's dtype, and so does a precision that saves nothing.
+        disk_dir: Directory of the copies on disk, of this replica alone; two copies exist during a switch, and with a
+            previous copy that is kept. None makes a temporary one. On the file system of the snapshots that are
+            loaded, a copy begins with hard links to their files.
+        disk_threads: That read rows for `prefetch`, and large lookups together with their caller.
         tables: Fqns to keep; None for all, also those that are registered later.
         name: Registers at the server, which keeps log for it while it is away; None does not.
         lease_s: For so long, seconds.
@@ -36,6 +103,10 @@ class ReplicaConfig:
     consistency: Literal["latest", "step"] = "latest"
     missing: Literal["zeros", "table_default", "error"] = "zeros"
     defaults: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    storage: Mapping[str, MemoryStorage | DiskStorage] = field(default_factory=dict)
+    precision: Precision | None = None
+    disk_dir: Path | None = None
+    disk_threads: int = 2
     tables: frozenset[str] | None = None
     name: str | None = None
     lease_s: float = 600.0
@@ -57,6 +128,32 @@ class ReplicaConfig:
             raise ConfigError(f"replica: missing is {self.missing!r}, not zeros, table_default or error")
         if self.defaults and self.missing != "table_default":
             raise ConfigError("replica: defaults are for missing='table_default'")
-        for name in ("lease_s", "max_pending_bytes", "fetch_wait_s", "timeout_s"):
+        check_precision(self.precision)
+        for pattern, storage in self.storage.items():
+            if not isinstance(storage, MemoryStorage | DiskStorage):
+                raise ConfigError(f"replica: storage of {pattern!r} is {storage!r}, not MemoryStorage or DiskStorage")
+        for name in ("disk_threads", "lease_s", "max_pending_bytes", "fetch_wait_s", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"replica: {name} is {getattr(self, name)}, not above 0")
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a table may be on disk."""
+        return any(isinstance(storage, DiskStorage) for storage in self.storage.values())
+
+    def wants(self, fqn: str) -> bool:
+        """Return whether a table is to be kept."""
+        return self.tables is None or fqn in self.tables
+
+    def storage_of(self, fqn: str) -> MemoryStorage | DiskStorage:
+        """Return where a table lives."""
+        if fqn in self.storage:
+            return self.storage[fqn]
+        matches = (storage for pattern, storage in self.storage.items() if fnmatchcase(fqn, pattern))
+        return next(matches, _IN_MEMORY)
+
+    def precision_of(self, fqn: str) -> Precision | None:
+        """Return what the rows of a table in memory are to be kept in; None for their own dtype."""
+        storage = self.storage_of(fqn)
+        own = storage.precision if isinstance(storage, MemoryStorage) else None
+        return own or self.precision

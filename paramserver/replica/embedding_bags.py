@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.schemas.errors import ConfigError
 
@@ -123,7 +123,7 @@ class ReplicaEmbeddingBagCollection(nn.Module):
                 ids, offsets, weights = inputs[feature]
                 row_ids: npt.NDArray[np.int64] = ids.detach().cpu().numpy().astype(np.int64, copy=False)
                 wanted.append((table.fqn, np.ascontiguousarray(row_ids), _Bags(offsets.long().cpu(), weights, table)))
-        return torch.cat(self._replica.look(wanted), dim=1)  # type: ignore[arg-type]
+        return torch.cat(self._replica.look(wanted), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +134,10 @@ class _Bags:
     weights: torch.Tensor | None
     table: BagTable
 
-    def __call__(self, source: ReplicaTable, slots: torch.Tensor) -> torch.Tensor:
+    def __call__(self, source: ReplicaTable, ids: npt.NDArray[np.int64]) -> Looked:
         # The same kernel on the same rows in the same order: the same bits.
-        pooled = torch.nn.functional.embedding_bag(
-            slots,
-            source.weights,
-            self.offsets,
-            mode=self.table.pooling,
-            per_sample_weights=self.weights,
-            include_last_offset=True,
-        )
-        return pooled.float()
+        pooled, missing = source.pool(ids, self.offsets, self.table.pooling, self.weights)
+        return pooled.float(), missing
 
 
 def _output_names(tables: Sequence[BagTable]) -> list[str]:

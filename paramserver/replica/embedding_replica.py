@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import ssl
-import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,37 +16,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_table, digest_table, why_left_out
 from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.copy_builder import CopyBuilder
+from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.freshness import Freshness
 from headrace.paramserver.replica.generation import Generation
-from headrace.paramserver.replica.loading import load_live, load_snapshot
-from headrace.paramserver.replica.table import ReplicaTable, size_of_table
+from headrace.paramserver.replica.hot_rows import HotRowStats
+from headrace.paramserver.replica.identity_lookup import look_by_identity
+from headrace.paramserver.replica.table import ReplicaTable, default_row
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import fetch_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.errors import (
     ConfigError,
-    GoneError,
     HeadraceError,
     RequestError,
+    StorageError,
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["EmbeddingReplica"]
+__all__ = ["EmbeddingReplica", "Looked"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Ids = npt.NDArray[np.int64]
 
+Looked = tuple[torch.Tensor, npt.NDArray[np.bool_]]
+"""What a look at a table gives: `[rows or bags, dim]`, and bool[n], which of the ids are missing."""
+
 # Between attempts to begin anew after a place in the log was lost.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _CLOSE_TIMEOUT_S = 10.0
+_DIGEST_TIMEOUT_S = 600.0
 
 
 class EmbeddingReplica:
@@ -111,11 +115,13 @@ class EmbeddingReplica:
         )
         self._changed = threading.Condition()
         self._copies: list[Followed] = []  # the current one last
+        self._dropped: list[Followed] = []  # to be closed
         self._current: Generation | None = None
         self._rebuilding: asyncio.Task[None] | None = None
         self._failure: HeadraceError | None = None
         self._is_closed = False
         self._switching = asyncio.Lock()
+        self._builder = CopyBuilder(address, self._dial, self._config, on_change=self._notify, on_lost=self._on_lost)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-replica", daemon=True)
         self._thread.start()
@@ -148,41 +154,166 @@ class EmbeddingReplica:
         """Return rows of several tables, all as of one moment; see `lookup`."""
         wanted = {fqn: _as_ids(ids) for fqn, ids in ids_of.items()}
 
-        def gather(table: ReplicaTable, slots: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.embedding(slots, table.weights)
+        def gather(table: ReplicaTable, ids: _Ids) -> Looked:
+            return table.gather(ids)
 
         found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
-        return {fqn: rows.view(*ids.shape, -1) for (fqn, ids), rows in zip(wanted.items(), found, strict=True)}
+        return {
+            fqn: rows.view(*ids.shape, rows.shape[-1]) for (fqn, ids), rows in zip(wanted.items(), found, strict=True)
+        }
 
-    def look(
-        self, wanted: list[tuple[str, _Ids, Callable[[ReplicaTable, torch.Tensor], torch.Tensor]]]
-    ) -> list[torch.Tensor]:
-        """Return what functions make of slots of tables, all as of one moment.
+    def lookup_by_identity(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+        """Return the rows of one table that raw ids are mapped to (zero-collision hashing).
+
+        An identity belongs to the row that was last written with it, and to none when that row has another identity
+        by now or is deleted; then it is missing, as a row would be.
 
         Args:
-            wanted: (fqn, int64[n] row ids, function of the table and int64[n] slots of its weights). A function may be
-                called twice; its result must not share memory with the table.
+            fqn: Table with identities.
+            identities: Raw ids, any shape; -1 is none.
+
+        Returns:
+            `[*identities.shape, dim]` in the table's dtype, on the CPU, a copy.
 
         Raises:
-            See `lookup`.
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has no identities; or one has no row and the policy is `error`.
         """
-        generation = self._generation
+        wanted = _as_ids(identities)
+
+        def look(generation: Generation) -> Looked:
+            spec = self._table(generation, fqn).spec
+            default = default_row(spec, self._config.defaults.get(fqn))
+            return look_by_identity(generation, fqn, wanted.reshape(-1), default)
+
+        rows, missing = self._with_generation(look)
+        self._count_missing(fqn, wanted.reshape(-1), missing, what="identity")
+        return rows.view(*wanted.shape, rows.shape[-1])
+
+    def find_rows(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> _Ids:
+        """Return the row that each raw id is mapped to; see `lookup_by_identity`.
+
+        Args:
+            fqn: Table with identities.
+            identities: Raw ids, any shape; -1 is none.
+
+        Returns:
+            int64 of the same shape; -1 where no row has the identity.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has no identities.
+        """
+        wanted = _as_ids(identities)
+
+        def find(generation: Generation) -> _Ids:
+            self._table(generation, fqn)
+            of_table = generation.identities.get(fqn)
+            if of_table is None:
+                raise RequestError(f"table {fqn!r} has no identities; its rows are looked up by their row ids")
+            return generation.gate.read(lambda: of_table.find(wanted.reshape(-1)))
+
+        return self._with_generation(find).reshape(wanted.shape)
+
+    def look(self, wanted: Sequence[tuple[str, _Ids, Callable[[ReplicaTable, _Ids], Looked]]]) -> list[torch.Tensor]:
+        """Return what functions make of rows of tables, all as of one moment.
+
+        Args:
+            wanted: (fqn, int64[n] row ids, function of the table and the ids: `ReplicaTable.gather` or `pool`). A
+                function may be called twice; its result must not share memory with the table.
+
+        Raises:
+            HeadraceError: As of `lookup`.
+        """
+        return self._with_generation(lambda generation: self._look(generation, wanted))
+
+    def _with_generation(self, look: Callable[[Generation], _T]) -> _T:
+        while True:
+            generation = self._generation
+            try:
+                found = look(generation)
+                if generation.failure is not None:
+                    raise StorageError(f"the replica's copy is not whole any more: {generation.failure}")
+                return found
+            except (UnavailableError, StorageError):
+                # A copy on disk that was changed for another meanwhile is closed; this one has failed.
+                if generation is self._current:
+                    raise
+
+    def _look(
+        self, generation: Generation, wanted: Sequence[tuple[str, _Ids, Callable[[ReplicaTable, _Ids], Looked]]]
+    ) -> list[torch.Tensor]:
         for fqn, ids, _ in wanted:
             self._table(generation, fqn).spec.check_row_ids(ids)
 
-        def look() -> list[tuple[torch.Tensor, npt.NDArray[np.bool_]]]:
-            found = []
-            for fqn, ids, make in wanted:
-                table = generation.tables[fqn]
-                slots = table.slots_of(ids)
-                missing = table.missing(slots)
-                found.append((make(table, torch.from_numpy(slots)), missing))
-            return found
+        def look() -> list[Looked]:
+            return [make(generation.tables[fqn], ids) for fqn, ids, make in wanted]
 
         found = generation.gate.read(look)
         for (fqn, ids, _), (_, missing) in zip(wanted, found, strict=True):
             self._count_missing(fqn, ids, missing)
         return [rows for rows, _ in found]
+
+    def prefetch(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> None:
+        """Have rows of a table on disk read into its hot rows, by other threads; of a table in memory do nothing.
+
+        Args:
+            fqn: Table.
+            ids: Row ids that will be looked up, any shape. When more than a million wait already, they are dropped and
+                counted (`hot_rows`).
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RowRangeError: An id is no row of the table.
+        """
+        wanted = _as_ids(ids).reshape(-1)
+
+        def announce(generation: Generation) -> None:
+            table = self._disk_table(generation, fqn, wanted)
+            if table is not None:
+                table.prefetch(wanted)
+
+        self._with_generation(announce)
+
+    @contextlib.contextmanager
+    def pinned(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> Iterator[int]:
+        """Keep rows of a table on disk in memory meanwhile, and yield how many of the ids that holds for.
+
+            with replica.pinned("user.weight", ids):
+                ...  # lookups of these rows do not wait for the disk
+
+        It holds for the copy that answers now: when another one takes its place, its rows are read as usual.
+
+        Args:
+            fqn: Table. Of one in memory all rows are.
+            ids: Row ids, any shape; `hot_rows` says how many there is place for, and a fourth of them can be pinned.
+
+        Raises:
+            HeadraceError: As of `lookup`.
+        """
+        wanted = np.unique(_as_ids(ids))
+        with contextlib.ExitStack() as stack:
+
+            def pin(generation: Generation) -> int:
+                table = self._disk_table(generation, fqn, wanted)
+                return wanted.size if table is None else stack.enter_context(table.pinned(wanted))
+
+            yield self._with_generation(pin)
+
+    def hot_rows(self) -> dict[str, HotRowStats]:
+        """Return what has become of lookups of each table on disk, by fqn, since the copy that answers was begun."""
+        tables = self._generation.tables
+        return {fqn: table.stats for fqn, table in tables.items() if isinstance(table, DiskTable)}
+
+    def _disk_table(self, generation: Generation, fqn: str, ids: _Ids) -> DiskTable | None:
+        table = self._table(generation, fqn)
+        table.spec.check_row_ids(ids)
+        return table if isinstance(table, DiskTable) else None
+
+    @property
+    def server_id(self) -> str:
+        """Identity of the store that it is a copy of."""
+        return self._generation.server_id
 
     @property
     def tables(self) -> dict[str, TableSpec]:
@@ -190,12 +321,12 @@ class EmbeddingReplica:
         return {fqn: table.spec for fqn, table in self._generation.tables.items()}
 
     def num_rows(self, fqn: str) -> int:
-        """Return how many rows of a table are present.
+        """Return how many rows of a table are present; of one on disk, about (`DiskTable.num_present`).
 
         Raises:
             UnknownTableError: The replica has no such table.
         """
-        return self._table(self._generation, fqn).num_present
+        return self._with_generation(lambda generation: self._table(generation, fqn).num_present)
 
     # Freshness.
 
@@ -239,6 +370,59 @@ class EmbeddingReplica:
                 why = f"; {self._failure}" if self._failure is not None else ""
                 raise UnavailableError(f"step {step} is not visible within {timeout_s:g} s, step {self.step} is{why}")
 
+    # Proving.
+
+    def audit(self, *, tables: Sequence[str] | None = None, timeout_s: float = 600.0) -> ReplicaAuditReport:
+        """Compare the weights that lookups see with the server's, row for row, by their digests.
+
+        The replica does not move on while a range of rows is looked at, about a second; lookups go on.
+
+        Args:
+            tables: Which to compare; None for all that can be, the others being named in the report.
+            timeout_s: Deadline, seconds. A shard looks at some hundred thousand rows a second. In `step` a range is
+                looked at again when rows came meanwhile.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: A table that was asked for has virtual ids, or is kept in another precision.
+            UnavailableError: It did not end in time, or the replica is not kept up to date.
+        """
+        return self._run(self._audit(tables), timeout_s, "the audit has not ended")
+
+    def digest(self, fqn: str) -> TableDigest:
+        """Return digests of the weights of a table's rows, by bucket, all as of one moment.
+
+        They are those of `EmbeddingReader.digest(…, only_weights=True)` for the same rows.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has virtual ids, or is kept in another precision.
+        """
+        return self._run(self._digest(fqn), _DIGEST_TIMEOUT_S, "the digest has not ended")
+
+    async def _digest(self, fqn: str) -> TableDigest:
+        copy = self._copies[-1]
+        table = self._table(copy.generation, fqn)
+        self._check_can_audit(table.spec)
+        async with copy.held():
+            return await asyncio.to_thread(digest_table, table)
+
+    def _check_can_audit(self, spec: TableSpec) -> None:
+        if (why := why_left_out(spec, self._config)) is not None:
+            raise RequestError(f"table {spec.fqn!r} cannot be compared: {why}")
+
+    async def _audit(self, fqns: Sequence[str] | None) -> ReplicaAuditReport:
+        copy = self._copies[-1]
+        left_out: dict[str, str] = {}
+        if fqns is None:
+            specs = {fqn: table.spec for fqn, table in sorted(copy.generation.tables.items())}
+            reasons = {fqn: why_left_out(spec, self._config) for fqn, spec in specs.items()}
+            left_out = {fqn: why for fqn, why in reasons.items() if why is not None}
+            fqns = [fqn for fqn in specs if fqn not in left_out]
+        for fqn in fqns:
+            self._check_can_audit(self._table(copy.generation, fqn).spec)
+        return ReplicaAuditReport(tables=tuple([await audit_table(copy, fqn) for fqn in fqns]), left_out=left_out)
+
     # Switching.
 
     def load_snapshot(self, folder: Path, *, keep_previous: bool = True, timeout_s: float = 600.0) -> None:
@@ -276,6 +460,7 @@ class EmbeddingReplica:
         self._thread.join()
         self._loop.close()
         self._current = None
+        self._builder.close()
         with self._changed:
             self._changed.notify_all()
 
@@ -301,15 +486,15 @@ class EmbeddingReplica:
             raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
         return table
 
-    def _count_missing(self, fqn: str, ids: _Ids, missing: npt.NDArray[np.bool_]) -> None:
+    def _count_missing(self, fqn: str, ids: _Ids, missing: npt.NDArray[np.bool_], *, what: str = "row") -> None:
         number = int(np.count_nonzero(missing))
         if number:
             self.num_missing[fqn] = self.num_missing.get(fqn, 0) + number
             if self._config.missing == "error":
                 first = int(ids[np.argmax(missing)])
-                raise RequestError(f"table {fqn!r}: row {first} is not there ({number} of {ids.size} are missing)")
+                raise RequestError(f"table {fqn!r}: {what} {first} is not there ({number} of {ids.size} are missing)")
 
-    def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float, late: str | None = None) -> _T:
         async def bounded() -> _T:
             async with asyncio.timeout(timeout_s):
                 return await work
@@ -320,7 +505,8 @@ class EmbeddingReplica:
         try:
             return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
         except TimeoutError as exc:
-            raise UnavailableError(f"the replica has not caught up with {self._address} in {timeout_s:g} s") from exc
+            late = late or f"the replica has not caught up with {self._address}"
+            raise UnavailableError(f"{late} in {timeout_s:g} s") from exc
 
     # What follows runs on the replica's own thread.
 
@@ -330,109 +516,43 @@ class EmbeddingReplica:
             try:
                 await copy.wait_until(lambda: _has_caught_up(copy, self._current))
             except BaseException:
-                await copy.close()
+                self._dropped.append(copy)
+                await self._end_dropped()
                 raise
             keep = self._copies[-1:] if keep_previous else []
-            dropped = [old for old in self._copies if old not in keep]
+            self._dropped += [old for old in self._copies if old not in keep]
             self._copies = [*keep, copy]
             self._current, self._failure = copy.generation, None
             self._notify()
-            for old in dropped:
-                await old.close()
+            await self._end_dropped()
 
     async def _roll_back(self) -> None:
         async with self._switching:
             if len(self._copies) < 2:
                 raise ConfigError("there is no previous copy to roll back to")
-            dropped = self._copies.pop()
+            self._dropped.append(self._copies.pop())
             self._current, self._failure = self._copies[-1].generation, self._copies[-1].lost
             self._notify()
-            await dropped.close()
+            await self._end_dropped()
 
     async def _close(self) -> None:
         if self._rebuilding is not None:
             self._rebuilding.cancel()
             await asyncio.wait([self._rebuilding])
-        for copy in self._copies:
+        self._dropped += self._copies
+        await self._end_dropped()
+
+    async def _end_dropped(self) -> None:
+        """Stop following into copies that nobody needs, and free them; goes on where it was cancelled before."""
+        while self._dropped:
+            copy = self._dropped[0]
             await copy.close()
+            await asyncio.to_thread(copy.generation.close)
+            if copy in self._dropped:
+                self._dropped.remove(copy)
 
     async def _build(self, snapshot: Path | None) -> Followed:
-        """Return a new copy that has begun to follow."""
-        reader = await EmbeddingReader.connect(
-            self._address,
-            timeout_s=self._dial.timeout_s,
-            ssl_context=self._dial.ssl_context,
-            server_hostname=self._dial.server_hostname,
-            token=self._dial.token,
-        )
-        try:
-            if snapshot is not None:
-                generation = await self._load(snapshot)
-            elif all(spec.num_rows for spec in reader.tables.values() if self._is_wanted(spec)):
-                self._check_memory(list(reader.tables.values()), 0)
-                generation = await load_live(reader, is_by_step=self._is_by_step, make_table=self._make_table)
-            else:
-                generation = await self._load_newest()
-            server_id = reader.links[0].hello.server_id
-            if generation.server_id != server_id:
-                raise GoneError(f"the snapshot is of store {generation.server_id}, the server has {server_id}")
-            targets = [status.accepted_seq for status in await reader.status()]
-        except BaseException:
-            await reader.close()
-            raise
-        return Followed(
-            generation,
-            reader,
-            self._config,
-            target_seqs=targets,
-            on_change=self._notify,
-            on_lost=self._on_lost,
-        )
-
-    async def _load(self, folder: Path) -> Generation:
-        manifest: SnapshotManifest = await asyncio.to_thread(verify_snapshot, folder)
-        self._check_memory(list(manifest.tables.values()), manifest.size_bytes)
-        return await asyncio.to_thread(
-            load_snapshot, folder, manifest, is_by_step=self._is_by_step, make_table=self._make_table
-        )
-
-    async def _load_newest(self) -> Generation:
-        with contextlib.ExitStack() as stack:
-            directory = self._config.snapshot_dir
-            if directory is None:
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
-            try:
-                manifest = await fetch_snapshot(self._address, directory, dial=self._dial)
-            except GoneError as exc:
-                raise GoneError(
-                    f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
-                ) from exc
-            return await self._load(SnapshotFiles(directory).folder_of(manifest.name))
-
-    @property
-    def _is_by_step(self) -> bool:
-        return self._config.consistency == "step"
-
-    def _is_wanted(self, spec: TableSpec) -> bool:
-        return self._config.tables is None or spec.fqn in self._config.tables
-
-    def _make_table(self, spec: TableSpec) -> ReplicaTable | None:
-        return ReplicaTable(spec, default=self._config.defaults.get(spec.fqn)) if self._is_wanted(spec) else None
-
-    def _check_memory(self, specs: list[TableSpec], snapshot_bytes: int) -> None:
-        """Refuse a copy that will not fit beside those that are there."""
-        wanted = [spec for spec in specs if self._is_wanted(spec)]
-        needed = sum(size_of_table(spec) for spec in wanted)
-        if any(not spec.num_rows for spec in wanted):
-            needed += snapshot_bytes  # their rows are in there, and more
-        held = sum(copy.generation.size_bytes for copy in self._copies)
-        limit = self._config.max_memory_bytes
-        free = _free_memory_bytes() if limit is None else limit - held
-        if needed > free:
-            raise ConfigError(
-                f"replica: a new copy takes about {needed >> 20} MiB, {max(free, 0) >> 20} MiB are free "
-                f"beside the {held >> 20} MiB of the present one"
-            )
+        return await self._builder.build(snapshot, held_bytes=sum(copy.generation.size_bytes for copy in self._copies))
 
     def _notify(self) -> None:
         with self._changed:
@@ -474,12 +594,3 @@ def _as_ids(ids: npt.ArrayLike | torch.Tensor) -> _Ids:
     if isinstance(ids, torch.Tensor):
         ids = ids.detach().cpu().numpy()
     return np.asarray(ids, np.int64, order="C")
-
-
-def _free_memory_bytes() -> int:
-    """Return what the machine can give without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("replica: /proc/meminfo does not say what is free; set max_memory_bytes")

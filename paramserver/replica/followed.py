@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from headrace.paramserver.follower import ShardFollower
+from headrace.paramserver.follower import ShardFollower, Update
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.generation import Generation
@@ -53,6 +54,8 @@ class Followed:
         self._on_change = on_change
         self._on_lost = on_lost
         self._changed = asyncio.Event()
+        self._taking = asyncio.Lock()
+        self._holding = asyncio.Lock()
         self._tasks = [
             asyncio.create_task(self._follow(tail.shard), name=f"headrace-follow-{tail.shard}")
             for tail in generation.tails
@@ -71,6 +74,57 @@ class Followed:
                 raise self.lost
             self._changed.clear()
             await self._changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Show nothing that comes meanwhile, but by `show_up_to`: it waits in memory, within `max_pending_bytes`.
+
+        Cancellation: ends it.
+        """
+        async with self._holding:
+            async with self._taking:
+                self.generation.limits = [tail.visible_seq for tail in self.generation.tails]
+            try:
+                yield
+            finally:
+                self.generation.limits = None  # before anything that may be cancelled
+                await self._advance()
+
+    async def show_up_to(self, seqs: Sequence[int]) -> bool:
+        """While held, have lookups see exactly the records up to some; return whether they do.
+
+        By step they never see more than what they saw when holding began: then there must be no rows in between.
+
+        Args:
+            seqs: By shard, none before what is visible.
+
+        Raises:
+            HeadraceError: Following has ended before.
+
+        Cancellation: harmless.
+        """
+        tails = self.generation.tails
+        self.generation.limits = tuple(seqs)
+        await self._advance()
+        await self.wait_until(lambda: all(tail.seq >= seq for tail, seq in zip(tails, seqs, strict=True)))
+        async with self._taking:
+            return not any(
+                change.deltas
+                for tail, seq in zip(tails, seqs, strict=True)
+                for change in tail.pending
+                if change.seq <= seq
+            )
+
+    async def _advance(self) -> None:
+        async with self._taking:
+            if await asyncio.to_thread(self.generation.advance):
+                self._on_change()
+        self._changed.set()
+
+    @property
+    def reader(self) -> EmbeddingReader:
+        """Connected to the server that is followed."""
+        return self._reader
 
     async def close(self) -> None:
         """Stop following; the generation stays as it is. Idempotent."""
@@ -92,13 +146,26 @@ class Followed:
             while True:
                 await self.wait_until(lambda: not generation.is_waiting(shard, config.max_pending_bytes))
                 updates = await follower.fetch()
-                if generation.take(shard, updates, follower.last_seq):
+                if await self._take(shard, updates, follower.last_seq):
                     self._on_change()
                 self._changed.set()
         except HeadraceError as exc:
             self._end(exc)
         except Exception as exc:  # a bug of ours: the copy stays, and says so
             self._end(HeadraceError(f"following shard {shard} failed: {exc!r}"))
+
+    async def _take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
+        async with self._taking:
+            if not self.generation.is_on_disk:
+                return self.generation.take(shard, updates, last_seq)
+            # The disk may be waited for, and the connections must not. One shard at a time, as in the loop.
+            work = asyncio.ensure_future(asyncio.to_thread(self.generation.take, shard, updates, last_seq))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # nobody may close what is still being written
+                work.exception()  # of a copy that nobody wants any more
+                raise
 
     def _end(self, error: HeadraceError) -> None:
         if self.lost is None:

@@ -57,8 +57,8 @@ class Freshness:
         shard: Index.
         visible_seq: Last record of the shard's log that lookups see.
         last_seq: Last durable record, as the shard last told.
-        lag_s: Age of the newest visible update while there are others that are not visible; 0 when there are none: an
-            idle shard is not stale. Seconds.
+        is_behind: Rows are known to be there that lookups do not see yet.
+        lag_s: Age of the newest visible update while `is_behind`; else 0: an idle shard is not stale. Seconds.
         lag_steps: Steps that have been fetched from this shard and are not visible.
         delay: From the trainer's clock at an update to its being visible here, of each record.
     """
@@ -66,6 +66,7 @@ class Freshness:
     shard: int
     visible_seq: int
     last_seq: int
+    is_behind: bool
     lag_s: float
     lag_steps: int
     delay: Histogram

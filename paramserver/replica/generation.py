@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.paramserver.follower import Update
+from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.replica.identity_map import IdentityMap
 from headrace.paramserver.replica.shard_tail import Change, Cut, ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.replica.version_gate import VersionGate
+from headrace.schemas.errors import HeadraceError
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Generation"]
@@ -27,9 +30,13 @@ class Generation:
     Attributes:
         server_id: The store that it is a copy of.
         tables: By fqn. Tables are added, never removed.
+        identities: By fqn, of tables that have identities.
         tails: By shard.
         gate: Readers look through it.
         visible: (epoch, step) up to which everything is visible; None when it is at no step yet.
+        failure: Why an update was applied in part. What is read once it is there is of no one moment.
+        limits: Last record of each shard that may be shown for now; None where all may be. By step, nothing is shown
+            while there are limits.
     """
 
     def __init__(
@@ -53,8 +60,11 @@ class Generation:
         self.server_id = server_id
         self.tails = list(tails)
         self.tables: dict[str, ReplicaTable] = {}
+        self.identities: dict[str, IdentityMap] = {}
         self.gate = VersionGate()
         self.visible: Cut | None = None
+        self.failure: HeadraceError | None = None
+        self.limits: Sequence[int] | None = None
         self._is_by_step = is_by_step
         self._make_table = make_table
         self._clock_us = clock_us
@@ -71,12 +81,20 @@ class Generation:
                 else:
                     # Another dict: readers of the old one are not disturbed.
                     self.tables = {**self.tables, spec.fqn: table}
+                    if spec.has_identities:
+                        self.identities = {**self.identities, spec.fqn: IdentityMap(spec)}
 
     @property
     def size_bytes(self) -> int:
         """Memory that it takes."""
         tables = sum(table.size_bytes for table in self.tables.values())
+        tables += sum(identities.size_bytes for identities in self.identities.values())
         return tables + sum(tail.pending_bytes for tail in self.tails)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether to take updates is to wait for a disk."""
+        return any(isinstance(table, DiskTable) for table in self.tables.values())
 
     def take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
         """Take records of a shard, and show what can be shown; return whether anything has become visible.
@@ -101,19 +119,33 @@ class Generation:
     def is_waiting(self, shard: int, max_bytes: int) -> bool:
         """Return whether a shard is so far ahead of others that more of it should not be fetched now."""
         tail = self.tails[shard]
-        return tail.pending_bytes > max_bytes and any(change.cut is not None for change in tail.pending)
+        return tail.pending_bytes > max_bytes and any(change.cut is not None for change in list(tail.pending))
+
+    def close(self) -> None:
+        """Free what the tables hold beside memory; nothing is taken or looked up any more. Idempotent.
+
+        Raises:
+            StorageError: A file could not be removed.
+        """
+        for table in self.tables.values():
+            table.close()
 
     def freshness(self) -> list[Freshness]:
         """Return how far behind each shard's part is."""
         found = []
         for tail in self.tails:
-            is_behind = tail.visible_seq < tail.last_seq and tail.visible_time_us
+            # A hello, or the end of a step without rows, waits for the next step and keeps nothing from lookups.
+            has_rows = tail.seq < tail.last_seq or any(change.deltas for change in list(tail.pending))
+            is_behind = tail.visible_seq < tail.last_seq and has_rows
             found.append(
                 Freshness(
                     shard=tail.shard,
                     visible_seq=tail.visible_seq,
                     last_seq=tail.last_seq,
-                    lag_s=max(self._clock_us() - tail.visible_time_us, 0) / 1e6 if is_behind else 0.0,
+                    is_behind=is_behind,
+                    lag_s=max(self._clock_us() - tail.visible_time_us, 0) / 1e6
+                    if is_behind and tail.visible_time_us
+                    else 0.0,
                     lag_steps=len({change.step for change in list(tail.pending) if change.deltas}),
                     delay=tail.delay,
                 )
@@ -123,7 +155,7 @@ class Generation:
     def _show_all(self) -> bool:
         has_changed = False
         for tail in self.tails:
-            while tail.pending:
+            while tail.pending and (self.limits is None or tail.pending[0].seq <= self.limits[tail.shard]):
                 change = tail.pending[0]
                 if change.deltas:
                     with self.gate.write():
@@ -137,7 +169,7 @@ class Generation:
         return has_changed
 
     def _show_step(self) -> bool:
-        cut = self._newest_common_cut()
+        cut = None if self.limits is not None else self._newest_common_cut()
         if cut is None or cut == self.visible:
             return False
         # Until then the copy was at no step, and what leads to the first one may not be pending any more.
@@ -167,7 +199,17 @@ class Generation:
             tail.shown(change, now_us)
 
     def _apply(self, change: Change) -> None:
+        try:
+            self._apply_deltas(change)
+        except HeadraceError as exc:
+            self.failure = exc  # before the gate opens: who has looked meanwhile will know
+            raise
+
+    def _apply_deltas(self, change: Change) -> None:
         for delta in change.deltas:
             table = self.tables.get(delta.spec.fqn)
             if table is not None:
                 table.apply(delta, epoch=change.epoch, step=change.step, is_conditional=change.is_conditional)
+            identities = self.identities.get(delta.spec.fqn)
+            if identities is not None:
+                identities.apply(delta, epoch=change.epoch, step=change.step, is_conditional=change.is_conditional)

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from headrace.paramserver.catalog import Catalog, Table
+from headrace.paramserver.catalog import Catalog
 from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.identity_loading import load_identities
+from headrace.paramserver.replica.identity_map import IdentityMap
 from headrace.paramserver.replica.shard_tail import ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
-from headrace.paramserver.row_reader import ShardSource, read_rows
 from headrace.paramserver.sessions import Session, Sessions
-from headrace.paramserver.snapshot_files import part_folder
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.snapshot_reader import SnapshotReader
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import spec_from_idl
-from headrace.schemas.row_keys import KEY_BYTES, key_prefix
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["load_live", "load_snapshot"]
 
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
-_ROWS_AT_ONCE = 8192
+# ON THE WIRE: `RowPresence` in paramserver.thrift.
+_PRESENT, _DELETED = 1, 2
 _LIVE_ROWS_AT_ONCE = 65_536
-# Files are read once, from one end to the other: a cache would not help.
-_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20)
 
 
 def load_snapshot(folder: Path, manifest: SnapshotManifest, *, is_by_step: bool, make_table: _MakeTable) -> Generation:
@@ -51,63 +49,31 @@ def load_snapshot(folder: Path, manifest: SnapshotManifest, *, is_by_step: bool,
 
     Thread: any; it blocks.
     """
-    stores: list[RowStore] = []
-    try:
+    with SnapshotReader(folder) as snapshot:
         tails = []
-        for part in manifest.parts:
-            store = RowStore.open_read_only(part_folder(folder, part), config=_STORE_CONFIG)
-            stores.append(store)
+        for part, store in zip(manifest.parts, snapshot.stores, strict=True):
             if store.applied_seq != part.seq:
                 raise CorruptionError(f"{store.path}: at seq {store.applied_seq}, the manifest says {part.seq}")
             meta = store.read_meta()
             tails.append(ShardTail(part.shard, seq=part.seq, catalog=Catalog(meta), sessions=Sessions(meta)))
         generation = Generation(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
-        for store, tail in zip(stores, tails, strict=True):
+        for target in generation.tables.values():
+            if not (isinstance(target, DiskTable) and target.is_loaded):
+                _load_table(snapshot, target)
+        for store, tail in zip(snapshot.stores, tails, strict=True):
             for table in tail.catalog:
-                target = generation.tables.get(table.spec.fqn)
-                if target is not None:
-                    _load_table(store, table, target)
+                if table.spec.fqn in generation.identities:
+                    load_identities(store, table, generation.identities[table.spec.fqn])
         generation.advance()
         return generation
-    finally:
-        for store in stores:
-            store.close()
 
 
-def _load_table(store: RowStore, table: Table, target: ReplicaTable) -> None:
-    shards = store.layouts(table.table_id)
-    if len(shards) == 1:
-        layout = RecordLayout(table.spec, shards[0])
-        for keys, values in _chunks(store.scan(key_prefix(table.table_id, shards[0]))):
-            records, presence = layout.decode(values)
-            weights = np.ascontiguousarray(records["weights"])
-            target.load(_row_ids(keys), weights, presence, records["epoch"], records["step"], shards[0])
-        return
-    # Rows in several column shards are put together as reads of the server do it.
-    sources = [ShardSource(RecordLayout(table.spec, shard), None, True) for shard in shards]
-    for shard in shards:
-        for keys, _ in _chunks(store.scan(key_prefix(table.table_id, shard))):
-            ids = _row_ids(keys)
-            rows = read_rows(table.table_id, table.spec, sources, ids, store.get, seq=store.applied_seq)
-            target.load(ids, rows.weights, rows.presence, rows.epochs, rows.steps, table.spec.whole)
-
-
-def _chunks(pairs: Iterator[tuple[bytes, bytes]]) -> Iterator[tuple[list[bytes], list[bytes | None]]]:
-    keys: list[bytes] = []
-    values: list[bytes | None] = []
-    for key, value in pairs:
-        keys.append(key)
-        values.append(value)
-        if len(keys) == _ROWS_AT_ONCE:
-            yield keys, values
-            keys, values = [], []
-    if keys:
-        yield keys, values
-
-
-def _row_ids(keys: list[bytes]) -> npt.NDArray[np.int64]:
-    """Return the row ids, the last half of each key."""
-    return np.frombuffer(b"".join(keys), ">i8").reshape(-1, KEY_BYTES // 8)[:, 1].astype(np.int64)
+def _load_table(snapshot: SnapshotReader, target: ReplicaTable) -> None:
+    # Some megabytes at a time, in numpy: lookups in the old copy go on meanwhile.
+    for ids, records in snapshot.rows(target.spec.fqn):
+        presence = np.where(records["flags"] & FLAG_DELETED, _DELETED, _PRESENT)
+        weights = np.ascontiguousarray(records["weights"])
+        target.load(ids, weights, presence, records["epoch"], records["step"], target.spec.whole)
 
 
 async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _MakeTable) -> Generation:
@@ -129,6 +95,7 @@ async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _M
     before = await reader.status()
     specs = {spec.fqn: spec for status in before for spec in (spec_from_idl(table.spec) for table in status.tables)}
     tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
+    identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
     for fqn, table in tables.items():
         assert specs[fqn].num_rows, "a table of virtual ids cannot be read by id"
         for first in range(0, specs[fqn].num_rows, _LIVE_ROWS_AT_ONCE):
@@ -138,6 +105,9 @@ async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _M
             assert rows.steps is not None
             epochs, steps = rows.epochs, rows.steps
             await asyncio.to_thread(table.load, ids, rows.weights, rows.presence, epochs, steps, specs[fqn].whole)
+            if fqn in identities:
+                assert rows.identities is not None
+                identities[fqn].load(ids, rows.identities, rows.presence, epochs, steps, specs[fqn].whole)
     after = await reader.status()
     tails = [_tail_of(at_first, at_last) for at_first, at_last in zip(before, after, strict=True)]
     generation = Generation(
@@ -146,6 +116,7 @@ async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _M
         is_by_step=is_by_step,
         make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
     )
+    generation.identities |= identities
     generation.advance()
     return generation
 

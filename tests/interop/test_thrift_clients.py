@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from replica_endpoint import replica_endpoint
 
 from headrace.paramserver.launch import ServerProcess
 
@@ -38,6 +39,24 @@ def test_generated_python_client(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             assert f"wrote and read 4 rows of interop.weight as epoch {epoch}" in done.stdout
             assert "refused: " in done.stdout and "no.such" in done.stdout
+
+
+@needs_compiler
+@needs_library
+def test_generated_python_client_of_a_replica(tmp_path: Path) -> None:
+    """Apache's generated client reads from `headrace replica` what another has written to the server."""
+    generated = tmp_path / "generated"
+    generated.mkdir()
+    subprocess.run(["thrift", "--gen", "py", "-out", generated, IDL], check=True, timeout=DEADLINE_S)
+    folder = Path(__file__).parent
+    with ServerProcess.start(tmp_path / "data") as server:
+        writer = [sys.executable, str(folder / "python_client.py"), str(generated), server.address]
+        assert subprocess.run(writer, capture_output=True, timeout=DEADLINE_S).returncode == 0
+        with replica_endpoint(tmp_path, server.address) as replica:
+            reader = [sys.executable, str(folder / "python_replica_client.py"), str(generated), replica.address]
+            done = subprocess.run(reader, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert "read 3 of 4 rows of interop.weight at step 1; refused: this is a replica" in done.stdout
 
 
 @needs_compiler

@@ -51,6 +51,30 @@ class DirtyRowsMachine(RuleBasedStateMachine):
     def take_some(self, max_rows: int) -> None:
         self.check(self.rows.take(max_rows), sorted(self.model)[:max_rows])
 
+    @rule(max_rows=st.one_of(st.none(), st.integers(0, 200), st.integers(0, 12_000)), first_row=st.integers(0, 13_000))
+    def take_from(self, max_rows: int | None, first_row: int) -> None:
+        expected = [row for row in sorted(self.model) if row >= first_row][:max_rows]
+        self.check(self.rows.take(max_rows, first_row=first_row), expected)
+
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        known = st.sampled_from(sorted(self.model)) if self.model else st.just(-1)
+        ids = data.draw(st.lists(st.one_of(known, st.integers(-3, self.rows.num_rows - 1)), max_size=60))
+        self.rows.discard(torch.tensor(ids, dtype=torch.int64))
+        self.model.difference_update(ids)
+
+    @rule()
+    def clear(self) -> None:
+        self.rows.clear()
+        self.model.clear()
+
+    @rule(data=st.data())
+    def contains(self, data: st.DataObject) -> None:
+        if self.rows.num_rows:
+            ids = data.draw(st.lists(st.integers(0, self.rows.num_rows - 1), max_size=60))
+            found = self.rows.contains(torch.tensor(ids, dtype=torch.int64))
+            assert found.tolist() == [row in self.model for row in ids]
+
     def check(self, taken: torch.Tensor, expected: list[int]) -> None:
         assert taken.dtype == torch.int64
         assert taken.is_contiguous()
@@ -62,6 +86,7 @@ class DirtyRowsMachine(RuleBasedStateMachine):
         if hasattr(self, "rows"):
             assert self.rows.count == len(self.model)
             assert self.rows.is_empty == (not self.model)
+            assert [row for part in self.rows.parts() for row in part.tolist()] == sorted(self.model)
 
 
 DirtyRowsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

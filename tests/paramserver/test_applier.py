@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from headrace.paramserver.pending import Batch, Run
 from headrace.paramserver.row_reader import RowsRead
 from headrace.paramserver.store import RowStore, StoreConfig
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard
 
+PLAIN = replace(SPEC, has_identities=False)
+# A run's memory a row: the record, and the row id beside it.
+ROW_BYTES = RecordLayout(PLAIN, PLAIN.whole).size_bytes + 8
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)
 
 
@@ -74,6 +79,13 @@ async def held(applier: Applier, store: GatedStore) -> AsyncIterator[None]:
         store.gate.set()
 
 
+async def wait_until(is_done: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    async with asyncio.timeout(30):
+        while not is_done():  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.001)
+
+
 async def read(applier: Applier, rows: Sequence[int]) -> RowsRead:
     return await applier.read(1, SPEC, np.array(rows, np.int64))
 
@@ -108,28 +120,81 @@ async def test_updates_that_wait_are_coalesced(store: GatedStore) -> None:
         assert (applier.num_rows_submitted, applier.num_rows_applied) == (30, 12)
 
 
-async def test_windows_are_bounded(store: GatedStore) -> None:
-    """A window takes no more bytes than the setting says, but one batch at least."""
-    async with Applier(store, config=ApplierConfig(window_bytes=250)) as applier:
+@pytest.mark.parametrize(
+    ("merge_bytes", "expected"),
+    [(1, [1, 3, 4, 5, 6]), (2 * ROW_BYTES, [1, 3, 5, 6]), (1 << 20, [1, 6])],
+)
+async def test_windows_and_writes_are_bounded(store: GatedStore, merge_bytes: int, expected: list[int]) -> None:
+    """A window takes no more bytes than its setting says, and a write no more coalesced rows, but one at least."""
+    config = ApplierConfig(window_bytes=250, merge_bytes=merge_bytes)
+    async with Applier(store, config=config) as applier:
         async with held(applier, store):
+            # Windows of two rows, one, one and one.
             for seq, size in enumerate([100, 100, 100, 400, 100], 2):
-                applier.submit(make_batch(seq, [seq], size_bytes=size))
+                applier.submit(make_batch(seq, deltas=(make_delta([seq], seq, spec=PLAIN),), size_bytes=size))
+            # Each row is in the overlay once more for its run: all have been coalesced.
+            await wait_until(lambda: applier.num_rows_submitted == 5)
         await applier.wait_applied(6)
-    assert [seq for seq, _ in store.windows] == [1, 3, 4, 5, 6]
+    assert [seq for seq, _ in store.windows] == expected
 
 
-async def test_batches_wait_for_a_full_window(store: GatedStore) -> None:
-    """With time to gather, batches are applied when a window is full or at the close, and can be read meanwhile."""
-    async with Applier(store, config=ApplierConfig(window_bytes=300, gather_s=3600.0)) as applier:
+async def test_rows_of_several_windows_are_merged(store: GatedStore) -> None:
+    """What is coalesced while a write goes on is written together after it, and reads are right all along."""
+    model, rows = Model(), [1, 2, 3, 4, 9]
+    batches = [
+        make_batch(2, [1, 2]),
+        make_batch(3, [3], deleted=[1], meta={b"a": b"old"}),
+        make_batch(4, [1, 4], version=(1, 1), is_conditional=True),
+        make_batch(5, [2, 3], deleted=[4], meta={b"a": b"new", b"b": b"5"}),
+    ]
+    async with Applier(store, config=ApplierConfig(window_bytes=1)) as applier:
+        async with held(applier, store):
+            for batch in batches:
+                applier.submit(batch)
+                model.apply(batch)
+            await wait_until(lambda: applier.num_rows_submitted == 9)
+            model.check(rows, await read(applier, rows))
+        await applier.wait_applied(5)
+        model.check(rows, await read(applier, rows))
+        assert store.windows == [(1, []), (5, [4])]
+        assert applier.pending_bytes == 0
+        assert store.read_meta() == {b"a": b"new", b"b": b"5"}
+
+
+async def test_rows_wait_for_others_to_be_written_with(store: GatedStore) -> None:
+    """They can be read meanwhile, and are written when there is enough, when it is asked for, or at the close."""
+
+    def batch_of(seq: int, *rows: int) -> Batch:
+        return make_batch(seq, deltas=(make_delta(sorted(set(rows)), seq, spec=PLAIN),), size_bytes=100)
+
+    config = ApplierConfig(window_bytes=300, merge_bytes=3 * ROW_BYTES, hold_s=3600.0, quiet_s=3600.0)
+    async with Applier(store, config=config) as applier:
         for seq in (1, 2):
-            applier.submit(make_batch(seq, [1, seq], size_bytes=100))
-        assert bytes((await read(applier, [1])).presence) == b"\1"
+            applier.submit(batch_of(seq, 1, seq))
+        assert bytes((await applier.read(1, PLAIN, np.array([1]))).presence) == b"\1"
         assert applier.applied_seq == 0
-        applier.submit(make_batch(3, [1], size_bytes=100))
-        await applier.wait_applied(3)
-        assert store.windows == [(3, [2])]
-        applier.submit(make_batch(4, [1], size_bytes=100))
-    assert [seq for seq, _ in store.windows] == [3, 4]
+        for seq in (3, 4, 5, 6):
+            applier.submit(batch_of(seq, seq))
+        # Two windows of three batches: rows 1, 2, 3 and 4, 5, 6, each enough for a write.
+        await wait_until(lambda: applier.applied_seq == 6)
+        applier.submit(batch_of(7, 1))
+        applier.submit(batch_of(8, 2))
+        await applier.wait_applied(7)
+        assert [seq for seq, _ in store.windows] == [3, 6, 8]
+        applier.submit(batch_of(9, 1))
+        await applier.run_at(9, lambda: None)
+        applier.submit(batch_of(10, 1))
+    assert [seq for seq, _ in store.windows] == [3, 6, 8, 9, 10]
+
+
+@pytest.mark.parametrize("settings", [{"hold_s": 0.05, "quiet_s": 1e6}, {"hold_s": 1e6, "quiet_s": 0.05}])
+async def test_rows_do_not_wait_for_ever(store: GatedStore, settings: dict[str, float]) -> None:
+    """They are written when they have waited long enough, or when nothing has come for a while."""
+    async with Applier(store, config=ApplierConfig(**settings)) as applier:
+        for seq in (1, 2):
+            applier.submit(make_batch(seq, [seq]))
+            await wait_until(lambda seq=seq: applier.applied_seq == seq)
+    assert [seq for seq, _ in store.windows] == [1, 2]
 
 
 async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -376,7 +441,7 @@ async def test_close_without_use(store: GatedStore) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
+@pytest.mark.parametrize("name", ["window_bytes", "merge_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
 def test_bad_settings_are_refused(name: str) -> None:
     """A setting of zero is named."""
     with pytest.raises(ConfigError, match=name):
@@ -405,7 +470,7 @@ async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
             assert result.identities is not None and (result.identities == expected).all()
             num_reads += 1
 
-    config = ApplierConfig(window_bytes=500, flush_bytes=1 << 16)
+    config = ApplierConfig(window_bytes=500, merge_bytes=4000, flush_bytes=1 << 16)
     async with Applier(store, config=config) as applier, asyncio.TaskGroup() as group:
         for seed in range(4):
             group.create_task(reader(seed))

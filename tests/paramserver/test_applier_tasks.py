@@ -13,6 +13,7 @@ from headrace.paramserver.applier import Applier
 from headrace.paramserver.row_reader import RowsRead
 from headrace.paramserver.store import RowStore, StoreConfig
 from headrace.schemas.errors import UnavailableError
+from headrace.schemas.row_keys import key_prefix
 
 
 def _store(path: Path) -> RowStore:
@@ -71,5 +72,5 @@ async def test_a_checkpoint_is_a_store(tmp_path: Path) -> None:
     store.close()
     copy = RowStore.open_read_only(tmp_path / "copy", config=StoreConfig(block_cache_bytes=1 << 20))
     assert copy.applied_seq == 1
-    assert len(list(copy.scan((1).to_bytes(4, "big")))) == 2
+    assert len(list(copy.scan(key_prefix(1, SPEC.whole)))) == 2
     copy.close()

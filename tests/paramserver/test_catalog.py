@@ -33,7 +33,7 @@ def test_tables_are_numbered_once_and_come_back_from_metadata() -> None:
     users = dataclasses.replace(ITEMS, fqn="users.weight")
     catalog = Catalog({})
     meta = catalog.add([ITEMS]) | catalog.add([ITEMS, users])
-    assert len(meta) == 2
+    assert sorted(meta) == [b"identities/1", b"identities/2", b"table/1", b"table/2"]
     restored = Catalog(meta)
     assert [(t.table_id, t.spec) for t in restored] == [(1, ITEMS), (2, users)]
     assert restored.add([users, ITEMS]) == {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.deltas import decode_delta
+from headrace.paramserver.deltas import check_rows, decode_delta
 from headrace.schemas.errors import (
     NonFiniteError,
     RequestError,
@@ -18,6 +18,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -148,3 +149,30 @@ def test_bfloat16_is_checked_by_its_bits(catalog: Catalog) -> None:
     bad = _delta(BF16, weights=_bytes([0x3F80, 0x7FC0, 0, 0], "<u2"))
     with pytest.raises(NonFiniteError, match="row 3"):
         decode_delta(catalog, bad, reject_non_finite=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "deleted", "twice"),
+    [((3, 5), (4,), None), ((5, 3), (), None), ((5, 3, 5), (), 5), ((7,), (9, 7), 7), ((), (8, 8), 8), ((), (), None)],
+)
+def test_rows_given_twice_are_refused(catalog: Catalog, rows: Any, deleted: Any, twice: int | None) -> None:
+    """In whatever order they come, and also when one is written and deleted at once: nobody could say which counts."""
+    delta = decode_delta(catalog, _delta(rows=rows, deleted_row_ids=_bytes(deleted, "<i8")))
+    if twice is None:
+        check_rows(delta, shard=0, num_shards=1)
+    else:
+        with pytest.raises(RequestError, match=f"'items.weight': row {twice} is given twice"):
+            check_rows(delta, shard=0, num_shards=1)
+
+
+def test_rows_of_another_shard_are_refused(catalog: Catalog) -> None:
+    """A client with a wrong map of shards is told, instead of writing where no reader looks."""
+    rows = np.arange(100)
+    shards = shards_of_rows(table_seed(SPEC.fqn), rows, 3)
+    for shard in range(3):
+        mine, others = rows[shards == shard], rows[shards != shard]
+        delta = decode_delta(catalog, _delta(rows=mine, deleted_row_ids=_bytes([], "<i8")))
+        check_rows(delta, shard=shard, num_shards=3)
+        with_another = decode_delta(catalog, _delta(rows=mine, deleted_row_ids=_bytes(others[:1], "<i8")))
+        with pytest.raises(RequestError, match=rf"row {others[0]} belongs to shard \d of 3, this is shard {shard}"):
+            check_rows(with_another, shard=shard, num_shards=3)

@@ -319,6 +319,18 @@ async def test_idle_log_proves_its_last_record(tmp_path: Path) -> None:
         FileUpdateLog.open(path)
 
 
+async def test_a_failure_behind_the_last_record_is_told(tmp_path: Path) -> None:
+    """When only the mark of an idle log cannot be written, whoever waits for a failure hears of it at once."""
+    ops = FaultyFileOps()
+    async with _opened(tmp_path / "log", ops=ops) as log:
+        waiting = asyncio.create_task(log.wait_failed())
+        ops.fail("pwritev", errno.EIO, after=2)  # the segment's header and the record are written, the mark is not
+        append = log.append(epoch=1, header={}, body=[_body(1)])
+        await append.durable
+        assert "Input/output error" in str(await asyncio.wait_for(waiting, 10))
+        assert await log.wait_failed() is log.failed
+
+
 async def test_lost_write_in_the_middle_stops_the_log(tmp_path: Path) -> None:
     """A hole of zeros where a synced record was is damage, not the end."""
     path = tmp_path / "log"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from row_batches import SPEC, Model, make_batch, make_delta
 
-from headrace.paramserver.pending import Batch, Part, PendingRows, Run, coalesce
+from headrace.paramserver.pending import Batch, MergedRun, Part, PendingRows, Run, coalesce, merge
 from headrace.paramserver.row_reader import RowsRead, ShardSource, read_rows, settle
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout
@@ -28,9 +28,12 @@ class FakeStore(dict[bytes, bytes]):
     def read(self, keys: list[bytes]) -> list[bytes | None]:
         return [self.get(key) for key in keys]
 
-    def write(self, run: Run) -> None:
-        keys = encode_keys(run.table_id, run.layout.shard, run.row_ids)
-        self.update(zip(keys, run.layout.values_of(run.records), strict=True))
+    def write(self, run: Run | MergedRun) -> None:
+        # In pieces, as the store does.
+        for start in range(0, run.row_ids.size, 3):
+            end = min(start + 3, run.row_ids.size)
+            keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start:end])
+            self.update(zip(keys, run.layout.values_of(run.records_between(start, end)), strict=True))
 
 
 def parts_of(*batches: Batch) -> list[Part]:
@@ -107,14 +110,19 @@ def batches_from(drawn: Iterable[tuple[dict[int, bool], bool, tuple[int, int]]])
 @settings(deadline=None)
 @given(batch_lists, st.data())
 def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataObject) -> None:
-    """Coalesced in windows of any sizes, conditional batches among them, rows end as if applied one by one."""
+    """Coalesced in windows of any sizes, some of them merged, conditional batches among them, as if one by one."""
     batches = batches_from(drawn)
     store, model = FakeStore(), Model()
-    left = batches
+    left, runs = batches, []
     while left:
         size = data.draw(st.integers(1, len(left)))
-        store.write(settle(coalesce(1, parts_of(*left[:size])), store.read))
+        runs.append(coalesce(1, parts_of(*left[:size])))
         left = left[size:]
+        if not left or data.draw(st.booleans()):
+            merged = merge(runs)
+            assert merged.size_bytes >= merged.row_ids.size * (LAYOUT.size_bytes + 8)
+            store.write(settle(merged, store.read))
+            runs = []
     for batch in batches:
         model.apply(batch)
     model.check(ROWS, read(PendingRows(1, LAYOUT), store))
@@ -176,12 +184,15 @@ class OverlayMachine(RuleBasedStateMachine):
         self.runs.append(run)
 
     @precondition(lambda self: self.runs)
-    @rule(forget=st.booleans())
-    def apply(self, forget: bool) -> None:
+    @rule(forget=st.booleans(), count=st.integers(1, 4))
+    def apply(self, forget: bool, count: int) -> None:
         # Rows are in RocksDB a while before the overlay forgets them: to write them twice is the same as to wait.
-        self.store.write(settle(self.runs[0], self.store.read))
+        runs = self.runs[:count]
+        self.store.write(settle(merge(runs), self.store.read))
         if forget:
-            self.pending.applied(self.runs.pop(0))
+            for run in runs:
+                self.pending.applied(run)
+            del self.runs[:count]
 
     @rule()
     def read_pending_part_by_part(self) -> None:

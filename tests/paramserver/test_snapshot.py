@@ -24,6 +24,7 @@ from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
 from headrace.paramserver.store import RowStore, StoreConfig
 from headrace.schemas.errors import ConfigError, GoneError, RequestError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import decode_key, key_prefix
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotManifest
@@ -33,6 +34,12 @@ SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
 ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
 READER = dataclasses.replace(ADMIN, role=idl.Role.READER)
 NUM_SHARDS = 2
+
+
+def rows_on(shard: int, first: int, end: int) -> Any:
+    """Row ids of a range that live on a shard."""
+    rows = np.arange(first, end, dtype="<i8")
+    return rows[shards_of_rows(table_seed(SPEC.fqn), rows, NUM_SHARDS) == shard]
 
 
 class Trainer:
@@ -63,9 +70,13 @@ class Trainer:
         self.step = self.step + 1 if step is None else step
         for half in range(2):
             self._client_seq += 1
-            rows = np.arange(half * 10, half * 10 + 10, dtype="<i8") + self._rank * 100
             ends = ends_step and half == 1
-            await asyncio.gather(*(client.set_embeddings(self._batch(rows, ends)) for client in self._clients))
+            batches = [
+                self._batch(rows_on(shard, half * 20 + self._rank * 100, half * 20 + 20 + self._rank * 100), ends)
+                for shard in range(len(self._clients))
+            ]
+            pairs = zip(self._clients, batches, strict=True)
+            await asyncio.gather(*(client.set_embeddings(batch) for client, batch in pairs))
 
     def _batch(self, rows: Any, ends: bool) -> Any:
         delta = idl.TableDelta(
@@ -166,7 +177,7 @@ async def test_a_snapshot_is_one_step_while_the_trainer_goes_on(tmp_path: Path) 
         folder = server.files.folder_of(manifest.name)
         assert verify_snapshot(folder) == manifest and manifest.tables == {SPEC.fqn: SPEC}
         for shard in range(NUM_SHARDS):
-            assert rows_of(folder, shard) == dict.fromkeys(range(20), float(manifest.step))
+            assert rows_of(folder, shard) == dict.fromkeys(rows_on(shard, 0, 40).tolist(), float(manifest.step))
 
 
 async def test_a_run_that_stands_still_is_cut_where_it_is(tmp_path: Path) -> None:
@@ -209,7 +220,7 @@ async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
         await ranks[1].train()
         manifest = await making
         assert manifest.step == 1
-        expected = dict.fromkeys([*range(20), *range(100, 120)], 1.0)
+        expected = dict.fromkeys([*rows_on(1, 0, 40).tolist(), *rows_on(1, 100, 140).tolist()], 1.0)
         assert rows_of(server.files.folder_of(manifest.name), 1) == expected
 
 
@@ -233,7 +244,7 @@ async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: 
         assert got == manifest == verify_snapshot(target.folder_of("one"))
         assert progress[-1] == (manifest.size_bytes, manifest.size_bytes)
         assert await fetch_snapshot(server.address, target.path, dial=READER, name="one") == manifest
-        assert rows_of(target.folder_of("one"), 0) == dict.fromkeys(range(20), 1.0)
+        assert rows_of(target.folder_of("one"), 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
         server.files.remove("one")
         with pytest.raises(GoneError):
             await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
@@ -251,5 +262,5 @@ async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         folder = server.files.folder_of(manifest.name)
         assert verify_snapshot(folder) == manifest
-        assert rows_of(folder, 0) == dict.fromkeys(range(20), 1.0)
+        assert rows_of(folder, 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
         assert verify_snapshot(folder) == manifest  # reading it changed nothing either

@@ -93,6 +93,17 @@ def test_a_crash_leaves_what_was_flushed(tmp_path: Path) -> None:
     after.close()
 
 
+def test_a_crash_after_the_first_file_leaves_a_store(tmp_path: Path) -> None:
+    """Rows that went in as a file before anything was flushed do not make the store another's."""
+    config = StoreConfig(block_cache_bytes=8 << 20, file_bytes=0)
+    store = RowStore.open(tmp_path / "db", config=config)
+    store.write_runs([run_of(1, range(2))], meta={}, applied_seq=1)
+    after = crash(store, tmp_path / "crashed")
+    assert after.applied_seq == 0
+    after.close()
+    store.close()
+
+
 def test_position_never_runs_ahead_of_rows(tmp_path: Path) -> None:
     """At whatever moment a crash comes, all rows of the position found are there: memtables fill by themselves."""
     store = open_store(tmp_path / "db", StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 16))

@@ -394,12 +394,14 @@ async def test_failure_is_for_good(harness: _Harness) -> None:
     log = harness.open()
     await _fill(log, 5)
     harness.hold()
+    waiting = asyncio.create_task(log.wait_failed())
     appends = [log.append(epoch=1, header={}, body=[bytes(50)]) for _ in range(3)]
     harness.break_next_sync()
     harness.release()
     results = await asyncio.gather(*(append.durable for append in appends), return_exceptions=True)
     assert all(isinstance(result, StorageError) for result in results)
     assert isinstance(log.failed, StorageError)
+    assert await asyncio.wait_for(waiting, 10) is await log.wait_failed() is log.failed
     assert log.pending_bytes == 0
     for _ in range(2):
         with pytest.raises(StorageError):

@@ -83,14 +83,14 @@ def test_demo_finds_every_row_equal(tmp_path: Path) -> None:
     process = start("--out", str(out), "--max-events", "3000", "--shards", "3")
     stdout, stderr = process.communicate(timeout=110)
     assert process.returncode == 0, stderr
-    assert "0 different" in stdout
+    assert stdout.count(" 0 different") == 2
     assert "Traceback" not in stderr
     assert "Warning" not in stderr
     assert sorted(path.name for path in out.iterdir()) == ["hit-rate.png", "report.json"]
     report = json.loads((out / "report.json").read_text())
     assert report["num_events"] == 3000
     assert report["num_rows_compared"] == report["num_users"] + report["num_items"]
-    assert report["num_rows_different"] == report["num_missing_rows"] == 0
+    assert report["num_rows_different"] == report["num_replica_rows_different"] == report["num_missing_rows"] == 0
     assert report["num_rows_streamed"] > 3000
     assert 0 < report["ack_lag"]["p50_ms"] <= report["ack_lag"]["p99_ms"]
     assert report["arrival_lag"]["count"] == report["num_batches"]
@@ -135,7 +135,7 @@ def test_stopped_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
 def test_one_flipped_bit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When one bit of one row of the trainer is another than the server's, the demo says so and ends with 1."""
+    """When one bit of one row of the trainer is another than server's and replica's, both are told; it ends with 1."""
     import torch
 
     from headrace.scripts import demo_run
@@ -150,10 +150,12 @@ def test_one_flipped_bit_is_found(
     arguments = ["demo", "--out", str(tmp_path / "out"), "--max-events", "1000", "--batch-events", "50"]
     assert cli.main(arguments) == 1
     captured = capsys.readouterr()
-    assert "1 different" in captured.out
+    assert captured.out.count(" 1 different") == 2
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["num_rows_different"] == 1
-    assert f"headrace: error: 1 of {report['num_rows_compared']} rows differ" in captured.err
+    assert report["num_rows_different"] == report["num_replica_rows_different"] == 1
+    for where in ("server", "replica"):
+        told = f"headrace: error: 1 of {report['num_rows_compared']} rows differ between trainer and {where}"
+        assert told in captured.err
     assert marked_processes() == []
 
 

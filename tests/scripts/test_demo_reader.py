@@ -1,11 +1,10 @@
-"""The demo's reader, on a table in memory that stands for the server, and as a process of its own."""
+"""The demo's reader, on tables in memory that stand for the replica, and as a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.scripts import demo_reader
@@ -26,45 +26,64 @@ NAMES = {"user_fqn": USER, "item_fqn": ITEM}
 
 
 @dataclass
-class FakeRows:
-    presence: np.ndarray
-    weights: np.ndarray
-    steps: np.ndarray
-
-
-@dataclass
-class FakeServer:
-    """Two tables in memory, with the `get` of an `EmbeddingReader`."""
+class FakeReplica:
+    """Two tables in memory, with what the reader uses of an `EmbeddingReplica`."""
 
     tables: dict[str, np.ndarray]
-    steps: dict[str, np.ndarray] = field(default_factory=dict)
     missing: dict[str, set[int]] = field(default_factory=dict)
+    num_missing: dict[str, int] = field(default_factory=dict)
     failure: HeadraceError | None = None
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    num_gets: int = 0
+    step: int = -1
     is_closed: bool = False
+    num_waiting: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     @classmethod
-    def of(cls, log: EventLog, dim: int = 4) -> FakeServer:
+    def of(cls, log: EventLog, dim: int = 4) -> FakeReplica:
         rng = np.random.default_rng(11)
-        tables = {
-            USER: rng.standard_normal((log.num_users, dim)).astype(np.float32),
-            ITEM: rng.standard_normal((log.num_items, dim)).astype(np.float32),
-        }
-        return cls(tables, {fqn: np.zeros(len(rows), np.int64) for fqn, rows in tables.items()})
+        return cls(
+            {
+                USER: rng.standard_normal((log.num_users, dim)).astype(np.float32),
+                ITEM: rng.standard_normal((log.num_items, dim)).astype(np.float32),
+            }
+        )
 
-    async def get(self, fqn: str, row_ids: np.ndarray, *, with_versions: bool = False) -> Any:
-        if self.failure is not None:
-            raise self.failure
-        is_there = np.array([int(i) not in self.missing.get(fqn, ()) for i in row_ids])
-        weights = self.tables[fqn][row_ids] * is_there[:, None]
-        async with self.changed:
-            self.num_gets += 1
+    def lookup_many(self, ids_of: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        found = {}
+        for fqn, ids in ids_of.items():
+            is_there = np.array([int(i) not in self.missing.get(fqn, ()) for i in ids])
+            self.num_missing[fqn] = self.num_missing.get(fqn, 0) + int((~is_there).sum())
+            found[fqn] = torch.from_numpy(self.tables[fqn][ids] * is_there[:, None].astype(np.float32))
+        return found
+
+    def wait_for(self, step: int, timeout_s: float) -> None:
+        with self.changed:
+            self.num_waiting += 1
             self.changed.notify_all()
-        return FakeRows(is_there.astype(np.uint8), weights, self.steps[fqn][row_ids])
+            if self.failure is not None:
+                raise self.failure
+            if not self.changed.wait_for(lambda: self.is_closed or self.step >= step, timeout_s):
+                raise UnavailableError(f"step {step} is not visible within {timeout_s:g} s")
 
-    async def close(self) -> None:
-        self.is_closed = True
+    def show(self, step: int) -> None:
+        """Make a step visible."""
+        with self.changed:
+            self.step = step
+            self.changed.notify_all()
+
+    async def somebody_waits(self, number: int) -> None:
+        """Return when `wait_for` has been called so often."""
+
+        def wait() -> None:
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.num_waiting >= number, 20)
+
+        await asyncio.to_thread(wait)
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
 
 
 @pytest.fixture(scope="module")
@@ -77,67 +96,72 @@ def expected_hits(replay: Replay, tables: dict[str, np.ndarray], batch: int) -> 
     return int(is_hit(tables[USER][users], tables[ITEM][replay.candidates(batch)]).sum())
 
 
-async def test_streamed_copy_is_what_the_server_holds_and_frozen_copy_is_what_it_held(replay: Replay) -> None:
+async def test_streamed_copy_is_what_the_replica_holds_and_frozen_copy_is_what_it_held(replay: Replay) -> None:
     """Each batch is scored with present rows, and with those of the moment at which its part began."""
-    server = FakeServer.of(replay.log)
-    scorer = Scorer(server, replay, **NAMES)
+    replica = FakeReplica.of(replay.log)
+    scorer = Scorer(replica, replay, **NAMES)
     rng = np.random.default_rng(1)
     frozen: dict[str, np.ndarray] = {}
     differs = False
     for batch in range(replay.num_batches):
         if batch in replay.part_starts:
-            frozen = {fqn: rows.copy() for fqn, rows in server.tables.items()}
+            frozen = {fqn: rows.copy() for fqn, rows in replica.tables.items()}
         score = await scorer.score(batch)
-        assert score.num_streamed_hits == expected_hits(replay, server.tables, batch)
+        assert score.num_streamed_hits == expected_hits(replay, replica.tables, batch)
         assert score.num_frozen_hits == expected_hits(replay, frozen, batch)
         assert score.num_missing_rows == 0
         differs |= score.num_streamed_hits != score.num_frozen_hits
-        for rows in server.tables.values():
+        for rows in replica.tables.values():
             rows += rng.standard_normal(rows.shape).astype(np.float32)
     assert differs
 
 
 async def test_missing_rows_are_counted_and_scored_as_zeros(replay: Replay) -> None:
-    """A user that the server does not have makes no hit, and is told."""
-    server = FakeServer.of(replay.log)
-    server.missing[USER] = set(range(replay.log.num_users))
-    score = await Scorer(server, replay, **NAMES).score(0)
-    users = np.unique(replay.log.users[replay.events_of(0)])
-    assert score.num_missing_rows == users.size
-    assert score.num_streamed_hits == 0
+    """A user that the replica does not have makes no hit, and is told, once for each batch."""
+    replica = FakeReplica.of(replay.log)
+    replica.missing[USER] = set(range(replay.log.num_users))
+    scorer = Scorer(replica, replay, **NAMES)
+    for batch in (0, 1):
+        score = await scorer.score(batch)
+        users = np.unique(replay.log.users[replay.events_of(batch)])
+        assert score.num_missing_rows == users.size
+        assert score.num_streamed_hits == 0
 
 
-async def test_lag_ends_when_the_last_row_of_the_batch_is_new_enough(replay: Replay) -> None:
-    """A batch counts as arrived only when each of its users and items has the step of its update or a later one."""
+async def test_what_is_served_is_saved_to_the_bit(replay: Replay, tmp_path: Path) -> None:
+    """The file has every row of both tables as a look-up gives it."""
+    replica = FakeReplica.of(replay.log)
+    await Scorer(replica, replay, **NAMES).save(tmp_path / "served.npz")
+    with np.load(tmp_path / "served.npz", allow_pickle=False) as served:
+        assert set(served) == {USER, ITEM}
+        assert all(served[fqn].tobytes() == rows.tobytes() for fqn, rows in replica.tables.items())
+
+
+async def test_lag_ends_when_the_step_is_visible(replay: Replay) -> None:
+    """Each step counts from its own update to the moment at which the replica shows it or a later one."""
     clock_s = 100.0
-    server = FakeServer.of(replay.log)
-    probe = ArrivalProbe(server, replay, **NAMES, monotonic_s=lambda: clock_s)
-    events = replay.events_of(40)
-    users, items = np.unique(replay.log.users[events]), np.unique(replay.log.items[events])
+    replica = FakeReplica.of(replay.log)
+    probe = ArrivalProbe(replica, monotonic_s=lambda: clock_s)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(probe.run())
-        probe.watch(40, 82, 99.5)
+        probe.watch(82, 99.5)
+        probe.watch(83, 99.75)
         finished = tasks.create_task(probe.finish())
-        # One row after the other arrives; while one is old, the probe goes on looking.
-        arrivals = [(USER, users), (ITEM, items)]
-        for fqn, row_ids in arrivals:
-            for row_id in row_ids:
-                clock_s += 1.0
-                async with server.changed:
-                    num_gets = server.num_gets
-                    await server.changed.wait_for(lambda at_least=num_gets + 2: server.num_gets >= at_least)
-                assert not finished.done()
-                server.steps[fqn][row_id] = 82 + row_id % 2
-        assert await finished == [pytest.approx(users.size + items.size + 0.5)]
+        await replica.somebody_waits(1)
+        replica.show(81)
+        clock_s = 107.0
+        assert not finished.done()
+        replica.show(83)
+        assert await finished == [7.5, 7.25]
         running.cancel()
 
 
-async def test_rows_that_never_arrive_are_an_error(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader does not wait for ever for a lost row."""
+async def test_updates_that_never_come_are_an_error(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader does not wait for ever for a lost update."""
     monkeypatch.setattr(demo_reader, "_ARRIVAL_TIMEOUT_S", 0.05)
-    probe = ArrivalProbe(FakeServer.of(replay.log), replay, **NAMES)
-    probe.watch(0, 1, 0.0)
-    with pytest.raises(UnavailableError, match="rows of step 1 have not arrived at the server within"):
+    probe = ArrivalProbe(FakeReplica.of(replay.log))
+    probe.watch(1, 0.0)
+    with pytest.raises(UnavailableError, match=r"step 1 is not visible within 0\.05 s"):
         await probe.run()
 
 
@@ -159,55 +183,57 @@ class Wire:
 
 
 @pytest.fixture
-def connected(replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeServer, ReaderConfig]:
-    """A fake server that `serve` connects to, and the configuration that says so."""
-    server = FakeServer.of(replay.log)
+def connected(replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeReplica, ReaderConfig]:
+    """A fake replica that `serve` begins, and the configuration that says so."""
+    replica = FakeReplica.of(replay.log)
 
-    async def connect(address: str) -> FakeServer:
+    def begin(address: str) -> FakeReplica:
         assert address == "fake:1"
-        return server
+        return replica
 
-    monkeypatch.setattr(demo_reader.EmbeddingReader, "connect", connect)
+    monkeypatch.setattr(demo_reader, "EmbeddingReplica", begin)
     replay.log.save(tmp_path / "log.npz")
     config = ReaderConfig(
         address="fake:1", log_path=str(tmp_path / "log.npz"), batch_events=32, seed=5, user_fqn=USER, item_fqn=ITEM
     )
-    return server, config
+    return replica, config
 
 
 async def test_orders_are_answered_until_there_are_no_more(
-    replay: Replay, connected: tuple[FakeServer, ReaderConfig]
+    replay: Replay, connected: tuple[FakeReplica, ReaderConfig], tmp_path: Path
 ) -> None:
-    """Scores and lags come back; at the end of the orders the connection to the server is closed."""
-    server, config = connected
+    """Scores, lags and rows come back; at the end of the orders the replica is closed."""
+    replica, config = connected
     wire = Wire()
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(serve(config, wire.orders, wire))  # type: ignore[arg-type]
         wire.send(do="score", batch=0)
         score = await wire.answers.get()
-        assert score["num_streamed_hits"] == expected_hits(replay, server.tables, 0)
-        for fqn in (USER, ITEM):
-            server.steps[fqn][:] = 2
-        wire.send(do="watch", batch=0, step=2, trained_at_s=time.monotonic())
+        assert score["num_streamed_hits"] == expected_hits(replay, replica.tables, 0)
+        replica.show(2)
+        wire.send(do="watch", step=2, trained_at_s=time.monotonic())
         wire.send(do="finish")
         (lag_s,) = (await wire.answers.get())["lags_s"]
         assert 0 <= lag_s < 20
+        wire.send(do="save", path=str(tmp_path / "served.npz"))
+        assert await wire.answers.get() == {}
+        assert (tmp_path / "served.npz").exists()
         assert not serving.done()
         wire.orders.feed_eof()
-    assert server.is_closed
+    assert replica.is_closed
 
 
-async def test_failure_of_the_probe_ends_the_reader(connected: tuple[FakeServer, ReaderConfig]) -> None:
+async def test_failure_of_the_probe_ends_the_reader(connected: tuple[FakeReplica, ReaderConfig]) -> None:
     """An error in the background is not swallowed: it ends the reader while it waits for orders."""
-    server, config = connected
-    server.failure = HeadraceError("the gate is stuck")
+    replica, config = connected
+    replica.failure = HeadraceError("the gate is stuck")
     wire = Wire()
-    wire.send(do="watch", batch=0, step=2, trained_at_s=0.0)
+    wire.send(do="watch", step=2, trained_at_s=0.0)
     async with asyncio.timeout(20):
         with pytest.raises(ExceptionGroup) as caught:
             await serve(config, wire.orders, wire)  # type: ignore[arg-type]
     assert caught.group_contains(HeadraceError, match="the gate is stuck")
-    assert server.is_closed
+    assert replica.is_closed
 
 
 def config_of(tmp_path: Path, address: str) -> ReaderConfig:
@@ -237,24 +263,17 @@ def test_dead_process_is_told(tmp_path: Path) -> None:
             reader.score(0)
 
 
-def test_reader_loads_without_torch() -> None:
-    """The reader is a serving process: it starts without torch."""
-    code = "import headrace.scripts.demo_reader, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
-
-
 async def test_end_of_orders_ends_a_reader_that_waits(
-    replay: Replay, connected: tuple[FakeServer, ReaderConfig]
+    replay: Replay, connected: tuple[FakeReplica, ReaderConfig]
 ) -> None:
-    """When the trainer is gone, rows that never arrive do not keep the reader."""
-    server, config = connected
+    """When the trainer is gone, an update that never comes does not keep the reader."""
+    replica, config = connected
     wire = Wire()
-    wire.send(do="watch", batch=0, step=2, trained_at_s=0.0)
+    wire.send(do="watch", step=2, trained_at_s=0.0)
     wire.send(do="finish")
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(serve(config, wire.orders, wire))  # type: ignore[arg-type]
-        async with server.changed:
-            await server.changed.wait_for(lambda: server.num_gets > 2)
+        await replica.somebody_waits(1)
         wire.orders.feed_eof()
     assert wire.answers.empty()
-    assert server.is_closed
+    assert replica.is_closed

@@ -41,6 +41,7 @@ def make_report(**changes: Any) -> DemoReport:
         "seed": 0,
         "num_rows_compared": 3_309,
         "num_rows_different": 0,
+        "num_replica_rows_different": 0,
         "num_rows_streamed": 868_478,
         "streaming_s": 20.0,
         "ack_lag": Lag(p50_ms=4.56, p99_ms=12.3, count=700),
@@ -107,12 +108,13 @@ def test_table_says_everything_within_eighty_columns() -> None:
     """Each figure stands on one line of a usual terminal."""
     text = shown(make_report())
     for line in (
-        "rows compared 0 different of 3,309: weights and states",
+        "trainer = server 0 different of 3,309: weights and states",
+        "trainer = replica 0 different of 3,309: weights, as served",
         "rows streamed 868,478 acked when durable on disk",
         "rows/s 43,424 as this small model makes them",
         "lag p50 / p99 4.6 ms / 12.3 ms update → durable on the server",
-        "lag p50 / p99 10.0 ms / 50.0 ms update → seen by the reader",
-        "hit@10, streamed copy 56.1% from the server, batch by batch",
+        "lag p50 / p99 10.0 ms / 50.0 ms update → visible in the replica",
+        "hit@10, streamed copy 56.1% from the replica, batch by batch",
         "hit@10, frozen copy 30.1% read at 9 moments of the log",
         "hit@10, live tables 57.2% in the trainer, to compare",
     ):
@@ -122,6 +124,7 @@ def test_table_says_everything_within_eighty_columns() -> None:
 def test_table_tells_of_differences() -> None:
     """Rows that differ are counted where the eye begins."""
     assert "17 different" in shown(make_report(num_rows_different=17))
+    assert "18 different" in shown(make_report(num_replica_rows_different=18))
 
 
 def test_report_is_strict_json(tmp_path: Path) -> None:

@@ -109,6 +109,27 @@ def test_mirror_equals_tables_at_every_boundary(
     assert mirror.taken == [batch.rows for batch in batches]
 
 
+def test_count_of_steps_is_a_scalar_of_each_table() -> None:
+    """Where the optimizer needs the module's count of steps, each table has it as it is now; else none has."""
+    decay = ops.CounterBasedRegularizationDefinition(counter_weight_decay_mode=ops.CounterWeightDecayMode.ADAGRADW)
+    module = make(
+        "EXACT_ROWWISE_ADAGRAD",
+        weight_decay=0.1,
+        weight_decay_mode=ops.WeightDecayMode.COUNTER,
+        counter_based_regularization=decay,
+    )
+    tap, _ = tapped(module)
+    for seed in range(3):
+        batch = Batch(seed)
+        loss(module(batch.indices, batch.offsets)).backward()
+        assert [{name: int(value) for name, value in table.scalars().items()} for table in tap.tables] == [
+            {"iter": seed + 1}
+        ] * 3
+    module.set_optimizer_step(41)
+    assert int(tap.tables[2].scalars()["iter"]) == 41
+    assert tapped(make("EXACT_ADAGRAD"))[0].tables[0].scalars() == {}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sequence_embeddings(optimizer: str) -> None:
     """Unpooled tables, with one dim for all, are mirrored too."""

@@ -175,7 +175,7 @@ def test_log_says_it_once(store: FakeStore, training: Training, caplog: pytest.L
         store.do(lambda: store.shards[0].faults.append(Fault(RowRangeError("row 9"))))
         training.step()
         with pytest.raises(RowRangeError):
-            streamer._sender.wait_durable(WAIT_S)
+            streamer._delivery.sender.wait_durable(WAIT_S)
         for _ in range(5):
             training.step()
         told = [r.getMessage() for r in caplog.records if "streaming has stopped" in r.getMessage()]

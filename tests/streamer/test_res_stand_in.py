@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
@@ -15,7 +17,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from headrace.schemas.errors import ConfigError, RowRangeError, UnsupportedModelError
+from headrace.paramserver.follower import ShardFollower
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import decode_header, decode_struct
 from headrace.streamer import RawEmbeddingStreamer, install
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.tapped_table import TablePart
@@ -114,23 +121,93 @@ def test_steps_of_several_modules(streamer: RawEmbeddingStreamer) -> None:
     assert streamer.stats().acked_step == streamer.stats().step
 
 
-def test_identities_are_said_not_to_be_streamed(
+def test_identities_without_the_setting_are_said_not_to_be_streamed(
     streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Identities and runtime meta of any shape are taken, and one line says that only the rows are streamed."""
+    """Identities that `install` was not told of are taken, and one line says what to do."""
     module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
     install(module, streamer)
-    for width in (1, 3):
-        call(
-            module,
-            [2],
-            torch.ones(1, 4),
-            identities=torch.zeros(4, 1, dtype=torch.int64),
-            runtime_meta=torch.zeros(4, width),
-        )
+    for _ in range(2):
+        call(module, [2], torch.ones(1, 4), identities=torch.zeros(4, 1, dtype=torch.int64))
     ours = [record.message for record in caplog.records if record.name.startswith("headrace")]
-    assert [message.count("not streamed") for message in ours] == [1]
+    assert [message.count("has_identities=True") for message in ours] == [1]
     assert streamer.stats().num_dirty_rows + streamer.stats().num_inflight_flushes >= 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("res") / "data", shards=2) as server:
+        yield server
+
+
+def read_store(address: str, fqn: str, row_ids: list[int]) -> tuple[Rows, dict[int, list[bytes]]]:
+    """Return rows, and by row all the runtime meta that the log has of it, in order."""
+
+    async def read() -> tuple[Rows, dict[int, list[bytes]]]:
+        metas: dict[int, list[bytes]] = {}
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            rows = await reader.get(fqn, np.array(row_ids))
+            for link in reader.links:
+                follower = ShardFollower(link, from_seq=1, wait_s=0)
+                while updates := await follower.fetch():
+                    for update in updates:
+                        if update.kind == idl.UpdateKind.BATCH:
+                            _add_metas(metas, update.body, fqn)
+        return rows, metas
+
+    return asyncio.run(read())
+
+
+def _add_metas(metas: dict[int, list[bytes]], body: memoryview, fqn: str) -> None:
+    request = decode_struct(idl.ParameterServer.setEmbeddings_args, body, decode_header(body).body_offset).request
+    for delta in request.deltas:
+        ids = np.frombuffer(delta.row_ids, "<i8").tolist()
+        meta = bytes(delta.runtime_meta or b"")
+        for at, row in enumerate(ids if delta.fqn == fqn else ()):
+            width = len(meta) // len(ids)
+            metas.setdefault(row, []).append(meta[at * width : (at + 1) * width])
+
+
+def test_identities_and_runtime_meta_are_streamed(server: ServerProcess) -> None:
+    """The store has each row's identity; its log has each row's meta, whose shape and type may change amid a step."""
+    module = make_module([(8, 4), (6, 4), (9, 4)], table_names=["a", "uncached", "b"], table_offsets=[0, 0, 2**41])
+    parts = [
+        TablePart(fqn="a", num_rows=8, dim=4),
+        TablePart(fqn="uncached", num_rows=6, dim=4),
+        TablePart(fqn="b", num_rows=0, dim=4, row_offset=2**41),
+    ]
+    with RawEmbeddingStreamer(server.address, run="res-extras", **FAST) as streamer:
+        streamer.pause()  # one flush, in which rows of both shapes of meta are together
+        install(module, streamer, parts=parts, has_identities=True)
+        raw_ids = torch.tensor([2**45 + 3, 0, 14, 2**45 + 8, 5, 1, 1, 1])
+        meta = torch.arange(16, dtype=torch.int32).reshape(8, 2)
+        values = torch.arange(20, dtype=torch.float32).reshape(5, 4)
+        # Row 3 of a, a miss, rows 0 and 8 of b, and one that is beyond the count.
+        call(module, [3, -1, 14, 22, 5], values, count=4, identities=raw_ids, runtime_meta=meta)
+        call(module, [14, 0], values[:2] + 50, identities=raw_ids.reshape(-1, 1), runtime_meta=meta[:, :1].double())
+        call(module, [1], values[:1], runtime_meta=None)
+        streamer.flush()
+        result = compare_with_store(streamer.tables, server.address, only_present=True, timeout_s=WAIT_S)
+        assert result.is_equal, str(result)
+        assert [(table.fqn, table.num_equal) for table in result.tables] == [("a", 3), ("uncached", 0), ("b", 2)]
+        b, metas = read_store(server.address, "b", [2**41, 2**41 + 8, 2**41 + 1])
+        assert b.identities is not None
+        assert b.presence.tolist() == [1, 1, 0]
+        assert b.identities[:2].tolist() == [2**45 + 3, 2**45 + 8]
+        assert np.array_equal(b.weights[:2], torch.stack([values[0] + 50, values[3]]).numpy())
+        assert metas == {
+            2**41: [meta[:1, :1].double().numpy().tobytes()],
+            2**41 + 8: [meta[3].numpy().tobytes()],
+        }
+        a, metas = read_store(server.address, "a", [3, 0, 1])
+        assert a.identities is not None
+        assert a.identities.tolist() == [2**45 + 3, 0, -1]
+        assert metas == {3: [meta[0].numpy().tobytes()], 0: [meta[1:2, :1].double().numpy().tobytes()], 1: [b""]}
+        with pytest.raises(RequestError, match="runtime meta of 8000 bytes a row"):
+            call(module, [2], values[:1], runtime_meta=torch.zeros(4, 1000, dtype=torch.int64))
+        with pytest.raises(RequestError, match=r"identities of shape \(4, 2\)"):
+            call(module, [2], values[:1], identities=torch.zeros(4, 2, dtype=torch.int64))
+        assert streamer.stats().num_dirty_rows == 0
 
 
 def test_enabled_tables(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:

@@ -169,7 +169,7 @@ class FaultyFileOps(SystemFileOps):
         super().unlink(path)
         self._changes.append(_DirectoryChange(path.parent, lambda: path.write_bytes(content) and None))
 
-    def drop_cache(self, fd: int) -> None:
+    def drop_cache(self, fd: int, offset: int = 0, size_bytes: int = 0) -> None:
         file = self._open[fd]
         self._call("drop_cache", file.path)
         if file.is_lossy:

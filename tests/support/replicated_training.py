@@ -254,6 +254,17 @@ def _part_of_the_ranks(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer
     return model, _sgd(model)
 
 
+def _rowwise_dtensor(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    model = nn.Embedding(6, 2)
+    placed = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    model.weight = nn.Parameter(placed)
+    return model, [RowWiseAdagrad(model.parameters(), lr=0.1)]
+
+
 def _ddp_of_some_ranks(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     groups = [dist.new_group([0]), dist.new_group([1])]
     model = nn.parallel.DistributedDataParallel(nn.Embedding(5, 2), process_group=groups[rank])
@@ -320,6 +331,7 @@ _REFUSED = {
     "unwrapped": _unwrapped,
     "ignored": _ignored,
     "part_of_the_ranks": _part_of_the_ranks,
+    "rowwise_dtensor": _rowwise_dtensor,
     "ddp_of_some_ranks": _ddp_of_some_ranks,
     "partial": _partial,
     "flattened": _flattened,

@@ -85,7 +85,7 @@ class Submitted:
 
     def __init__(
         self,
-        tables: Sequence[Trained],
+        tables: Sequence[Trained | VirtualRows],
         *,
         num_shards: int = 1,
         staging_bytes: int = 2**20,
@@ -133,3 +133,59 @@ def rows_of(flush: Flush, num_shards: int, *, max_bytes: int = 2**22) -> list[tu
                     parts = [c[at * len(c) // len(ids) : (at + 1) * len(c) // len(ids)] for c in columns]
                     rows.append((shard, delta.fqn, row, b"".join(parts)))
     return rows
+
+
+def deleted_of(flush: Flush, num_shards: int, *, max_bytes: int = 2**22) -> list[tuple[int, str, int]]:
+    """Return (shard, fqn, row) for all that a flush's messages delete, in their order."""
+    return [
+        (shard, delta.fqn, row)
+        for shard in range(num_shards)
+        for message in flush.messages(shard, max_bytes)
+        for delta in message.deltas
+        for row in np.frombuffer(delta.deleted_row_ids or b"", "<i8").tolist()
+    ]
+
+
+class VirtualRows:
+    """A table with virtual ids: rows come and go, each in a place of its own while it is held.
+
+    Attributes:
+        tapped: What a tap would have made of it.
+        weights: [places, dim].
+        place_of: Place by id.
+    """
+
+    def __init__(self, fqn: str = "v.weight", num_places: int = 64, dim: int = 4, *, states: Sequence[StateSpec] = ()):
+        spec = TableSpec(fqn=fqn, num_rows=0, dim=dim, dtype=DType.FLOAT32, states=tuple(states))
+        generator = torch.Generator().manual_seed(0)
+        self.weights = torch.randn(num_places, dim, generator=generator)
+        self.states = {
+            state.name: torch.randn(num_places, state.width_in(spec.whole), generator=generator) for state in states
+        }
+        self.place_of: dict[int, int] = {}
+        self._free = list(range(num_places))
+        self.tapped = TappedTable(
+            spec=spec, num_local_rows=0, weights=lambda: self.weights, states=lambda: self.states, index=self
+        )
+
+    def find(self, row_ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([self.place_of.get(row, -1) for row in row_ids.tolist()], dtype=torch.int64)
+
+    def row_ids(self) -> torch.Tensor:
+        return torch.tensor(list(self.place_of), dtype=torch.int64)
+
+    def update(self, rows: Iterable[int], value: float) -> None:
+        """Set rows to a value, those that are not held too, and mark them."""
+        rows = list(rows)
+        for row in rows:
+            if row not in self.place_of:
+                self.place_of[row] = self._free.pop()
+            self.weights[self.place_of[row]] = value
+            for state in self.states.values():
+                state[self.place_of[row]] = -value
+        self.tapped.dirty.mark(torch.tensor(rows, dtype=torch.int64))
+
+    def drop(self, rows: Iterable[int]) -> None:
+        """Hold rows no more; nobody is told."""
+        for row in rows:
+            self._free.append(self.place_of.pop(row))

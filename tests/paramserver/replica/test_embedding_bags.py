@@ -11,6 +11,7 @@ import torch
 
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import BagTable, EmbeddingReplica, ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica.config import DiskStorage
 from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -53,7 +54,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, is_weighted: bool) -> None:
+@pytest.mark.parametrize("storage", [{}, {"*": DiskStorage(memory_bytes=4096)}], ids=["memory", "disk"])
+def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is_weighted: bool) -> None:
     """On random jagged features every output, its name and its place are those of the trainer's collection."""
     torch.manual_seed(3)
     model = torch.nn.ModuleDict({f"ebc{is_weighted}": _collection(is_weighted=is_weighted)})
@@ -66,8 +68,8 @@ def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, is_weighted: boo
             ebc(_features(seed, is_weighted=is_weighted)).values().pow(2).sum().backward()
             optimizer.step()
         streamer.flush()
-        with EmbeddingReplica(server.address, consistency="step") as replica:
-            replica.wait_for(5, 30.0)
+        with EmbeddingReplica(server.address, consistency="step", storage=storage) as replica:
+            replica.wait_for(5, 30.0, epoch=streamer.epoch)
             ours = ReplicaEmbeddingBagCollection.like(ebc, replica, prefix=f"ebc{is_weighted}")
             for seed in range(100, 200):
                 features = _features(seed, is_weighted=is_weighted)

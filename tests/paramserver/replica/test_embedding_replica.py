@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,19 @@ from torch import nn
 
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.paramserver.snapshot_files import verify_snapshot
+from headrace.paramserver.store import RowStore
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
     HeadraceError,
     RequestError,
     RowRangeError,
+    StorageError,
     UnauthorizedError,
     UnavailableError,
     UnknownTableError,
@@ -35,6 +40,10 @@ from headrace.streamer import RawEmbeddingStreamer
 
 WAIT_S = 30.0
 ROWS = 300
+# On disk with place for few of the rows: most lookups read some from there, and push others out.
+STORAGE = pytest.mark.parametrize(
+    "storage", [{}, {"*": DiskStorage(memory_bytes=4096)}, {"left.*": DiskStorage()}], ids=["memory", "disk", "mixed"]
+)
 
 
 class Training:
@@ -99,13 +108,14 @@ def training(server: ServerProcess) -> Iterator[Training]:
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
-def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, consistency: Any) -> None:
+@STORAGE
+def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, storage: Any, consistency: Any) -> None:
     """What the trainer has is looked up bit for bit: at the start, later, and after every shard was killed."""
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         training = Training(server.address)
         training.step()
         training.flush()
-        with EmbeddingReplica(server.address, consistency=consistency, name="test") as replica:
+        with EmbeddingReplica(server.address, consistency=consistency, storage=storage, name="test") as replica:
             _assert_equal(replica, training)
             for _ in range(3):
                 training.step()
@@ -124,11 +134,12 @@ def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, consist
         training.close()
 
 
-def test_a_step_is_seen_whole(server: ServerProcess, training: Training) -> None:
+@STORAGE
+def test_a_step_is_seen_whole(server: ServerProcess, training: Training, storage: Any) -> None:
     """While the trainer runs, a lookup of both tables has one number in all rows of all shards, and it only rises."""
     training.step()
     training.flush()
-    with EmbeddingReplica(server.address, consistency="step") as replica:
+    with EmbeddingReplica(server.address, consistency="step", storage=storage) as replica:
         seen: list[list[float]] = [[], []]
         faults: list[object] = []
         is_over = threading.Event()
@@ -157,14 +168,18 @@ def test_a_step_is_seen_whole(server: ServerProcess, training: Training) -> None
     assert not faults and len({*seen[0], *seen[1]}) > 3
 
 
-def test_snapshots_are_switched_under_lookups(server: ServerProcess, training: Training) -> None:
+@STORAGE
+def test_snapshots_are_switched_under_lookups(
+    server: ServerProcess, training: Training, tmp_path: Path, storage: Any
+) -> None:
     """A replica that begins from a snapshot catches up; switching to another and back fails no lookup and is equal."""
     training.step()
     training.flush()
     first = _snapshot(server)
     training.step()
     training.flush()
-    with EmbeddingReplica(server.address, snapshot=first, consistency="step") as replica:
+    settings: dict[str, Any] = {"consistency": "step", "storage": storage, "disk_dir": tmp_path / "disk"}
+    with EmbeddingReplica(server.address, snapshot=first, **settings) as replica:
         _assert_equal(replica, training)
         failures: list[HeadraceError] = []
         is_over = threading.Event()
@@ -188,6 +203,7 @@ def test_snapshots_are_switched_under_lookups(server: ServerProcess, training: T
             replica.load_snapshot(second, timeout_s=WAIT_S)
             _settle(replica, training)
             _assert_equal(replica, training)
+            assert len(list(tmp_path.glob("disk/copy-*"))) == (2 if storage else 0)
         training.step()
         replica.roll_back()
         is_over.set()
@@ -197,6 +213,8 @@ def test_snapshots_are_switched_under_lookups(server: ServerProcess, training: T
         _assert_equal(replica, training)
         with pytest.raises(ConfigError, match="no previous copy"):
             replica.roll_back()
+    assert not list(tmp_path.glob("disk/copy-*"))
+    verify_snapshot(second)  # what is linked to was not written to
 
 
 def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Training, tmp_path: Path) -> None:
@@ -241,6 +259,55 @@ def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
         replica.wait_for(5, WAIT_S)
         _assert_equal(replica, training)
         training.close()
+
+
+def test_a_copy_whose_disk_failed_is_replaced(
+    server: ServerProcess, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that fails half way ends the copy; lookups fail until another has caught up, and show no half step."""
+    training.step()
+    training.flush()
+    storage = {"right.*": DiskStorage()}
+    (tmp_path / "disk" / "copy-000009").mkdir(parents=True)  # of a replica that was killed
+    with EmbeddingReplica(server.address, consistency="step", storage=storage, disk_dir=tmp_path / "disk") as replica:
+        with monkeypatch.context() as patch:
+            patch.setattr(RowStore, "write_runs", _fail)
+            training.step()
+            training.flush()
+            deadline = time.monotonic() + WAIT_S
+            for name in ("left.weight", "right.weight"):  # also of the table in memory, which may be a step ahead
+                with pytest.raises(StorageError, match="not whole any more: the disk is on fire"):
+                    while time.monotonic() < deadline:
+                        assert replica.lookup(name, [1])[0, 0] == 1.0
+        replica.wait_for(training.num_steps, WAIT_S)
+        _assert_equal(replica, training)
+        assert replica.failure is None
+    assert not list(tmp_path.glob("disk/copy-*"))
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise StorageError("the disk is on fire")
+
+
+def test_rows_on_disk_are_read_ahead_and_pinned(server: ServerProcess, training: Training) -> None:
+    """Announced and pinned rows are answered from memory; what was looked up is counted by table."""
+    training.step()
+    training.flush()
+    storage = {"left.*": DiskStorage()}
+    with EmbeddingReplica(server.address, storage=storage) as replica:
+        with replica.pinned("left.weight", [1, 2, 2]) as number, replica.pinned("right.weight", [1, 2, 2]) as in_memory:
+            assert (number, in_memory) == (2, 2)
+            replica.lookup("left.weight", [2, 1])
+            assert (replica.hot_rows()["left.weight"].hits, replica.hot_rows()["left.weight"].misses) == (2, 0)
+        replica.prefetch("left.weight", torch.arange(4))
+        replica.prefetch("right.weight", torch.arange(4))
+        replica.lookup("left.weight", [[2, 100]])
+        stats = replica.hot_rows()
+        assert list(stats) == ["left.weight"] and stats["left.weight"].hits + stats["left.weight"].misses == 4
+        with pytest.raises(RowRangeError):
+            replica.prefetch("left.weight", [ROWS])
+        with pytest.raises(UnknownTableError):
+            replica.prefetch("middle.weight", [1])
 
 
 def test_missing_rows(server: ServerProcess) -> None:
@@ -293,6 +360,8 @@ def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
         ({"missing": "none"}, "missing"),
         ({"defaults": {"t": torch.zeros(1)}}, "table_default"),
         ({"lease_s": 0}, "lease_s"),
+        ({"disk_threads": 0}, "disk_threads"),
+        ({"storage": {"a.*": 1 << 30}}, r"storage of 'a\.\*'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], says: str) -> None:

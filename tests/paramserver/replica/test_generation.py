@@ -11,8 +11,8 @@ from headrace.paramserver.catalog import Catalog, pack_spec
 from headrace.paramserver.follower import Update
 from headrace.paramserver.replica.freshness import Histogram
 from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import ShardTail
-from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.sessions import Sessions
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import idl
@@ -82,15 +82,14 @@ class Copy:
         tails = [ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({})) for shard in range(num_shards)]
         self.now_us = 0
         self.generation = Generation(
-            "s", tails, is_by_step=is_by_step, make_table=ReplicaTable, clock_us=lambda: self.now_us
+            "s", tails, is_by_step=is_by_step, make_table=MemoryTable, clock_us=lambda: self.now_us
         )
 
     def take(self, shard: int, updates: list[Update]) -> bool:
         return self.generation.take(shard, updates, updates[-1].seq if updates else 0)
 
     def values(self, *rows: int) -> list[float]:
-        table = self.generation.tables["t"]
-        return table.weights[table.slots_of(np.array(rows))].flatten().tolist()
+        return self.generation.tables["t"].gather(np.array(rows))[0].flatten().tolist()
 
 
 def test_a_step_waits_for_all_shards() -> None:
@@ -165,6 +164,25 @@ def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
     copy.take(0, shards[0].take())
     first, second = copy.generation.freshness()
     assert (first.lag_s, first.lag_steps, second.lag_s) == (59.0, 1, 0.0)
+
+
+def test_a_record_without_rows_leaves_nobody_behind() -> None:
+    """A new run's hello waits for its first step and keeps nothing from lookups; rows that wait, or are far, do."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+    shard.hello(0, epoch=2)
+    copy.take(0, shard.take())
+    (found,) = copy.generation.freshness()
+    assert (found.visible_seq < found.last_seq, found.is_behind, found.lag_s) == (True, False, 0.0)
+    copy.generation.tails[0].last_seq += 1  # the shard tells of a record that has not come
+    assert copy.generation.freshness()[0].is_behind
+    shard.write(2, 2.0, epoch=2, ends=False)
+    copy.take(0, shard.take())
+    assert copy.generation.freshness()[0].is_behind
+    shard.write(2, 2.0, epoch=2)
+    copy.take(0, shard.take())
+    assert not copy.generation.freshness()[0].is_behind
 
 
 def test_a_gap_ends_it() -> None:

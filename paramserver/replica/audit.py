@@ -1,0 +1,206 @@
+"""The replica's audit: digests of the weights that lookups see against the store's, at the same records of each log.
+
+While a range of rows is looked at the replica is held: what comes waits. A shard's digests are of one position of its
+log, which the replica then shows exactly; by step, where it cannot, the range is looked at again until nothing came
+between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.precision import precision_of
+from headrace.paramserver.replica.table import ReplicaTable
+from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["ReplicaAuditReport", "ReplicaTableAudit", "audit_table", "digest_table", "why_left_out"]
+
+# Rows that are held up together: a shard looks at some hundred thousand rows a second.
+_ROWS_AT_ONCE = 4 * BUCKET_ROWS
+_ROWS_IN_CACHE = 4096
+_MAX_NAMED = 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_PRESENT = 1
+
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplicaTableAudit:
+    """What comparing a table of a replica with the store has shown.
+
+    Attributes:
+        fqn: The table.
+        num_rows: Rows that the replica has.
+        digest: Of their weights.
+        differing_buckets: Buckets (row id / 65536) whose digests differ.
+        differing_row_ids: The first rows in which they differ.
+    """
+
+    fqn: str
+    num_rows: int = 0
+    digest: int = 0
+    differing_buckets: list[int] = field(default_factory=list)
+    differing_row_ids: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        text = f"{self.fqn}: {self.num_rows} rows, digest {self.digest:016x}"
+        if self.differing_buckets:
+            text += f"; DIFFERENT in buckets {_some(self.differing_buckets)}: rows {_some(self.differing_row_ids)}"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaAuditReport:
+    """What an audit of a replica has shown.
+
+    Attributes:
+        tables: In the order of their names.
+        left_out: Tables that cannot be compared, and why.
+    """
+
+    tables: tuple[ReplicaTableAudit, ...]
+    left_out: dict[str, str]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether replica and store have the same rows with the same weights."""
+        return not any(table.differing_buckets for table in self.tables)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(table.num_rows for table in self.tables)
+
+    def __str__(self) -> str:
+        """Say it in one line a table."""
+        lines = [*map(str, self.tables), *(f"{fqn}: left out: {why}" for fqn, why in self.left_out.items())]
+        return "\n".join(lines)
+
+
+def why_left_out(spec: TableSpec, config: ReplicaConfig) -> str | None:
+    """Return why the weights of a table cannot be compared with the store's; None when they can."""
+    if not spec.num_rows:
+        return "it has virtual ids, which cannot be gone through in order"
+    precision = precision_of(spec, config.precision_of(spec.fqn))
+    if precision is not None and isinstance(config.storage_of(spec.fqn), MemoryStorage):
+        return f"its rows are kept in {precision} here, and are not the store's"
+    return None
+
+
+def digest_table(table: ReplicaTable, *, first_row: int = 0, end_row: int | None = None) -> TableDigest:
+    """Return digests of the weights of the rows that a table has, by bucket, see `schemas/row_digest.py`.
+
+    Args:
+        table: One with a number of rows; not written to meanwhile.
+        first_row: First row looked at.
+        end_row: End of them, exclusive; None for the table's end.
+
+    Thread: any; it blocks.
+    """
+    spec = table.spec
+    digest = TableDigest(spec=spec, columns=spec.whole)
+    for ids in _pieces(first_row, min(spec.num_rows if end_row is None else end_row, spec.num_rows), _ROWS_IN_CACHE):
+        rows, missing = table.gather(ids)
+        if missing.any():
+            is_there = ~missing
+            ids, rows = ids[is_there], rows[torch.from_numpy(is_there)]
+        digest.add_rows(ids, [_bits(rows)])
+    return digest
+
+
+async def audit_table(copy: Followed, fqn: str) -> ReplicaTableAudit:
+    """Compare a table that follows a server with what the server's shards have.
+
+    Args:
+        copy: Caught up.
+        fqn: A table of it, which can be compared (`why_left_out`).
+
+    Raises:
+        UnavailableError: A shard does not answer.
+        HeadraceError: The copy is not kept up to date any more.
+
+    Cancellation: harmless; the copy goes on following.
+    """
+    result, total = ReplicaTableAudit(fqn=fqn), 0
+    num_rows = copy.generation.tables[fqn].spec.num_rows
+    for first in range(0, max(num_rows, 1), _ROWS_AT_ONCE):
+        span = (first, min(first + _ROWS_AT_ONCE, num_rows))
+        pause_s = _FIRST_PAUSE_S
+        while (ours := await _audit_span(copy, fqn, span, result)) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        result.num_rows += ours.num_rows
+        total += ours.total
+    result.digest = total % 2**64
+    return result
+
+
+async def _audit_span(copy: Followed, fqn: str, span: tuple[int, int], result: ReplicaTableAudit) -> TableDigest | None:
+    """Return the replica's digest of some rows and note what differs; None when the two are not at the same records."""
+    generation, (first_row, end_row) = copy.generation, span
+    table = generation.tables[fqn]
+    async with copy.held():
+        theirs = await copy.reader.digest(fqn, first_row=first_row, end_row=end_row, only_weights=True)
+        seqs = [theirs.seqs.get(tail.shard, 0) for tail in generation.tails]
+        if not theirs.is_steady or not await copy.show_up_to(seqs):
+            return None
+        ours = await asyncio.to_thread(digest_table, table, first_row=first_row, end_row=end_row)
+        for bucket in theirs.differing_buckets(ours):
+            result.differing_buckets.append(bucket)
+            if len(result.differing_row_ids) < _MAX_NAMED:
+                found = await _differing_rows(copy, fqn, span, bucket)
+                result.differing_row_ids += found[: _MAX_NAMED - len(result.differing_row_ids)].tolist()
+    return ours
+
+
+async def _differing_rows(copy: Followed, fqn: str, span: tuple[int, int], bucket: int) -> _Ids:
+    """Return the rows of a bucket that differ, but for those that have been updated since what the replica shows."""
+    table, visible = copy.generation.tables[fqn], copy.generation.visible
+    if visible is None:
+        raise UnavailableError(f"table {fqn!r}: the replica is at no step")
+    found = [np.empty(0, np.int64)]
+    first, end = max(span[0], bucket * BUCKET_ROWS), min(span[1], (bucket + 1) * BUCKET_ROWS)
+    for ids in _pieces(first, end, _ROWS_IN_CACHE):
+        theirs = await copy.reader.get(fqn, ids, with_versions=True)
+        assert theirs.epochs is not None
+        assert theirs.steps is not None
+        rows, missing = await asyncio.to_thread(table.gather, ids)
+        is_there = theirs.presence == _PRESENT
+        differs = (_bytes(_bits(rows)) != _bytes(theirs.weights)).any(axis=1) & is_there & ~missing
+        differs |= is_there == missing
+        epoch, step = visible
+        is_known = (theirs.epochs < epoch) | ((theirs.epochs == epoch) & (theirs.steps <= step))
+        found.append(ids[differs & is_known])
+    return np.concatenate(found)
+
+
+def _pieces(first: int, end: int, size: int) -> Iterator[_Ids]:
+    for start in range(first, end, size):
+        yield np.arange(start, min(start + size, end), dtype=np.int64)
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:_MAX_NAMED])) + (", …" if len(numbers) > _MAX_NAMED else "")
+
+
+def _bits(rows: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+    return array
+
+
+def _bytes(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(rows.shape[0], -1)

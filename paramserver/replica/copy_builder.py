@@ -1,0 +1,161 @@
+"""Begins copies: connects, loads what there is, on the tables' own storage, and lets it follow the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.copy_folders import CopyFolders
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.loading import load_live, load_snapshot
+from headrace.paramserver.replica.storage import Storage, memory_needed
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import fetch_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError
+from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["CopyBuilder"]
+
+
+class CopyBuilder:
+    """Begins one replica's copies.
+
+    Thread: the event loop's, but for making and closing it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        dial: Dial,
+        config: ReplicaConfig,
+        *,
+        on_change: Callable[[], None],
+        on_lost: Callable[[Followed, HeadraceError], None],
+    ) -> None:
+        """Claim the directory of copies on disk, when there are to be any.
+
+        Args:
+            address: `host:port` of any shard.
+            dial: How to connect.
+            config: Settings.
+            on_change: See `Followed`.
+            on_lost: See `Followed`.
+
+        Raises:
+            ConfigError: The directory cannot be used, or another replica uses it.
+        """
+        self._address = address
+        self._dial = dial
+        self._config = config
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
+
+    def close(self) -> None:
+        """Give the directory up; copies are closed by those who have them. Idempotent."""
+        if self._folders is not None:
+            self._folders.close()
+
+    async def build(self, snapshot: Path | None, *, held_bytes: int) -> Followed:
+        """Return a new copy that has begun to follow.
+
+        Args:
+            snapshot: Directory of a snapshot to begin from; None for what the server has.
+            held_bytes: Memory of the copies that are there.
+
+        Raises:
+            ConfigError: There is no snapshot, not enough memory, or the disk's directory cannot be used.
+            CorruptionError: The snapshot is damaged.
+            GoneError: There is no snapshot where one is needed, or it is of another store.
+            StorageError: The disk failed.
+            UnavailableError: The server is not there.
+
+        Cancellation: nothing is left of the copy.
+        """
+        dial = self._dial
+        reader = await EmbeddingReader.connect(
+            self._address,
+            timeout_s=dial.timeout_s,
+            ssl_context=dial.ssl_context,
+            server_hostname=dial.server_hostname,
+            token=dial.token,
+        )
+        specs = list(reader.tables.values())
+        storage = Storage(self._config, self._folders, specs)
+        try:
+            if snapshot is not None:
+                generation = await self._load(snapshot, storage, held_bytes)
+            elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
+                self._check_memory(specs, 0, held_bytes)
+                generation = await load_live(reader, is_by_step=self._is_by_step, make_table=storage.make)
+            else:
+                generation = await self._load_newest(storage, held_bytes)
+            server_id = reader.links[0].hello.server_id
+            if generation.server_id != server_id:
+                raise GoneError(f"the snapshot is of store {generation.server_id}, the server has {server_id}")
+            targets = [status.accepted_seq for status in await reader.status()]
+        except BaseException:
+            await reader.close()
+            await asyncio.to_thread(storage.close)
+            raise
+        return Followed(
+            generation,
+            reader,
+            self._config,
+            target_seqs=targets,
+            on_change=self._on_change,
+            on_lost=self._on_lost,
+        )
+
+    async def _load(self, folder: Path, storage: Storage, held_bytes: int) -> Generation:
+        manifest: SnapshotManifest = await asyncio.to_thread(verify_snapshot, folder)
+        self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
+        await asyncio.to_thread(storage.link, folder, manifest)
+        return await asyncio.to_thread(
+            load_snapshot, folder, manifest, is_by_step=self._is_by_step, make_table=storage.make
+        )
+
+    async def _load_newest(self, storage: Storage, held_bytes: int) -> Generation:
+        with contextlib.ExitStack() as stack:
+            directory = self._config.snapshot_dir
+            if directory is None:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+            try:
+                manifest = await fetch_snapshot(self._address, directory, dial=self._dial)
+            except GoneError as exc:
+                raise GoneError(
+                    f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
+                ) from exc
+            return await self._load(SnapshotFiles(directory).folder_of(manifest.name), storage, held_bytes)
+
+    @property
+    def _is_by_step(self) -> bool:
+        return self._config.consistency == "step"
+
+    def _check_memory(self, specs: Collection[TableSpec], snapshot_bytes: int, held_bytes: int) -> None:
+        """Refuse a copy that will not fit beside those that are there."""
+        needed = memory_needed(self._config, specs, snapshot_bytes)
+        limit = self._config.max_memory_bytes
+        free = _free_memory_bytes() if limit is None else limit - held_bytes
+        if needed > free:
+            raise ConfigError(
+                f"replica: a new copy takes about {needed >> 20} MiB, {max(free, 0) >> 20} MiB are free "
+                f"beside the {held_bytes >> 20} MiB of the present one"
+            )
+
+
+def _free_memory_bytes() -> int:
+    """Return what the machine can give without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("replica: /proc/meminfo does not say what is free; set max_memory_bytes")

@@ -1,0 +1,76 @@
+"""The directory in which a replica keeps its copies that are on disk, one folder each.
+
+    DIR/LOCK           flock held by the replica
+    DIR/copy-000001/   RocksDBs of one copy; two exist while it is switched, or while the previous one is kept
+
+A copy is of no use to anybody but the replica that made it: folders that are there at the beginning were left by one
+that was killed, and are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["CopyFolders"]
+
+# ON DISK: leftovers are known by it.
+_PREFIX = "copy-"
+_LOCK_NAME = "LOCK"
+
+
+class CopyFolders:
+    """A directory claimed by this replica.
+
+    Thread: any.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Claim a directory and remove what a killed replica has left in it.
+
+        Args:
+            path: Directory, made when it is not there; None makes a temporary one, which `close` removes.
+
+        Raises:
+            ConfigError: It cannot be used, or another replica uses it.
+        """
+        self._is_temporary = path is None
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="headrace-replica-")) if path is None else path
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as exc:
+            raise ConfigError(f"replica: disk_dir {path} cannot be used: {exc.strerror}") from exc
+        self._numbers = itertools.count(1)
+        self._is_closed = False
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in self.path.glob(f"{_PREFIX}*"):
+                shutil.rmtree(leftover)
+        except OSError as exc:
+            os.close(self._lock_fd)
+            if isinstance(exc, BlockingIOError):
+                raise ConfigError(f"replica: disk_dir {self.path} is in use by another replica") from exc
+            raise ConfigError(f"replica: disk_dir {self.path} cannot be used: {exc.strerror}") from exc
+
+    def new(self) -> Path:
+        """Return the folder of a new copy; it is not made."""
+        return self.path / f"{_PREFIX}{next(self._numbers):06d}"
+
+    def close(self) -> None:
+        """Give the directory up; copies are removed by those who made them. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock_fd)

@@ -1,0 +1,375 @@
+"""A table of a replica on disk: in the copy's RocksDB, behind a cache of its hot rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.pending import Batch, Part, RowDelta, Run, coalesce
+from headrace.paramserver.replica.disk_stores import DiskStores
+from headrace.paramserver.replica.hot_rows import HotRows, HotRowStats, capacity_for
+from headrace.paramserver.replica.table import default_row
+from headrace.paramserver.row_reader import ShardSource, read_rows, settle
+from headrace.paramserver.store import RowStore
+from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout
+from headrace.schemas.tables import ColumnShard, TableSpec
+
+__all__ = ["DiskTable"]
+
+_log = logging.getLogger(__name__)
+
+_Array = npt.NDArray[Any]
+_Bools = npt.NDArray[np.bool_]
+_Ids = npt.NDArray[np.int64]
+
+_PRESENT, _DELETED = 1, 2
+# Rows of one multi-get: what it returns becomes Python objects while no other Python thread runs, about 1 µs a row.
+_ROWS_PER_GET = 2048
+# Fewer are read by the caller alone: to hand rows to other threads and back costs as much as to read some hundred.
+_ROWS_TO_SPLIT = 8192
+# Announced ids that may wait at once: 8 MiB.
+_MAX_ANNOUNCED = 1 << 20
+# A row that is being written cannot be let in; the next attempt comes behind the write.
+_PIN_ATTEMPTS = 8
+
+
+class DiskTable:
+    """Rows of one table as lookups see them; see `ReplicaTable`.
+
+    An update goes to the disk, then to the hot rows that it changes, which are never ahead of the disk nor written back
+    to it; meanwhile they are read from the disk. A reader that overlaps with the update may see each row before it or
+    behind it, but none before it any more once it has seen it behind it; what it reads from the disk stays out of the
+    hot rows. With the generation's `VersionGate` it is dropped and read again.
+
+    Attributes:
+        spec: What the table is.
+        is_loaded: Its rows were in the stores from the beginning.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        stores: DiskStores,
+        *,
+        hot_bytes: int,
+        cache_bytes: int = 0,
+        default: torch.Tensor | None = None,
+    ) -> None:
+        """Keep a table in a copy's stores.
+
+        Args:
+            spec: What it is.
+            stores: The copy's; closed with the first of its tables.
+            hot_bytes: Memory of the hot rows.
+            cache_bytes: What the table has given to the stores' memory, for `size_bytes`.
+            default: `[dim]`, what missing rows look like; zeros when None.
+
+        Raises:
+            ConfigError: The default is of another shape.
+        """
+        self.spec = spec
+        self.is_loaded = stores.has(spec.fqn)
+        self._stores = stores
+        self._table_ids = stores.table_ids(spec)
+        self._seed = table_seed(spec.fqn)
+        # In a snapshot's stores rows lie as the shards wrote them; in ours there is nothing that lookups do not need.
+        self._spec = spec if stores.is_linked else dataclasses.replace(spec, states=(), has_identities=False)
+        self._whole = RecordLayout(self._spec, spec.whole)
+        self._default = default_row(spec, default)
+        self._row_bytes = spec.dim * spec.dtype.size_bytes
+        self._hot = HotRows(capacity_for(hot_bytes, self._row_bytes, spec.num_rows), self._row_bytes)
+        self._cache_bytes = cache_bytes
+        self._announcing = threading.Lock()
+        self._num_announced = self._num_dropped = 0
+
+    @property
+    def num_present(self) -> int:
+        """About how many rows are present: overwritten ones may count more than once, deleted ones count."""
+        with self._stores.in_use():
+            pairs = zip(self._stores.stores, self._table_ids, strict=True)
+            number = sum(store.num_rows_estimate(table_id) for store, table_id in pairs)
+        return min(number, self.spec.num_rows) if self.spec.num_rows else number
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the hot rows, and what the table has given to the stores' caches."""
+        return self._hot.size_bytes + self._cache_bytes
+
+    @property
+    def stats(self) -> HotRowStats:
+        """What has become of look-ups so far."""
+        return dataclasses.replace(self._hot.stats, dropped=self._num_dropped)
+
+    def gather(self, ids: _Ids) -> tuple[torch.Tensor, _Bools]:
+        """Return rows and which of them are missing; see `ReplicaTable.gather`.
+
+        Raises:
+            UnavailableError: The copy is closed.
+            StorageError: The disk failed.
+        """
+        found = torch.empty(ids.size, self.spec.dim, dtype=self._default.dtype)
+        rows = self._opaque(found)
+        with self._stores.in_use():
+            is_here, is_present = self._hot.gather(ids, rows)
+            if not is_here.all():
+                at = np.flatnonzero(~is_here)
+                missed, where = np.unique(ids[at], return_inverse=True)
+                read, is_read_present, _ = self._fetch(missed)
+                rows[at] = read[where]
+                is_present[at] = is_read_present[where]
+        return found, ~is_present
+
+    def pool(
+        self, ids: _Ids, offsets: torch.Tensor, mode: Literal["sum", "mean"], weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, _Bools]:
+        """Return pooled bags and which ids are missing; see `ReplicaTable.pool`."""
+        rows, missing = self.gather(ids)
+        pooled = torch.nn.functional.embedding_bag(
+            torch.arange(ids.size), rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
+        )
+        return pooled, missing
+
+    def prefetch(self, ids: _Ids) -> Future[int]:
+        """Have rows read into the hot ones; return at once.
+
+        Args:
+            ids: int64[n], valid ids of the table, any order, also repeated.
+
+        Returns:
+            How many were read, when they are. 0 at once when more than a million ids wait already: they are counted as
+            dropped.
+        """
+        with self._announcing:
+            if self._num_announced + ids.size > _MAX_ANNOUNCED:
+                self._num_dropped += ids.size
+                dropped: Future[int] = Future()
+                dropped.set_result(0)
+                return dropped
+            self._num_announced += ids.size
+        try:
+            reading = self._stores.submit(partial(self._read_announced, ids.copy()))
+        except UnavailableError:
+            self._forget(ids.size)
+            raise
+        reading.add_done_callback(lambda done: self._read_ahead(done, ids.size))
+        return reading
+
+    @contextlib.contextmanager
+    def pinned(self, ids: _Ids) -> Iterator[int]:
+        """Keep rows among the hot ones, reading those that are not, and yield of how many that is true.
+
+        Args:
+            ids: int64[n], valid ids of the table. They fall short where more are pinned than a set of the cache has
+                place for: from about a fourth of the capacity on.
+        """
+        left = np.unique(ids)
+        kept: list[_Ids] = []
+        try:
+            for _ in range(_PIN_ATTEMPTS):
+                has = self._hot.pin(left)
+                kept.append(left[has])
+                left = left[~has]
+                if not left.size:
+                    break
+                with self._stores.in_use():
+                    _, _, entered = self._fetch(left, is_wanted=True, is_pinned=True)
+                kept.append(left[entered])
+                left = left[~entered]
+            yield sum(some.size for some in kept)
+        finally:
+            for some in kept:
+                self._hot.unpin(some)
+
+    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
+        """Take a delta's rows and deletions; see `ReplicaTable.apply`.
+
+        Raises:
+            StorageError: The disk failed; nothing is looked up in this copy any more.
+        """
+        layout = RecordLayout(self._spec, delta.layout.shard)
+        delta = dataclasses.replace(
+            delta, layout=layout, identities=delta.identities if self._spec.has_identities else None
+        )
+        batch = Batch(seq=0, epoch=epoch, step=step, time_us=0, is_conditional=is_conditional)
+        part = Part(delta, batch)
+        if part.ids.size:
+            self._write(coalesce(0, [part]))
+
+    def load(self, row_ids: _Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
+        """Take rows that are read from a store; see `ReplicaTable.load`.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        layout = RecordLayout(self._spec, shard)
+        at = np.flatnonzero(presence)
+        if not at.size:
+            return
+        at = at[np.argsort(row_ids[at])]
+        records = np.zeros(at.size, layout.dtype)
+        layout.set_header(records, ..., epoch=epochs[at], step=steps[at], time_us=0)
+        records["flags"][presence[at] == _DELETED] = FLAG_DELETED
+        records["weights"] = np.frombuffer(weights, layout.dtype["weights"])[at]
+        self._write(Run(0, layout, row_ids[at], records, None))
+
+    def close(self) -> None:
+        """Close the copy's stores and remove them. Idempotent.
+
+        Raises:
+            StorageError: A file could not be removed.
+        """
+        self._stores.close()
+
+    def _write(self, run: Run) -> None:
+        """Write a run to the stores, then to the hot rows."""
+        with self._stores.in_use():
+            self._write_now(run)
+
+    def _write_now(self, run: Run) -> None:
+        self._hot.begin_write(run.row_ids)
+        written: list[Run] = []
+        try:
+            for number, at in self._dealt(run.row_ids):
+                store = self._stores.stores[number]
+                part = run if at is None else _part_of(run, at)
+                part = dataclasses.replace(part, table_id=self._table_ids[number])
+                settled = settle(part, store.get)
+                assert isinstance(settled, Run), "of a run that is in memory"
+                store.write_runs([settled], meta={}, applied_seq=store.applied_seq)
+                written.append(settled)
+            changed, rows, is_present = self._as_they_are(written)
+        except HeadraceError as exc:
+            self._stores.failure = exc
+            raise
+        self._hot.end_write(run.row_ids, rows, changed, is_present)
+
+    def _as_they_are(self, written: list[Run]) -> tuple[_Ids, _Array, _Bools]:
+        """Return the hot rows among those that have been written, as they are now."""
+        ids = np.concatenate([run.row_ids for run in written])
+        is_hot = self._hot.has(ids)
+        if not all(self._is_whole(number) for number in range(len(self._table_ids))):
+            changed = np.sort(ids[is_hot])
+            return changed, *self._read(changed)
+        records = np.concatenate([run.records for run in written])[is_hot]
+        is_present = (records["flags"] & FLAG_DELETED) == 0
+        rows = np.ascontiguousarray(records["weights"])
+        rows[~is_present] = self._default_row
+        return ids[is_hot], rows, is_present
+
+    def _fetch(self, ids: _Ids, *, is_wanted: bool = False, is_pinned: bool = False) -> tuple[_Array, _Bools, _Bools]:
+        """Read rows from the disk, let them in, and return them, which are present, and which were let in.
+
+        Args:
+            ids: int64[n], ascending, each once.
+            is_wanted: See `HotRows.admit`.
+            is_pinned: See there.
+        """
+        ticket = self._hot.ticket(ids)
+        rows, is_present = self._read(ids)
+        entered = self._hot.admit(ids, rows, is_present, ticket, is_wanted=is_wanted, is_pinned=is_pinned)
+        return rows, is_present, entered
+
+    def _read(self, ids: _Ids) -> tuple[_Array, _Bools]:
+        """Return rows as they are on the disk, and which are present.
+
+        Args:
+            ids: int64[n], ascending.
+        """
+        rows = np.empty(ids.size, f"V{self._row_bytes}")
+        is_present = np.zeros(ids.size, bool)
+        works: list[Callable[[], None]] = []
+        for number, at in self._dealt(ids):
+            for start in range(0, ids.size if at is None else at.size, _ROWS_PER_GET):
+                part = slice(start, start + _ROWS_PER_GET)
+                some = part if at is None else at[part]
+                works.append(partial(self._read_some, number, ids[some], some, rows, is_present))
+        if ids.size >= _ROWS_TO_SPLIT:
+            self._stores.run_all(works)
+        else:
+            for work in works:
+                work()
+        rows[~is_present] = self._default_row
+        return rows, is_present
+
+    def _read_some(self, number: int, ids: _Ids, at: _Ids | slice, rows: _Array, is_present: _Bools) -> None:
+        store, table_id = self._stores.stores[number], self._table_ids[number]
+        if self._is_whole(number):
+            records, presence = self._decoded(store.get(encode_keys(table_id, self.spec.whole, ids)))
+            rows[at] = records["weights"]
+        else:
+            sources = [ShardSource(RecordLayout(self._spec, s), None, True) for s in store.layouts(table_id)]
+            read = read_rows(table_id, self._spec, sources, ids, store.get, seq=0)
+            rows[at] = np.ascontiguousarray(read.weights).view(f"V{self._row_bytes}")[:, 0]
+            presence = read.presence
+        is_present[at] = presence == _PRESENT
+
+    def _decoded(self, values: list[bytes | None]) -> tuple[_Array, _Array]:
+        """Return (records, presence) as `RecordLayout.decode`; in half of its time where all rows are there."""
+        size = self._whole.size_bytes
+        if None not in values and set(map(len, cast("list[bytes]", values))) == {size}:
+            records = np.frombuffer(b"".join(cast("list[bytes]", values)), self._whole.dtype)
+            if (records["version"] == RECORD_VERSION).all():
+                return records, np.where(records["flags"] & FLAG_DELETED, _DELETED, _PRESENT)
+        return self._whole.decode(values)
+
+    def _is_whole(self, number: int) -> bool:
+        """Return whether rows were only ever written whole to a store."""
+        store: RowStore = self._stores.stores[number]
+        return store.layouts(self._table_ids[number]) in ((), (self.spec.whole,))
+
+    def _dealt(self, ids: _Ids) -> Iterator[tuple[int, _Ids | None]]:
+        """Yield each store that some rows lie in, with their positions; None for all."""
+        if len(self._table_ids) == 1:
+            yield 0, None
+            return
+        owners = shards_of_rows(self._seed, ids, len(self._table_ids))
+        for number in range(len(self._table_ids)):
+            at = np.flatnonzero(owners == number)
+            if at.size:
+                yield number, at
+
+    def _read_announced(self, ids: _Ids) -> int:
+        wanted = np.unique(ids)
+        wanted = wanted[~self._hot.has(wanted)]
+        for start in range(0, wanted.size, _ROWS_PER_GET):
+            with self._stores.in_use():
+                self._fetch(wanted[start : start + _ROWS_PER_GET], is_wanted=True)
+        return int(wanted.size)
+
+    def _read_ahead(self, done: Future[int], number: int) -> None:
+        self._forget(number)
+        if not done.cancelled():
+            error = done.exception()
+            if error is not None and not isinstance(error, UnavailableError):  # closed meanwhile: nobody needs them
+                _log.warning("table %r: rows could not be read ahead: %s", self.spec.fqn, error)
+
+    def _forget(self, number: int) -> None:
+        with self._announcing:
+            self._num_announced -= number
+
+    def _opaque(self, rows: torch.Tensor) -> _Array:
+        """Return `[n]` opaque rows over the memory of `[n, dim]`."""
+        view: _Array = rows.view(torch.uint8).numpy().view(f"V{self._row_bytes}")[:, 0]
+        return view
+
+    @property
+    def _default_row(self) -> Any:
+        return self._opaque(self._default[None])[0]
+
+
+def _part_of(run: Run, at: _Ids) -> Run:
+    is_conditional = None if run.is_conditional is None else run.is_conditional[at]
+    return Run(run.table_id, run.layout, run.row_ids[at], run.records[at], is_conditional)

@@ -1,0 +1,271 @@
+"""A replica's answers over the wire: the reading half of the parameter server's Thrift service.
+
+To a client a replica is a server of one shard, so that whatever reads from a server reads from a replica. Tables are
+told as the replica has them: without optimizer states, and without the identities that `getEmbeddings` would return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from concurrent.futures import Executor
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.admission import ServerLimits
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
+from headrace.paramserver.replica.endpoint_readiness import Readiness
+from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.replica.table import TORCH_DTYPES, ReplicaTable
+from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
+from headrace.paramserver.security import role_name
+from headrace.schemas.errors import (
+    ProtocolMismatchError,
+    RequestError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["ReplicaService"]
+
+_Ids = npt.NDArray[np.int64]
+
+# What a reply holds besides its columns, with room.
+_REPLY_OVERHEAD_BYTES = 4096
+# ON THE WIRE: `RowPresence` in paramserver.thrift. A replica does not tell a deleted row from one that never was.
+_MISSING, _PRESENT = 0, 1
+# Eight bytes of row, epoch and step for eight bytes of identity.
+_FOUND_PER_IDENTITY = 3
+
+
+class ReplicaService:
+    """The service of one replica, from before the replica has begun until after it is closed.
+
+    Thread: the event loop's; lookups run in threads of the executor.
+
+    Attributes:
+        server: Who calls this service, once somebody does: `status` tells its figures.
+    """
+
+    def __init__(
+        self, readiness: Readiness, *, address: tuple[str, int], limits: ServerLimits, executor: Executor
+    ) -> None:
+        """Refuse reads as unavailable until `readiness` has a replica.
+
+        Args:
+            readiness: Has the replica, and says how it stands.
+            address: Host and port that clients are told.
+            limits: Of the Thrift server.
+            executor: Runs lookups.
+        """
+        self.server: ThriftServer | None = None
+        self._readiness = readiness
+        self._address = address
+        self._limits = limits
+        self._executor = executor
+        self._started_s = time.monotonic()
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        """Tell what a reader must know.
+
+        Cancellation: atomic, it does not wait.
+        """
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatchError(
+                f"this replica speaks protocol version {PROTOCOL_VERSION}, the client {request.protocol_version}"
+            )
+        if request.role != idl.Role.READER:
+            raise UnauthorizedError(
+                f"this is a replica: it answers readers, and you say hello as {role_name(request.role)}; trainers and "
+                "administrators talk to the parameter server"
+            )
+        replica = self._replica
+        host, port = self._address
+        return idl.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_id=replica.server_id,
+            shard=0,
+            shards=[idl.ShardAddress(shard=0, host=host, port=port)],
+            limits=self._limits.to_idl(),
+            highest_epoch=replica.epoch,
+            last_client_seq=0,
+            tables=[spec_to_idl(_as_kept(spec)) for _, spec in sorted(replica.tables.items())],
+        )
+
+    async def set_embeddings(self, call: Call, request: Any) -> Any:
+        """Refuse: a replica is written by its server's log alone."""
+        raise UnauthorizedError("this is a replica: batches go to the parameter server")
+
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        """Return rows as lookups see them.
+
+        Cancellation: harmless; the lookup ends by itself.
+        """
+        replica = self._replica
+        spec = _spec_of(replica, request.fqn)
+        if request.with_states:
+            raise RequestError(
+                f"table {spec.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
+            )
+        if request.with_versions:
+            raise RequestError(
+                f"table {spec.fqn!r}: a replica does not tell the versions of rows; ask the parameter server"
+            )
+        row_ids = _row_ids_of(request, spec, self._limits.max_frame_bytes)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _look_up, replica, spec, row_ids)
+
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        """Return the rows that raw ids are mapped to, as lookups see them.
+
+        Cancellation: harmless; the search ends by itself.
+        """
+        replica = self._replica
+        spec = _spec_of(replica, request.fqn)
+        if len(request.identities) % 8:
+            raise RequestError(
+                f"table {spec.fqn!r}: {len(request.identities)} bytes of identities are no multiple of 8"
+            )
+        identities = np.frombuffer(request.identities, "<i8").astype(np.int64)
+        if identities.nbytes * _FOUND_PER_IDENTITY + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
+            raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
+
+    async def status(self, call: Call) -> Any:
+        """Return what `headrace status` shows of this replica; also before it has begun."""
+        replica, server, state = self._readiness.replica, self.server, self._readiness.look()
+        tables = {} if replica is None else replica.tables
+        return idl.StatusReply(
+            server_id="" if replica is None else replica.server_id,
+            shard=0,
+            num_shards=1,
+            version=metadata.version("headrace"),
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started_s,
+            log_seq=min((shard.last_seq for shard in state.shards), default=0),
+            applied_seq=min((shard.visible_seq for shard in state.shards), default=0),
+            inflight_bytes=server.inflight_bytes if server else 0,
+            num_connections=server.num_connections if server else 0,
+            num_refused=server.num_refused if server else 0,
+            num_rows_written=0,
+            tables=[
+                idl.TableStatus(spec=spec_to_idl(_as_kept(spec)), num_rows_estimate=replica.num_rows(fqn))
+                for fqn, spec in sorted(tables.items())
+                if replica is not None
+            ],
+            clients=[],
+            replica=idl.ReplicaStatus(
+                is_ready=state.is_ready,
+                lag_s=state.lag_s,
+                lag_steps=state.lag_steps,
+                visible_epoch=state.visible[0],
+                visible_step=state.visible[1],
+                shards=[_shard_to_idl(shard) for shard in state.shards],
+                failure=state.failure,
+            ),
+        )
+
+    def disconnected(self, peer: Peer) -> None:
+        """Do nothing: a reader leaves nothing behind."""
+
+    @property
+    def _replica(self) -> EmbeddingReplica:
+        replica = self._readiness.replica
+        if replica is None:
+            raise UnavailableError(f"this replica has not begun to serve: {self._readiness.starting}")
+        return replica
+
+
+def _look_up(replica: EmbeddingReplica, spec: TableSpec, row_ids: _Ids) -> Any:
+    """Return the `GetEmbeddingsReply`; its columns are copies.
+
+    Thread: any.
+    """
+    missing: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def gather(table: ReplicaTable, ids: _Ids) -> Looked:
+        nonlocal missing
+        found = table.gather(ids)  # perhaps twice; the last time is the one that counts
+        missing = found[1]
+        return found
+
+    seq = _visible_seq(replica)
+    (rows,) = replica.look([(spec.fqn, row_ids, gather)])
+    rows = rows.to(TORCH_DTYPES[spec.dtype]).contiguous()
+    return idl.GetEmbeddingsReply(
+        presence=np.where(missing, _MISSING, _PRESENT).astype(np.uint8),
+        weights=rows.view(torch.uint8).numpy(),
+        states=[],
+        seq=seq,
+    )
+
+
+def _find_rows(replica: EmbeddingReplica, fqn: str, identities: _Ids) -> Any:
+    """Return the `FindRowsReply`. Its versions are all 0: they settle between shards, and there is one.
+
+    Thread: any.
+    """
+    seq, none = _visible_seq(replica), np.zeros(identities.size, np.int64)
+    return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq, epochs=none, steps=none)
+
+
+def _visible_seq(replica: EmbeddingReplica) -> int:
+    """Return the seq up to which each shard's batches are in what is looked up next; of several shards the lowest.
+
+    Before the lookup: what becomes visible in between is in the answer and not in the promise.
+    """
+    return min((shard.visible_seq for shard in replica.freshness()), default=0)
+
+
+def _row_ids_of(request: Any, spec: TableSpec, max_reply_bytes: int) -> _Ids:
+    """Return a request's row ids as int64[n], a copy: the request's buffer is not the lookup's.
+
+    Raises:
+        RequestError: The bytes are not whole ids, or the reply would be too long for a frame.
+        RowRangeError: An id is no row of the table.
+    """
+    if len(request.row_ids) % 8:
+        raise RequestError(f"table {spec.fqn!r}: {len(request.row_ids)} bytes of row ids are not a multiple of 8")
+    row_ids = np.frombuffer(request.row_ids, "<i8").astype(np.int64)
+    row_bytes = spec.dim * spec.dtype.size_bytes + 1
+    most = (max_reply_bytes - _REPLY_OVERHEAD_BYTES) // row_bytes
+    if row_ids.size > most:
+        raise RequestError(
+            f"table {spec.fqn!r}: {row_ids.size} rows of {row_bytes} bytes are too long for one reply; ask for {most} "
+            "at a time"
+        )
+    spec.check_row_ids(row_ids)
+    return row_ids
+
+
+def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+    tables = replica.tables
+    if fqn not in tables:
+        known = ", ".join(sorted(tables)[:8]) or "none"
+        raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
+    return tables[fqn]
+
+
+def _as_kept(spec: TableSpec) -> TableSpec:
+    """Return what a replica has of a table."""
+    return TableSpec(fqn=spec.fqn, num_rows=spec.num_rows, dim=spec.dim, dtype=spec.dtype)
+
+
+def _shard_to_idl(shard: Freshness) -> Any:
+    delay = shard.delay
+    return idl.ReplicaShardStatus(
+        shard=shard.shard,
+        visible_seq=shard.visible_seq,
+        last_seq=shard.last_seq,
+        lag_steps=shard.lag_steps,
+        delay_p50_s=delay.percentile(50) if delay.count else None,
+        delay_p99_s=delay.percentile(99) if delay.count else None,
+    )

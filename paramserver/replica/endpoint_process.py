@@ -1,0 +1,298 @@
+"""A replica's process: binds its ports, begins a replica in a thread, answers Thrift and HTTP, drains and ends.
+
+The ports are bound first, so that a mistake in them is found before anything is loaded, and health is told from the
+first moment: `/readyz` and `status` say that the replica is starting, reads are refused as unavailable, and clients try
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from headrace.paramserver.address import format_address
+from headrace.paramserver.listeners import bind_listener
+from headrace.paramserver.log_format import fact
+from headrace.paramserver.metrics_http import HttpServer, Page, Reply, Request
+from headrace.paramserver.protection import Protection
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.endpoint import ReplicaService
+from headrace.paramserver.replica.endpoint_config import EndpointConfig
+from headrace.paramserver.replica.endpoint_readiness import Readiness
+from headrace.paramserver.replica.metrics import replica_metrics
+from headrace.paramserver.rpc_server import ThriftServer
+from headrace.paramserver.security import load_token
+from headrace.schemas.errors import ConfigError, UnavailableError
+
+__all__ = ["ReplicaProcess"]
+
+_log = logging.getLogger(__name__)
+
+_STDIN_FD = 0
+_EXIT_OK, _EXIT_INTERRUPTED = 0, 130
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# How often the lag is looked at when nobody asks: what became known in between counts from the next look on.
+_LOOK_INTERVAL_S = 0.25
+# Between attempts to begin while the server is not there.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class ReplicaProcess:
+    """Runs until it is told to stop; made for one `run`.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        environ: Mapping[str, str],
+        ready_file: Path | None = None,
+        watch_stdin: bool = False,
+    ) -> None:
+        """Load what protects it; nothing is bound yet.
+
+        Args:
+            config: Settings.
+            environ: Where tokens may be, under `HEADRACE_TOKEN`.
+            ready_file: Written, as JSON, when the replica serves.
+            watch_stdin: Stop when stdin ends.
+
+        Raises:
+            ConfigError: A file of TLS or a token cannot be used.
+        """
+        self._config = config
+        self._protection = Protection.load(config.protection_settings(), environ)
+        self._server_token = load_token(path=config.server_token_file, environ=environ)
+        self._server_tls = config.server_tls_context()
+        self._ready_file = ready_file
+        self._watch_stdin = watch_stdin
+        self._readiness = Readiness(max_lag_s=config.max_lag_s)
+        self._stopping = asyncio.Event()
+        self._num_signals = 0
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; return the exit code.
+
+        Raises:
+            ConfigError: A port cannot be used, or the replica's settings do not fit the server.
+            HeadraceError: The replica cannot begin.
+        """
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            sock = self._bind(config.port, "--port", self._protection.is_complete or config.insecure_bind)
+            stack.callback(sock.close)
+            health = None if config.health_port is None else self._bind(config.health_port, "--health-port", True)
+            if health is not None:
+                stack.callback(health.close)
+            stack.enter_context(self._watch())
+            torch.set_num_threads(1)  # look-ups run beside each other, not each on all processors
+            executor = stack.enter_context(ThreadPoolExecutor(config.lookup_threads, thread_name_prefix="lookup"))
+            return await self._serve(sock, health, executor)
+
+    def _bind(self, port: int, flag: str, is_open: bool) -> socket.socket:
+        return bind_listener(self._config.host, port, taker="the replica", flag=flag, is_open=is_open)
+
+    async def _serve(self, sock: socket.socket, health: socket.socket | None, executor: ThreadPoolExecutor) -> int:
+        config = self._config
+        host, port = config.client_host, sock.getsockname()[1]
+        service = ReplicaService(self._readiness, address=(host, port), limits=config.limits, executor=executor)
+        server = ThriftServer(
+            service, limits=config.limits, ssl_context=self._protection.ssl_context, access=self._protection.access
+        )
+        service.server = server
+        addresses = {"address": format_address(host, port)}
+        fact(_log, logging.INFO, "replica starts", server=config.server, pid=os.getpid(), **addresses)
+        async with contextlib.AsyncExitStack() as stack:
+            if health is not None:
+                addresses["health"] = format_address(host, health.getsockname()[1])
+                await stack.enter_async_context(HttpServer(health, self._pages()))
+            await server.start(sock)
+            stack.push_async_callback(server.close, drain_s=config.drain_s)
+            looking = asyncio.create_task(self._keep_looking(), name="headrace-readiness")
+            stack.push_async_callback(_cancel, looking)
+            replica = await self._until_stopped(self._begin())
+            if replica is None:
+                return _EXIT_OK
+            try:
+                self._readiness.replica = replica
+                self._announce(replica, addresses)
+                await self._stopping.wait()
+                self._readiness.stop()
+                await server.close(drain_s=config.drain_s)  # before the replica, so that what has begun is answered
+            finally:
+                self._readiness.replica = None
+                await asyncio.to_thread(replica.close)
+                if self._ready_file is not None:
+                    self._ready_file.unlink(missing_ok=True)
+        return _EXIT_OK
+
+    def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
+        absent = sorted((self._config.table_names or frozenset()) - replica.tables.keys())
+        if absent:
+            fact(_log, logging.WARNING, "tables that the server does not have yet", tables=", ".join(absent))
+        fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
+        if self._ready_file is not None:
+            self._ready_file.with_name(self._ready_file.name + ".tmp").write_text(
+                json.dumps({**addresses, "pid": os.getpid()}) + "\n", "utf-8"
+            )
+            self._ready_file.with_name(self._ready_file.name + ".tmp").rename(self._ready_file)
+
+    def _pages(self) -> dict[str, Page]:
+        async def alive(_: Request) -> Reply:
+            return Reply(body=b"alive\n")
+
+        async def ready(_: Request) -> Reply:
+            state = self._readiness.look()
+            if not state.is_ready:
+                return Reply(status=503, body=f"not ready: {state.failure}\n".encode())
+            epoch, step = state.visible
+            return Reply(body=f"ready: epoch {epoch}, step {step}, {state.lag_s:.3f} s behind\n".encode())
+
+        async def metrics(_: Request) -> Reply:
+            replica = self._readiness.replica
+            if replica is None:
+                return Reply(status=503, body=b"the replica is not there yet\n")
+            return Reply(body=await asyncio.to_thread(replica_metrics, replica), content_type=CONTENT_TYPE_LATEST)
+
+        return {"/healthz": alive, "/readyz": ready, "/metrics": metrics}
+
+    async def _keep_looking(self) -> None:
+        """Note what is known and not visible, and log when the replica becomes ready or ceases to be."""
+        was_ready = False
+        while True:
+            state = self._readiness.look()
+            if was_ready and not state.is_ready:
+                fact(_log, logging.WARNING, "replica is not ready any more", why=state.failure)
+            elif state.is_ready and not was_ready:
+                fact(_log, logging.DEBUG, "replica may be sent look-ups", step=state.visible[1])
+            was_ready = state.is_ready
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    async def _begin(self) -> EmbeddingReplica:
+        """Return a replica that has caught up; while the server is not there, try again.
+
+        Raises:
+            UnavailableError: It has not caught up within `start_timeout_s`.
+            HeadraceError: It cannot begin, whenever it is tried.
+        """
+        config, pause_s = self._config, _FIRST_PAUSE_S
+        deadline_s = time.monotonic() + config.start_timeout_s
+        self._readiness.starting = f"starting: it copies the tables of {config.server}"
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            try:
+                return await _in_thread(lambda: self._open(left_s))  # noqa: B023
+            except UnavailableError as exc:
+                if time.monotonic() + pause_s > deadline_s:
+                    raise
+                self._readiness.starting = f"starting: {exc}"
+                fact(_log, logging.WARNING, "replica cannot begin yet", error=str(exc), pause_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _open(self, timeout_s: float) -> EmbeddingReplica:
+        config = self._config
+        return EmbeddingReplica(
+            config.server,
+            snapshot=config.snapshot,
+            config=config.replica_config,
+            open_timeout_s=timeout_s,
+            ssl_context=self._server_tls,
+            server_hostname=config.server_hostname,
+            token=self._server_token,
+        )
+
+    async def _until_stopped(self, work: Any) -> Any:
+        """Return what some work gives; or None when the process is to stop before, and the work is cancelled."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.wait((working, stopping))
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        if self._watch_stdin:
+            try:
+                loop.add_reader(_STDIN_FD, self._on_stdin)
+            except OSError as exc:
+                raise ConfigError("--watch-stdin: stdin is neither a pipe nor a terminal") from exc
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            loop.remove_reader(_STDIN_FD)
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._stop(number.name)
+            return
+        fact(_log, logging.WARNING, "replica is stopped at once", signal=number.name)
+        if self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)
+        os._exit(_EXIT_INTERRUPTED)  # nothing here is worth a wait: the server has all of it
+
+    def _on_stdin(self) -> None:
+        if not os.read(_STDIN_FD, 4096):
+            asyncio.get_running_loop().remove_reader(_STDIN_FD)
+            self._stop("stdin has ended")
+
+    def _stop(self, why: str) -> None:
+        if not self._stopping.is_set():
+            fact(_log, logging.INFO, "replica stops", why=why, drain_s=self._config.drain_s)
+            self._stopping.set()
+
+
+async def _in_thread(make: Callable[[], EmbeddingReplica]) -> EmbeddingReplica:
+    """Return what a function makes in a daemon thread.
+
+    Cancellation: the function goes on; what it makes is closed.
+    """
+    # Not the loop's executor, whose threads are waited for: a server that does not answer would hold up the end.
+    made: concurrent.futures.Future[EmbeddingReplica] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            replica = make()
+        except BaseException as exc:
+            if not made.cancelled():
+                made.set_exception(exc)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(replica)
+        else:
+            replica.close()
+
+    threading.Thread(target=work, name="headrace-replica-begins", daemon=True).start()
+    return await asyncio.wrap_future(made)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

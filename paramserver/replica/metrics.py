@@ -1,0 +1,103 @@
+"""Prometheus' names of a replica's figures: for the endpoint, and for whoever holds a replica in a process of theirs.
+
+    from prometheus_client import REGISTRY
+    REGISTRY.register(ReplicaCollector(replica))
+
+Everything is read when it is scraped; a look-up does no more for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.freshness import Freshness
+
+__all__ = ["ReplicaCollector", "replica_metrics"]
+
+_HOT_ROWS = (
+    ("hits_total", "Look-ups found among the hot rows."),
+    ("misses_total", "Look-ups read from the disk."),
+    ("admitted_total", "Rows let in."),
+    ("evicted_total", "Rows pushed out."),
+    ("dropped_total", "Ids announced to prefetch and not read, too many were waiting."),
+)
+
+
+class ReplicaCollector(Collector):
+    """Tells what a replica knows of itself.
+
+    Thread: any.
+    """
+
+    def __init__(self, replica: EmbeddingReplica) -> None:
+        """Tell of a replica for as long as it is open."""
+        self._replica = replica
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        replica = self._replica
+        yield _gauge("up_to_date", "1 while nothing keeps the replica from following.", replica.failure is None)
+        yield _gauge("epoch", "Run whose steps headrace_replica_step counts.", replica.epoch)
+        yield _gauge("step", "Step up to which all is visible; -1 before the first.", replica.step)
+        yield from _of_shards(replica.freshness())
+        yield from _of_tables(replica)
+
+
+def replica_metrics(replica: EmbeddingReplica) -> bytes:
+    """Return a replica's page of metrics, in Prometheus' text format 0.0.4."""
+    registry = CollectorRegistry()
+    registry.register(ReplicaCollector(replica))
+    return generate_latest(registry)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"headrace_replica_{name}", text, value=value)
+
+
+def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
+    for name, text, values in (
+        ("lag_seconds", "Age of the newest visible update while behind; 0 when idle.", [f.lag_s for f in freshness]),
+        ("lag_steps", "Steps that have come and are not visible.", [f.lag_steps for f in freshness]),
+        ("behind", "1 while rows are known that are not visible.", [f.is_behind for f in freshness]),
+        ("visible_seq", "Last record of the shard's log that is visible.", [f.visible_seq for f in freshness]),
+        ("last_seq", "Last durable record, as the shard last told.", [f.last_seq for f in freshness]),
+    ):
+        gauge = GaugeMetricFamily(f"headrace_replica_{name}", text, labels=["shard"])
+        for of, value in zip(freshness, values, strict=True):
+            gauge.add_metric([str(of.shard)], value)
+        yield gauge
+    name = "headrace_replica_delay_seconds"
+    delays = SummaryMetricFamily(name, "From the trainer's clock at an update to visible.", labels=["shard"])
+    for of in freshness:
+        delays.add_metric([str(of.shard)], of.delay.count, of.delay.sum_s)
+        for quantile in (0.5, 0.99):
+            labels = {"shard": str(of.shard), "quantile": str(quantile)}
+            delays.add_sample(name, labels, of.delay.percentile(100 * quantile))
+    yield delays
+
+
+def _of_tables(replica: EmbeddingReplica) -> Iterator[Metric]:
+    rows = GaugeMetricFamily("headrace_replica_table_rows", "Rows present, of one on disk about.", labels=["table"])
+    for fqn in sorted(replica.tables):
+        rows.add_metric([fqn], replica.num_rows(fqn))
+    yield rows
+    missing = CounterMetricFamily("headrace_replica_missing_total", "Ids looked up and absent.", labels=["table"])
+    for fqn, count in sorted(replica.num_missing.items()):
+        missing.add_metric([fqn], count)
+    yield missing
+    stats = sorted(replica.hot_rows().items())
+    capacity = GaugeMetricFamily("headrace_replica_hot_rows_capacity", "Rows that have place.", labels=["table"])
+    for fqn, of in stats:
+        capacity.add_metric([fqn], of.capacity)
+    yield capacity
+    for name, text in _HOT_ROWS:
+        counter = CounterMetricFamily(f"headrace_replica_hot_rows_{name}", text, labels=["table"])
+        for fqn, of in stats:
+            counter.add_metric([fqn], getattr(of, name.removesuffix("_total")))
+        yield counter

@@ -1,0 +1,194 @@
+"""The command `headrace doctor`: whether this machine, a configuration and a server are fit, and what to do if not."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.config import ENV_PREFIX, ServerConfig
+from headrace.paramserver.metrics_problems import Severity, find_problems
+from headrace.paramserver.status_client import (
+    AuthorityFlag,
+    CertificateFlag,
+    KeyFlag,
+    StatusAccess,
+    TlsFlag,
+    TokenFlag,
+    ask_shards,
+)
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.scripts.doctor_checks import (
+    Finding,
+    Level,
+    check_disk,
+    check_gpu,
+    check_memory,
+    check_open_files,
+    check_ports,
+    check_protection,
+    check_versions,
+)
+
+__all__ = ["check_clock", "doctor"]
+
+_TIMEOUT_S = 5.0
+_MAX_CLOCK_S = 1.0
+_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.PROBLEM: "bold red"}
+
+
+def doctor(
+    *,
+    data: Annotated[
+        Path | None, typer.Option(help="Directory that a server has or will have.", metavar="PATH", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The server's YAML file; the environment counts as for `serve`.", metavar="FILE", show_default=False
+        ),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="A running server to ask: host and port of any shard.", metavar="ADDRESS")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Its metrics port, to compare clocks with.", metavar="ADDRESS")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+    tls: TlsFlag = False,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
+) -> int:
+    """Check this machine, a server's configuration and a running server, and say what to do about each finding.
+
+    Nothing is changed. With --data or --config it checks what `headrace serve` would be given.
+
+    Returns:
+        0 when there is no problem, else 1.
+    """
+    findings = [*check_versions(), *check_gpu()]
+    if data is not None or config is not None:
+        findings += _check_server_settings(data, config)
+    if server is not None:
+        try:
+            access = StatusAccess.load(
+                server,
+                timeout_s=_TIMEOUT_S,
+                tls=tls,
+                tls_authority=tls_authority,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+                token_file=token_file,
+            )
+            findings += _check_server(access)
+        except HeadraceError as exc:
+            advice = "Is it running, is this its address, are token and TLS those it asks for?"
+            findings.append(Finding(subject="server", level=Level.PROBLEM, text=str(exc), advice=advice))
+    if metrics is not None:
+        findings.append(check_clock(metrics))
+    has_problem = any(finding.level is Level.PROBLEM for finding in findings)
+    if as_json:
+        told = [{**asdict(finding), "level": finding.level.value} for finding in findings]
+        print(json.dumps({"is_fit": not has_problem, "findings": told}, indent=2))
+    else:
+        _show(findings, Console())
+    return 1 if has_problem else 0
+
+
+def _check_server_settings(data: Path | None, file: Path | None) -> Iterator[Finding]:
+    environ = dict(os.environ)
+    variable = environ.pop(ENV_PREFIX + "CONFIG", None)
+    file = file or (Path(variable) if variable else None)
+    try:
+        settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file)
+        num_shards = settings.shards or _num_shards_at(settings.data)
+    except HeadraceError as exc:
+        yield Finding(
+            subject="settings", level=Level.PROBLEM, text=str(exc), advice="`headrace serve` would not start."
+        )
+        return
+    yield from check_open_files(settings.max_connections)
+    yield from check_memory(settings, num_shards)
+    yield from check_disk(settings, num_shards)
+    yield from check_ports(settings, num_shards)
+    yield from check_protection(settings, os.environ)
+
+
+def _num_shards_at(path: Path) -> int:
+    manifest = path / "headrace.json"
+    if not manifest.is_file():
+        return 1
+    try:
+        return int(json.loads(manifest.read_text("utf-8"))["num_shards"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{manifest}: not a manifest of a Headrace server: {exc}") from exc
+
+
+def _check_server(access: StatusAccess) -> Iterator[Finding]:
+    answers = asyncio.run(ask_shards(access))
+    ours = metadata.version("headrace")
+    for version in sorted({answer.reply.version for answer in answers if answer.reply is not None} - {ours}):
+        text, advice = f"it runs version {version}, this is {ours}", "Update the older one."
+        yield Finding(subject="server", level=Level.NOTE, text=text, advice=advice)
+    problems = find_problems([answer.state for answer in answers])
+    for problem in problems:
+        level = Level.NOTE if problem.severity is Severity.NOTE else Level.PROBLEM
+        yield Finding(subject="server", level=level, text=problem.text, advice=problem.advice)
+    if not problems:
+        yield Finding(subject="server", level=Level.OK, text=f"{len(answers)} shards answer, and nothing is wrong")
+
+
+def check_clock(address: str) -> Finding:
+    """Compare this machine's clock with a server's, by its metrics port.
+
+    Args:
+        address: Host and port.
+
+    Raises:
+        ConfigError: It is no address.
+    """
+    host, port = parse_address(address, default_port=0)
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    begun_s = time.time()
+    try:
+        connection.request("GET", "/status.json")
+        theirs_s = float(json.loads(connection.getresponse().read())["time_s"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as exc:
+        advice = "Is this its --metrics-port?"
+        return Finding(
+            subject="clock", level=Level.PROBLEM, text=f"{address} does not tell its time: {exc}", advice=advice
+        )
+    finally:
+        connection.close()
+    ended_s = time.time()
+    # It was somewhere between our two looks.
+    apart_s = max(begun_s - theirs_s, theirs_s - ended_s, 0.0)
+    text = f"this clock and the server's are {'less than ' if apart_s < 0.001 else ''}{max(apart_s, 0.001):.3f} s apart"
+    if apart_s > _MAX_CLOCK_S:
+        advice = "Lags and the times of rows are told by both: keep them with NTP."
+        return Finding(subject="clock", level=Level.PROBLEM, text=text, advice=advice)
+    return Finding(subject="clock", level=Level.OK, text=text)
+
+
+def _show(findings: list[Finding], console: Console) -> None:
+    # Problems first: they are why somebody looks.
+    order = [Level.PROBLEM, Level.NOTE, Level.OK]
+    for finding in sorted(findings, key=lambda finding: order.index(finding.level)):
+        style = _STYLES[finding.level]
+        console.print(f"[{style}]{finding.level.value:8}[/{style}] {finding.subject}: {escape(finding.text)}")
+        if finding.advice:
+            console.print(f"         {escape(finding.advice)}")

@@ -1,0 +1,303 @@
+"""What `headrace doctor` looks at, one function a subject: each returns findings and changes nothing."""
+
+from __future__ import annotations
+
+import enum
+import os
+import resource
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+
+from headrace.paramserver.config import ServerConfig
+from headrace.paramserver.data_dir import is_in_use
+from headrace.paramserver.machine_memory import machine_memory_bytes
+from headrace.paramserver.protection import Protection
+from headrace.paramserver.status_command import show_size
+from headrace.schemas.errors import HeadraceError
+
+__all__ = [
+    "Finding",
+    "Level",
+    "check_disk",
+    "check_gpu",
+    "check_memory",
+    "check_open_files",
+    "check_ports",
+    "check_protection",
+    "check_versions",
+]
+
+# Of the pairs that load together, this version is tested with these.
+_TORCH, _TORCHREC = "2.13.", "1.8."
+_FILES_OF_STORE = 4096
+_PROCESS_BYTES = 600 << 20
+_VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"}
+_NUM_SYNCS, _SYNC_BYTES = 32, 256 << 10
+_SLOW_SYNC_S = 0.05
+_SOON_S = 30 * 86400.0
+
+
+class Level(enum.Enum):
+    """What a finding means."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at; `advice` is empty when there is nothing to do."""
+
+    subject: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def _ok(subject: str, text: str) -> Finding:
+    return Finding(subject=subject, level=Level.OK, text=text)
+
+
+def _note(subject: str, text: str, advice: str = "") -> Finding:
+    return Finding(subject=subject, level=Level.NOTE, text=text, advice=advice)
+
+
+def _problem(subject: str, text: str, advice: str) -> Finding:
+    return Finding(subject=subject, level=Level.PROBLEM, text=text, advice=advice)
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(version_of: Callable[[str], str | None] = _version_of) -> Iterator[Finding]:
+    """Compare the versions of Python and of what must fit together.
+
+    Args:
+        version_of: Version of an installed distribution by its name; None when it is not there.
+    """
+    subject = "versions"
+    yield _ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
+    torch = version_of("torch")
+    if torch is None:
+        yield _note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
+        return
+    if not torch.startswith(_TORCH):
+        advice = f"pip install 'torch=={_TORCH}*'"
+        yield _problem(subject, f"torch {torch}: Headrace is tested with {_TORCH}x alone", advice)
+    else:
+        yield _ok(subject, f"torch {torch}")
+    torchrec, fbgemm = version_of("torchrec"), version_of("fbgemm-gpu") or version_of("fbgemm-gpu-cpu")
+    if torchrec is None and fbgemm is None:
+        yield _note(subject, "torchrec and fbgemm are not installed: enough for torch.optim models")
+        return
+    for name, version in (("torchrec", torchrec), ("fbgemm-gpu", fbgemm)):
+        if version is None or not version.startswith(_TORCHREC):
+            text = f"{name} is {version or 'missing'}; {_TORCHREC}x goes with torch {_TORCH}x"
+            yield _problem(
+                subject, text, f"pip install --no-deps '{name}=={_TORCHREC}0' (without a GPU fbgemm-gpu-cpu)"
+            )
+        else:
+            yield _ok(subject, f"{name} {version}")
+
+
+def check_gpu() -> Iterator[Finding]:
+    """Say whether there is a GPU, and kernels for it."""
+    subject = "gpu"
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        yield _ok(subject, "none seen; everything runs on processors")
+        return
+    name = torch.cuda.get_device_name()
+    if any(entry.name.endswith(".cu") for entry in resources.files("headrace.kernels").iterdir()):
+        yield _ok(subject, f"{name}, with kernels for it")
+    else:
+        yield _note(subject, f"{name}, but this version has no kernels for it: rows are gathered by torch")
+
+
+def check_open_files(max_connections: int) -> Iterator[Finding]:
+    """Compare the limit of open files with what a shard may need."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _FILES_OF_STORE
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        advice = f"Raise it (ulimit -Hn {wanted}, LimitNOFILE= in systemd), or lower --max-connections."
+        yield _problem("open files", f"the limit is {hard}, a shard may need {wanted}", advice)
+    else:
+        yield _ok("open files", f"a shard may need {wanted}, and may have them")
+
+
+def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None = None) -> Iterator[Finding]:
+    """Add up what the server may take and compare it with the machine's memory.
+
+    Args:
+        config: Settings; a block cache of 0 is the part of the machine that it will be.
+        num_shards: Of the server.
+        memory_bytes: Of the machine; None looks.
+    """
+    memory_bytes = machine_memory_bytes() if memory_bytes is None else memory_bytes
+    cache = config.block_cache_bytes or memory_bytes // 4 // num_shards
+    shard = cache + config.memtable_bytes + 2 * config.max_inflight_bytes
+    shard += config.max_log_pending_bytes + config.max_backlog_bytes + _PROCESS_BYTES
+    total = shard * num_shards
+    text = f"{num_shards} shards may take {show_size(total)}, the machine has {show_size(memory_bytes)}"
+    if total > memory_bytes:
+        advice = "Lower --max-inflight-bytes, --max-backlog-bytes or --block-cache-bytes, or take fewer shards."
+        yield _problem("memory", text, advice)
+    else:
+        yield _ok("memory", text)
+
+
+def check_ports(config: ServerConfig, num_shards: int) -> Iterator[Finding]:
+    """Say which ports that the server will take are taken."""
+    wanted = [(config.host, config.port + shard, "--port") for shard in range(num_shards) if config.port]
+    if config.metrics_port:
+        wanted.append((config.metrics_host, config.metrics_port, "--metrics-port"))
+    is_running = config.data.is_dir() and is_in_use(config.data)
+    taken = [(port, flag) for host, port, flag in wanted if not _is_free(host, port)]
+    if not taken:
+        yield _ok("ports", f"free: {', '.join(str(port) for _, port, _ in wanted) or 'the system chooses'}")
+    elif is_running:
+        yield _note("ports", f"taken: {', '.join(str(port) for port, _ in taken)}, and a server runs in --data")
+    else:
+        for port, flag in taken:
+            yield _problem("ports", f"port {port} is taken", f"End who has it (ss -ltnp), or choose another {flag}.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(1)
+    except OSError:
+        return False
+    return True
+
+
+def check_protection(config: ServerConfig, environ: Mapping[str, str], now_s: float | None = None) -> Iterator[Finding]:
+    """Load certificate, key, authorities and token as the server does, and look at how long certificates hold.
+
+    Args:
+        config: Settings.
+        environ: Where a token may be.
+        now_s: Wall clock, seconds since 1970; None looks.
+    """
+    subject, now_s = "protection", time.time() if now_s is None else now_s
+    try:
+        protection = Protection.load(config, environ)
+    except HeadraceError as exc:
+        yield _problem(subject, str(exc), "The server would not start; mend the file or the flag.")
+        return
+    yield _ok(
+        subject,
+        "clients are authenticated over TLS"
+        if protection.is_complete
+        else "clients show nothing; it listens on loopback only",
+    )
+    for path in (config.tls_certificate, config.tls_client_authority):
+        if path is not None:
+            yield _check_dates(path, now_s)
+
+
+def _check_dates(path: Path, now_s: float) -> Finding:
+    # The one way to a certificate's dates in Python's own library; a package for it would be needed here alone.
+    dates = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    begins_s, ends_s = (ssl.cert_time_to_seconds(dates[name]) for name in ("notBefore", "notAfter"))
+    if now_s < begins_s:
+        return _problem("protection", f"{path} holds from {dates['notBefore']} on", "Look at this machine's clock.")
+    if now_s >= ends_s:
+        return _problem("protection", f"{path} has expired on {dates['notAfter']}", "Renew it and restart the server.")
+    if ends_s - now_s < _SOON_S:
+        days = int((ends_s - now_s) // 86400)
+        return _problem("protection", f"{path} expires in {days} days", "Renew it and restart the server.")
+    return _ok("protection", f"{path} holds until {dates['notAfter']}")
+
+
+def check_disk(config: ServerConfig, num_shards: int, mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
+    """Look at the file system of the data directory: kind, room, and how long a sync takes.
+
+    Writes 8 MiB into a file without a name in it, or in the directory above that exists.
+
+    Args:
+        config: Settings.
+        num_shards: Of the server.
+        mounts: File with the mounted file systems.
+    """
+    subject = "disk"
+    place = config.data.absolute()
+    while not place.is_dir():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        yield _problem(
+            subject, f"{place} is not writable", "Let the server's user write there, or choose another --data."
+        )
+        return
+    kind = _kind_of(place.resolve(), mounts)
+    if kind in _VOLATILE:
+        yield _problem(subject, f"{place} is on {kind}: gone after a restart", "An ack means on disk: choose a disk.")
+    elif kind in _REMOTE:
+        advice = "Locks and syncs may not hold there: choose a local disk."
+        yield _problem(subject, f"{place} is on {kind}, a file system of another machine", advice)
+    yield from _check_room(config, num_shards, place)
+    yield from _check_syncs(place)
+
+
+def _kind_of(place: Path, mounts: Path) -> str:
+    """Return the type of the file system that a directory is on: that of the longest mount point above it."""
+    found, kind = "", "unknown"
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, point, of, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if place.is_relative_to(point) and len(point) >= len(found):
+            found, kind = point, of
+    return kind
+
+
+def _check_room(config: ServerConfig, num_shards: int, place: Path) -> Iterator[Finding]:
+    files = os.statvfs(place)
+    free = files.f_bavail * files.f_frsize
+    log = config.log_hold_bytes * num_shards
+    if files.f_favail and files.f_favail < 10_000:
+        yield _problem(
+            "disk", f"only {files.f_favail} inodes are free at {place}", "Remove files, or choose another disk."
+        )
+    if free < log:
+        text = f"{show_size(free)} free at {place}; the logs of {num_shards} shards may take {show_size(log)}"
+        yield _problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
+    else:
+        yield _ok("disk", f"{show_size(free)} free at {place}; logs may take {show_size(log)}, rows come on top")
+
+
+def _check_syncs(place: Path) -> Iterator[Finding]:
+    block, times_s = os.urandom(_SYNC_BYTES), []
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            for _ in range(_NUM_SYNCS):
+                begun_s = time.perf_counter()
+                file.write(block)
+                os.fdatasync(file.fileno())
+                times_s.append(time.perf_counter() - begun_s)
+    except OSError as exc:
+        yield _problem("disk", f"writing to {place}: {exc.strerror}", "Look at the disk and at its file system.")
+        return
+    median_s, rate = sorted(times_s)[len(times_s) // 2], _NUM_SYNCS * _SYNC_BYTES / sum(times_s)
+    text = f"a write of 256 KiB with its sync takes {median_s * 1000:.1f} ms, {show_size(rate)} a second"
+    if median_s > _SLOW_SYNC_S:
+        yield _problem("disk", text, "Each ack waits for a sync: choose a faster disk.")
+    else:
+        yield _ok("disk", text)

@@ -1,0 +1,228 @@
+"""The command `headrace expire`: deletes the rows of a running server that its policies let go, or says which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.expiry_policy import ExpiryPolicy
+from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.shard_link import Dial, ShardLink
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
+from headrace.schemas.idl import idl
+
+__all__ = ["expire"]
+
+_ASK_EVERY_MS = 500
+
+
+@dataclass(kw_only=True, slots=True)
+class _TableResult:
+    """What all shards together have found in a table."""
+
+    fqn: str
+    scanned: int = 0
+    live: int = 0
+    expired: int = 0
+    spared: int = 0
+    by_policy: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+def expire(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")] = (
+        f"127.0.0.1:{DEFAULT_PORT}"
+    ),
+    *,
+    table: Annotated[
+        str,
+        typer.Option(metavar="PATTERN", help="Tables, such as `user.*`; all with a policy by default."),
+    ] = "",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Go by this and not by the server's: `ttl_s=7d, max_rows=1000000`.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.", show_default=False)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+    tls_authority: Annotated[
+        Path | None,
+        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False)
+    ] = None,
+) -> int:
+    """Delete the rows of a running server that its policies for expiry let go; training goes on meanwhile.
+
+    Every shard looks at all of its rows, no faster than the server's `--expiry-rows-per-s`. Interrupted, this command
+    ends and the server goes on. Exit code 1 when a shard could not finish.
+
+    Returns:
+        0 when every shard has finished, else 1.
+
+    Raises:
+        HeadraceError: Nobody answers, or a shard refuses.
+    """
+    if policy is not None:
+        try:
+            ExpiryPolicy.parse(policy)
+        except ConfigError as exc:
+            raise ConfigError(f"--policy: {exc}") from exc
+    has_tls = any((tls_authority, tls_certificate, tls_key))
+    context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
+    token = load_token(path=token_file, environ=os.environ)
+    dial = Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=10.0, role=idl.Role.ADMIN)
+    request = idl.ExpireRowsRequest(fqn=table, is_dry_run=dry_run, wait_ms=_ASK_EVERY_MS, policy=policy)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Rows looked at", total=None)
+        results, errors = asyncio.run(
+            _expire_all(address, dial, request, lambda done, total: progress.update(task, completed=done, total=total))
+        )
+    if as_json:
+        print(json.dumps(_to_json(results, errors, is_dry_run=dry_run), indent=2))
+    else:
+        _show(results, errors, is_dry_run=dry_run)
+    return 1 if errors else 0
+
+
+async def _expire_all(
+    address: str, dial: Dial, request: Any, on_progress: Callable[[int, int], None]
+) -> tuple[list[_TableResult], list[str]]:
+    """Run it on every shard at once; return the tables by name, and which shards did not finish and why."""
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    first = ShardLink(dial, host, port)
+    try:
+        hello = await first.refresh()
+    finally:
+        await first.close()
+    places = sorted(hello.shards, key=lambda place: place.shard)
+    links = [ShardLink(dial, place.host or host, place.port) for place in places]
+    scanned, totals = [0] * len(links), [0] * len(links)
+
+    async def follow(number: int) -> Any:
+        def note(rows: int) -> None:
+            scanned[number] = rows
+            on_progress(sum(scanned), max(sum(totals), sum(scanned)))
+
+        totals[number] = await _rows_of(links[number])
+        return await _follow(links[number], request, note)
+
+    try:
+        answers = await asyncio.gather(*(follow(number) for number in range(len(links))), return_exceptions=True)
+    finally:
+        await asyncio.gather(*(link.close() for link in links))
+    wrong = [answer for answer in answers if isinstance(answer, BaseException)]
+    # What was asked for is wrong, or nothing was done at all: an error like any other.
+    for exc in wrong:
+        if isinstance(exc, RequestError) or not isinstance(exc, HeadraceError) or len(wrong) == len(answers):
+            raise exc
+    problems = [str(answer) if isinstance(answer, BaseException) else answer.error for answer in answers]
+    errors = [f"shard {place.shard}: {text}" for place, text in zip(places, problems, strict=True) if text]
+    return _add_up([answer for answer in answers if not isinstance(answer, BaseException)]), errors
+
+
+async def _rows_of(link: ShardLink) -> int:
+    status = await link.status()
+    return int(sum(table.num_rows_estimate for table in status.tables))
+
+
+async def _follow(link: ShardLink, request: Any, note: Callable[[int], None]) -> Any:
+    """Begin a run on a shard, and ask after it until it is done."""
+    reply = await link.expire_rows(request)
+    while not reply.is_done:
+        note(reply.scanned)
+        after = idl.ExpireRowsRequest(
+            fqn="", is_dry_run=request.is_dry_run, wait_ms=_ASK_EVERY_MS, run_number=reply.run_number
+        )
+        try:
+            reply = await link.expire_rows(after)
+        except GoneError as exc:
+            raise HeadraceError(f"{exc}; what has been deleted stays deleted") from exc
+    note(reply.scanned)
+    return reply
+
+
+def _add_up(replies: list[Any]) -> list[_TableResult]:
+    results: dict[str, _TableResult] = {}
+    for reply in replies:
+        for table in reply.tables:
+            result = results.setdefault(table.fqn, _TableResult(fqn=table.fqn))
+            result.scanned += table.scanned
+            result.live += table.live
+            result.expired += table.expired
+            result.spared += table.spared
+            result.by_policy.update({count.policy: count.num_rows for count in table.by_policy})
+            if table.note and table.note not in result.notes:
+                result.notes.append(table.note)
+    return [results[fqn] for fqn in sorted(results)]
+
+
+def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> None:
+    console = Console()
+    if results:
+        shown = Table(box=box.SIMPLE)
+        shown.add_column("table", overflow="fold")
+        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet"):
+            shown.add_column(name, justify="right")
+        shown.add_column("by policy", overflow="fold")
+        for result in results:
+            by_policy = ", ".join(f"{name} {count:,}" for name, count in sorted(result.by_policy.items()))
+            shown.add_row(
+                escape(result.fqn), f"{result.live:,}", f"{result.expired:,}", f"{result.spared:,}", by_policy
+            )
+        console.print(shown)
+    for result in results:
+        for note in result.notes:
+            console.print(f"{escape(result.fqn)}: {escape(note)}.", soft_wrap=True)
+    for error in errors:
+        console.print(f"[bold red]not finished:[/bold red] {escape(error)}", soft_wrap=True)
+
+
+def _to_json(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> dict[str, Any]:
+    return {
+        "is_dry_run": is_dry_run,
+        "expired": sum(result.expired for result in results),
+        "scanned": sum(result.scanned for result in results),
+        "tables": [
+            {
+                "fqn": result.fqn,
+                "scanned": result.scanned,
+                "live": result.live,
+                "expired": result.expired,
+                "spared": result.spared,
+                "by_policy": dict(sorted(result.by_policy.items())),
+                "notes": result.notes,
+            }
+            for result in results
+        ],
+        "errors": errors,
+    }

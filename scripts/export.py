@@ -1,0 +1,310 @@
+"""The command `headrace export`: a server's tables at one step as files that others read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.idl import idl
+from headrace.scripts.table_sinks.export_table import ExportConfig, ExportTable
+from headrace.scripts.table_sinks.written_aside import check_place, written_aside
+
+__all__ = ["ExportResult", "export", "export_snapshot"]
+
+# Format: module, function, the library that it needs, and the extra that brings it.
+_WRITERS = {
+    "safetensors": ("safetensors_file", "write_safetensors", "safetensors", "tools"),
+    "parquet": ("parquet_files", "write_parquet", "pyarrow", "tools"),
+    "npz": ("npz_file", "write_npz", "numpy", "tools"),
+    "dcp": ("dcp_directory", "write_checkpoint", "torch", "torch"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        snapshot: Name of the snapshot that it was made of.
+        epoch: Of the run that the snapshot is a cut of; 0 for none.
+        step: At which it is; −1 for a cut at no step.
+        num_rows: By table: rows that were written; in dense formats all others of the range are zeros.
+        size_bytes: Of all files.
+        seconds: How long it took.
+    """
+
+    snapshot: str
+    epoch: int
+    step: int
+    num_rows: dict[str, int]
+    size_bytes: int
+    seconds: float
+
+
+def export(
+    *,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Any shard of a running server, which goes on.", show_default=False),
+    ] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of one snapshot.", show_default=False)
+    ] = None,
+    to: Annotated[Path, typer.Option(metavar="PATH", help="File or directory to make.", show_default=False)],
+    format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, parquet, npz or dcp.")],
+    tables: Annotated[
+        list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Row ids A to B − 1; either may be left out.", show_default=False)
+    ] = None,
+    since_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Only rows last updated at this step or later; parquet.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Weights as fp32, fp16 or int8.", show_default=False)
+    ] = None,
+    with_states: Annotated[bool, typer.Option("--with-states", help="Optimizer states too.")] = False,
+    with_deleted: Annotated[
+        bool, typer.Option("--with-deleted", help="Deleted rows too, in a column `deleted`; parquet.")
+    ] = False,
+    weights_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="dcp: name of weights; {fqn} by default.", show_default=False)
+    ] = None,
+    state_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="dcp: name of states; state.{fqn}.{table}.{state} by default.",
+            show_default=False,
+        ),
+    ] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="With --server: cut each shard now, at no common step.", show_default=False)
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(help="How long to wait for a step, seconds.", min=0.1, metavar="SECONDS")
+    ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+    tls_authority: Annotated[
+        Path | None,
+        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
+    ] = None,
+) -> None:
+    """Write a server's tables, all of one step, to files of a common format.
+
+    Of a running server a snapshot is made for it, brought here and removed again; training goes on. The same rows make
+    the same bytes. What is named by --to is there whole or not at all.
+
+    Raises:
+        ConfigError: A flag is wrong, or a library is missing.
+        HeadraceError: The snapshot is damaged, the server is away, or the disk failed.
+    """
+    if (server is None) == (snapshot is None):
+        raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR")
+    first_row, end_row = _parse_rows(rows)
+    config = ExportConfig(
+        first_row=first_row,
+        end_row=end_row,
+        since_step=since_step,
+        precision=dtype,
+        with_states=with_states,
+        with_deleted=with_deleted,
+    )
+    options = {name: key for name, key in (("weights_key", weights_key), ("state_key", state_key)) if key is not None}
+    _check_format(format_name, config, options)
+    check_place(to.absolute())
+    with contextlib.ExitStack() as stack:
+        if server is not None:
+            has_tls = any((tls_authority, tls_certificate, tls_key))
+            dial = Dial(
+                ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
+                if has_tls
+                else None,
+                server_hostname=None,
+                token=load_token(path=token_file, environ=os.environ),
+                timeout_s=timeout_s,
+                role=idl.Role.ADMIN,
+            )
+            snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))
+        assert snapshot is not None
+        with _progress("Exporting") as on_progress:
+            result = export_snapshot(
+                snapshot, to, format_name, config, tables=tables, on_progress=on_progress, **options
+            )
+    _print(to, result, as_json=as_json)
+
+
+def export_snapshot(
+    folder: Path,
+    to: Path,
+    format_name: str,
+    config: ExportConfig,
+    *,
+    tables: list[str] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: str,
+) -> ExportResult:
+    """Write the tables of a snapshot to a file or a directory, which is there whole or not at all.
+
+    Args:
+        folder: Directory with `manifest.json`.
+        to: File or directory to make.
+        format_name: `safetensors`, `parquet`, `npz` or `dcp`.
+        config: Which rows and columns.
+        tables: Only these, by fqn; None for all.
+        on_progress: Called with (rows so far, rows in all, about).
+        options: Of the format.
+
+    Raises:
+        ConfigError: There is no such table, no snapshot, something at `to`, or a library is missing.
+        CorruptionError: The snapshot is damaged.
+        StorageError: The disk failed.
+
+    Thread: any; it blocks.
+    """
+    begin_s = time.perf_counter()
+    write = _writer_of(format_name)
+    with SnapshotReader(folder) as reader:
+        for fqn in tables or ():
+            if fqn not in reader.tables:
+                there = ", ".join(sorted(reader.tables)[:8]) or "none"
+                raise ConfigError(f"--tables {fqn!r}: no such table in the snapshot; there is {there}")
+        chosen = sorted(set(tables)) if tables is not None else sorted(reader.tables)
+        if not chosen:
+            raise ConfigError(f"{folder}: the snapshot has no tables")
+        found = [ExportTable(reader, fqn, config) for fqn in chosen]
+        total = sum(table.num_rows_estimate for table in found)
+        num_rows = 0
+
+        def on_rows(count: int) -> None:
+            nonlocal num_rows
+            num_rows += count
+            on_progress(num_rows, total)
+
+        with written_aside(to) as aside:
+            write(aside, found, on_rows=on_rows, **options)
+        return ExportResult(
+            snapshot=reader.manifest.name,
+            epoch=reader.manifest.parts[0].epoch,
+            step=reader.manifest.parts[0].step,
+            num_rows={table.spec.fqn: table.num_rows_read for table in found},
+            size_bytes=sum(file.stat().st_size for file in (to.rglob("*") if to.is_dir() else [to]) if file.is_file()),
+            seconds=time.perf_counter() - begin_s,
+        )
+
+
+@contextlib.contextmanager
+def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: float) -> Iterator[Path]:
+    """Yield the directory of a new snapshot of a server, which is gone on both sides afterwards."""
+    folder = to.parent / f".{to.name}.snapshot"
+    name = f"export-{time.time_ns()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        asyncio.run(create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s))
+        try:
+            with _progress("Fetching") as on_progress:
+                asyncio.run(fetch_snapshot(server, folder, dial=dial, name=name, on_progress=on_progress))
+        finally:
+            try:
+                asyncio.run(remove_snapshot(server, name, dial=dial))
+            except HeadraceError as exc:
+                print(f"headrace: snapshot {name!r} stays on the server: {exc}", file=sys.stderr)
+        yield folder / name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_format(format_name: str, config: ExportConfig, options: dict[str, str]) -> None:
+    _writer_of(format_name)
+    if options and format_name != "dcp":
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} goes with --format dcp")
+    if format_name != "parquet" and (config.since_step is not None or config.with_deleted):
+        flag = "--with-deleted" if config.with_deleted else "--since-step"
+        raise ConfigError(f"{flag} goes with --format parquet: in {format_name} a row that is left out would be zeros")
+    if format_name == "dcp" and (config.precision == "int8" or config.first_row or config.end_row is not None):
+        raise ConfigError("--format dcp is for trainers: whole tables of floats; leave --rows and --dtype int8 out")
+
+
+def _writer_of(format_name: str) -> Callable[..., None]:
+    if format_name not in _WRITERS:
+        raise ConfigError(f"--format {format_name!r}: one of {', '.join(_WRITERS)}")
+    module, function, library, extra = _WRITERS[format_name]
+    try:
+        write: Callable[..., None] = getattr(
+            importlib.import_module(f"headrace.scripts.table_sinks.{module}"), function
+        )
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] != library:
+            raise
+        raise ConfigError(f"--format {format_name} needs {library}: pip install 'headrace[{extra}]'") from exc
+    return write
+
+
+def _parse_rows(text: str | None) -> tuple[int, int | None]:
+    if text is None:
+        return 0, None
+    first, sign, end = text.partition(":")
+    if not sign or not (first + end).isdecimal():
+        raise ConfigError(f"--rows {text!r}: not A:B, such as 0:1000 or 1000:")
+    return int(first or "0"), int(end) if end else None
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
+    if as_json:
+        facts: dict[str, Any] = {
+            "to": str(to),
+            "snapshot": result.snapshot,
+            "epoch": result.epoch,
+            "step": result.step,
+            "tables": result.num_rows,
+            "size_bytes": result.size_bytes,
+            "seconds": result.seconds,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    for fqn, num_rows in result.num_rows.items():
+        print(f"{fqn}: {num_rows} rows")
+    where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
+    rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
+    print(f"{to}: {decimal(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")

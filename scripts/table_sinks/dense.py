@@ -1,0 +1,111 @@
+"""Tables as tensors of all their rows: which pieces of them rows make up. Rows that are not there are zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.tables import DType
+from headrace.scripts.table_sinks.export_table import ExportRows, ExportTable
+
+__all__ = ["IDENTITIES", "check_dense", "columns_of", "dense_pieces", "dense_windows", "names_of"]
+
+_Array = npt.NDArray[Any]
+_Columns = dict[str, _Array]
+
+IDENTITIES = "identities"
+# A piece never spans more rows that are not there than this.
+_ROWS_PER_PIECE = 65_536
+
+
+def check_dense(tables: list[ExportTable], format_name: str) -> None:
+    """Check that tables can be tensors.
+
+    Raises:
+        ConfigError: One has virtual ids.
+    """
+    for table in tables:
+        if table.end_row is None:
+            raise ConfigError(
+                f"--format {format_name}: table {table.spec.fqn!r} has virtual ids, and would be 2^63 rows long; take "
+                "parquet, or some --rows"
+            )
+
+
+def columns_of(table: ExportTable) -> dict[str, tuple[DType, list[int]]]:
+    """Return type and shape of each tensor of a table, by field; `identities` too where it has them."""
+    columns = {field: (dtype, table.shape_of(field)) for field, (dtype, _) in table.fields.items()}
+    if table.spec.has_identities:
+        columns[IDENTITIES] = (DType.INT64, [table.num_rows])
+    return columns
+
+
+def names_of(table: ExportTable) -> dict[str, str]:
+    """Return the tensors' names by field: `FQN`, `FQN/STATE`, `FQN/identities:`, which no state is called."""
+    fqn = table.spec.fqn
+    names = {field: fqn if field == "weights" else f"{fqn}/{field.removeprefix('state:')}" for field in table.fields}
+    if table.spec.has_identities:
+        names[IDENTITIES] = f"{fqn}/{IDENTITIES}:"
+    return names
+
+
+def dense_pieces(rows: ExportRows) -> Iterator[tuple[int, _Columns]]:
+    """Yield (row id of the first row, columns) of pieces in which no row is left out, ascending."""
+    columns = dict(rows.columns)
+    if rows.identities is not None:
+        columns[IDENTITIES] = rows.identities[:, None]
+    ids = rows.row_ids
+    if ids[-1] - ids[0] + 1 == ids.size:
+        yield int(ids[0]), columns
+        return
+    windows = ids // _ROWS_PER_PIECE
+    bounds = np.flatnonzero(np.diff(windows, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(bounds):
+        first, span = int(ids[start]), int(ids[end - 1] - ids[start] + 1)
+        at = ids[start:end] - first
+        piece = {}
+        for field, column in columns.items():
+            piece[field] = np.zeros((span, column.shape[1]), column.dtype)
+            piece[field][at] = column[start:end]
+        yield first, piece
+
+
+def dense_windows(
+    table: ExportTable, field: str, rows_per_window: int, *, on_rows: Callable[[int], None] | None = None
+) -> Iterator[tuple[int, _Array]]:
+    """Yield (first row of the range, values) of one column, a window after the other, to the end of the range.
+
+    Args:
+        table: It has an end.
+        field: Column, or `identities`.
+        rows_per_window: Of each window but the last.
+        on_rows: See `ExportTable.rows`.
+    """
+    dtype, width = (DType.INT64, 1) if field == IDENTITIES else table.fields[field]
+    wanted = [] if field == IDENTITIES else [field]
+
+    def blank(first: int) -> _Array:
+        return np.zeros((min(rows_per_window, table.num_rows - first), width), dtype.numpy)
+
+    first, window = 0, blank(0)
+    for rows in table.rows(wanted, on_rows=on_rows):
+        for row, columns in dense_pieces(rows):
+            values, at = columns[field], row - table.first_row
+            while len(values):
+                while at >= first + rows_per_window:
+                    yield first, window
+                    first += rows_per_window
+                    window = blank(first)
+                end = min(at + len(values), first + rows_per_window)
+                window[at - first : end - first] = values[: end - at]
+                values, at = values[end - at :], end
+    while first < table.num_rows:
+        yield first, window
+        first += rows_per_window
+        if first < table.num_rows:
+            window = blank(first)

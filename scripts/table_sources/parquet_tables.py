@@ -1,0 +1,251 @@
+"""Tables of Parquet files, a file a table: each row with its id and, where `headrace export` made it, its version."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.paramserver.catalog import unpack_spec
+from headrace.paramserver.row_chunk import RowChunk
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, RequestError, SpecMismatchError
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.table_sources.columns import map_file_errors
+from headrace.scripts.table_sources.naming import Naming
+from headrace.scripts.table_sources.source_table import SourceTable, Versions, check_against, check_wanted
+
+__all__ = ["NOTES_KEY", "column_type", "parquet_tables"]
+
+NOTES_KEY = b"headrace"
+_STATE = "state:"
+ARROW_TYPES = {
+    DType.FLOAT32: pa.float32(),
+    DType.FLOAT16: pa.float16(),
+    DType.BFLOAT16: pa.uint16(),
+    DType.FLOAT64: pa.float64(),
+    DType.INT64: pa.int64(),
+    DType.INT32: pa.int32(),
+    DType.UINT8: pa.uint8(),
+}
+_DTYPES = {arrow: dtype for dtype, arrow in ARROW_TYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    path: Path
+    spec: TableSpec
+    num_rows: int
+    names: frozenset[str]
+
+
+def parquet_tables(
+    paths: list[Path],
+    *,
+    naming: Naming,
+    wanted: list[str] | None,
+    known: Mapping[str, TableSpec] | None,
+    versions: Versions,
+) -> list[SourceTable]:
+    """Return the tables of some files, every column's type checked.
+
+    Args:
+        paths: A file a table; its name without the ending is the table's, unless the file says it.
+        naming: The user's rules, from the files' names of tables to the target's.
+        wanted: Only these, by fqn; None for all.
+        known: The target's tables; None when it is new.
+        versions: Of rows; with an epoch of its own, in place of those that the rows have.
+
+    Raises:
+        ConfigError: A table that was asked for is not there, or is there twice.
+        SpecMismatchError: A table is another one than the target's.
+        CorruptionError: A file is damaged.
+    """
+    files = [_open(path, naming, known or {}) for path in paths]
+    names = [file.spec.fqn for file in files]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two files hold a table {repeated[0]!r}")
+    check_wanted(wanted, set(names), ", ".join(map(str, paths[:3])))
+    tables = []
+    for file in files:
+        if wanted is not None and file.spec.fqn not in wanted:
+            continue
+        if known is not None and file.spec.fqn in known:
+            check_against(known[file.spec.fqn], file.spec, str(file.path))
+        tables.append(_ready(file, versions))
+    return tables
+
+
+def _open(path: Path, naming: Naming, known: Mapping[str, TableSpec]) -> _File:
+    with _mapped_errors(path), pq.ParquetFile(path) as file:
+        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+        notes = (schema.metadata or {}).get(NOTES_KEY)
+        if notes is not None:
+            try:
+                note = json.loads(notes)
+                precision, packed = note["precision"], list(note["spec"])
+                fqn = packed[0] = naming.target_of(packed[0]) or packed[0]
+                spec = unpack_spec(packed)
+            except (ValueError, KeyError, TypeError) as exc:
+                raise CorruptionError(f"{path}: its notes on the table are damaged: {exc!r}") from exc
+            if precision is not None:
+                raise RequestError(f"{path}: exported as {precision}, which is for serving; it cannot be brought back")
+        else:
+            name = path.name.removesuffix(".parquet")
+            fqn = naming.target_of(name) or name
+            target = known.get(fqn)
+            spec = _spec_of(path, schema, fqn, 0 if target is None else target.num_rows)
+        _check_schema(path, schema, spec)
+        return _File(path=path, spec=spec, num_rows=num_rows, names=frozenset(schema.names))
+
+
+def _spec_of(path: Path, schema: pa.Schema, fqn: str, num_rows: int) -> TableSpec:
+    """Return what a file of somebody else's has; its ids are virtual ones where the target does not know the table."""
+    if "weights" not in schema.names:
+        raise SpecMismatchError(f"{path}: no column `weights`; there is {', '.join(schema.names[:8])}")
+    dtype, dim = _type_of(path, schema.field("weights"))
+    states = []
+    for field in schema:
+        if field.name.startswith(_STATE):
+            state_dtype, width = _type_of(path, field)
+            is_pointwise = width == dim and pa.types.is_fixed_size_list(field.type)
+            states.append(
+                StateSpec(
+                    name=field.name.removeprefix(_STATE),
+                    kind=StateKind.POINTWISE if is_pointwise else StateKind.ROWWISE,
+                    dtype=state_dtype,
+                    width=0 if is_pointwise else width,
+                )
+            )
+    return TableSpec(
+        fqn=fqn,
+        num_rows=num_rows,
+        dim=dim,
+        dtype=dtype,
+        states=tuple(states),
+        has_identities="identity" in schema.names,
+    )
+
+
+def _type_of(path: Path, field: pa.Field) -> tuple[DType, int]:
+    is_list = pa.types.is_fixed_size_list(field.type)
+    dtype = _DTYPES.get(field.type.value_type if is_list else field.type)
+    if dtype is None:
+        raise SpecMismatchError(f"{path}: column {field.name!r} is {field.type}, not a fixed-size list of numbers")
+    return dtype, field.type.list_size if is_list else 1
+
+
+def _check_schema(path: Path, schema: pa.Schema, spec: TableSpec) -> None:
+    layout = RecordLayout(spec, spec.whole)
+    expected = {"row_id": pa.int64()}
+    for name, column in layout.columns.items():
+        expected[name] = column_type(
+            column.dtype, column.width, is_rowwise=name != "weights" and _is_rowwise(spec, name)
+        )
+    if spec.has_identities:
+        expected["identity"] = pa.int64()
+    optional = {"epoch": pa.int64(), "step": pa.int64(), "time_us": pa.int64(), "deleted": pa.bool_()}
+    for name, arrow in expected.items():
+        if name not in schema.names:
+            raise SpecMismatchError(f"{path}: column {name!r} is missing")
+        if not _is_alike(schema.field(name).type, arrow):
+            raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {arrow}")
+    for name, arrow in optional.items():
+        if name in schema.names and schema.field(name).type != arrow:
+            raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {arrow}")
+    if ("epoch" in schema.names) != ("step" in schema.names):
+        raise SpecMismatchError(f"{path}: `epoch` without `step`, or the other way round")
+
+
+def _is_rowwise(spec: TableSpec, field: str) -> bool:
+    return any(f"{_STATE}{state.name}" == field and state.kind is StateKind.ROWWISE for state in spec.states)
+
+
+def column_type(dtype: DType, width: int, *, is_rowwise: bool) -> pa.DataType:
+    """Return the type of a column; a rowwise state of one element is a plain number."""
+    arrow = ARROW_TYPES[dtype]
+    return arrow if is_rowwise and width == 1 else pa.list_(pa.field("item", arrow, nullable=False), width)
+
+
+def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
+    if pa.types.is_fixed_size_list(found) and pa.types.is_fixed_size_list(expected):
+        return bool(found.list_size == expected.list_size and found.value_type == expected.value_type)
+    return bool(found == expected)
+
+
+def _ready(file: _File, versions: Versions) -> SourceTable:
+    layout = RecordLayout(file.spec, file.spec.whole)
+    names = ["row_id", *layout.columns]
+    names += ["identity"] * file.spec.has_identities
+    names += [name for name in ("epoch", "step", "time_us", "deleted") if name in file.names]
+
+    def chunks(max_bytes: int) -> Iterator[RowChunk]:
+        for batch in _batches(file.path, names, max(1, max_bytes // layout.size_bytes)):
+            yield _chunk_of(file, layout, batch, versions)
+
+    def check_ids() -> None:
+        last = -1
+        for batch in _batches(file.path, ["row_id"], 1 << 20):
+            ids = _numbers(file.path, batch, "row_id", DType.INT64, 1)[:, 0]
+            blank = RowChunk(row_ids=ids, columns={}, epochs=1, steps=0, times_us=0)
+            try:
+                blank.check(file.spec, after_row=last)
+            except HeadraceError as exc:
+                raise type(exc)(f"{file.path}: {exc}") from exc
+            last = int(ids[-1])
+
+    return SourceTable(name=file.path.name, spec=file.spec, num_rows=file.num_rows, chunks=chunks, check_ids=check_ids)
+
+
+def _batches(path: Path, names: list[str], num_rows: int) -> Iterator[pa.RecordBatch]:
+    with _mapped_errors(path), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=num_rows, columns=names, use_threads=False):
+            if batch.num_rows:
+                yield batch
+
+
+def _chunk_of(file: _File, layout: RecordLayout, batch: pa.RecordBatch, versions: Versions) -> RowChunk:
+    def ids(name: str) -> npt.NDArray[np.int64]:
+        return _numbers(file.path, batch, name, DType.INT64, 1)[:, 0]
+
+    has_versions = "epoch" in file.names and versions.epoch is None
+    return RowChunk(
+        row_ids=ids("row_id"),
+        columns={
+            name: _numbers(file.path, batch, name, column.dtype, column.width)
+            for name, column in layout.columns.items()
+        },
+        epochs=ids("epoch") if has_versions else versions.epoch or 1,
+        steps=ids("step") if has_versions else versions.step,
+        times_us=ids("time_us") if "time_us" in file.names else versions.time_us,
+        identities=ids("identity") if file.spec.has_identities else None,
+        is_deleted=np.asarray(batch.column("deleted")) if "deleted" in file.names else None,
+    )
+
+
+def _numbers(path: Path, batch: pa.RecordBatch, name: str, dtype: DType, width: int) -> npt.NDArray[Any]:
+    """Return a column as [n, width]."""
+    array = batch.column(name)
+    values = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
+    if array.null_count or values.null_count or len(values) != len(array) * width:
+        raise RequestError(f"{path}: column {name!r} has empty values")
+    found = values.to_numpy(zero_copy_only=True)
+    return np.asarray(found.astype(dtype.numpy, copy=False).reshape(len(array), width))
+
+
+@contextlib.contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    with map_file_errors(path):
+        try:
+            yield
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, pa.ArrowSerializationError) as exc:
+            text = " ".join(str(exc).split())
+            raise CorruptionError(f"{path}: no Parquet file, or a damaged one: {text[:200]}") from exc

@@ -1,0 +1,137 @@
+"""Tensors of files that `torch.save` has made: found without loading them, and without running anything of the file.
+
+`torch.load` with `weights_only=True` refuses whatever is no plain data; under fake tensors it reads no element, and
+says where in the file each tensor's lie.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headrace.schemas.errors import CorruptionError, RequestError
+from headrace.schemas.tables import DType
+from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, map_file_errors
+from headrace.scripts.table_sources.tensors import TensorSource
+
+__all__ = ["TORCH_DTYPES", "load_places", "open_torch_file", "piece_of"]
+
+TORCH_DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float64: DType.FLOAT64,
+    torch.int64: DType.INT64,
+    torch.int32: DType.INT32,
+    torch.uint8: DType.UINT8,
+}
+_MAX_DEPTH = 32
+
+
+def open_torch_file(path: Path) -> TensorSource:
+    """Return the tensors of a `state_dict`, nested dicts joined by dots.
+
+    Raises:
+        RequestError: It holds something else than plain data, or is of a format that is not read.
+        CorruptionError: It is cut or damaged.
+        StorageError: It cannot be read.
+    """
+    with map_file_errors(path), open(path, "rb") as file:
+        content = load_places(path, file)
+        if not isinstance(content, Mapping):
+            raise RequestError(f"{path}: holds a {type(content).__name__}, not a dict of tensors")
+        columns: dict[str, Column] = {}
+        for name, tensor in _flatten(content, "", 0):
+            if tensor.dtype in TORCH_DTYPES and tensor.dim() in (1, 2):
+                dtype = TORCH_DTYPES[tensor.dtype]
+                piece = piece_of(path, name, tensor, row=0, column=0, base=0)
+                columns[name] = RawColumn(name, dtype, tuple(tensor.shape), [piece])
+        return TensorSource(path=path, columns=columns, files=[path])
+
+
+def load_places(path: Path, file: IO[bytes]) -> Any:
+    """Return what a file holds, with fake tensors that know where they lie in it.
+
+    Args:
+        path: For messages.
+        file: The file, or a view of a part of it that is a file of its own.
+
+    Raises:
+        RequestError: It holds something else than plain data, or is of a format that is not read.
+        CorruptionError: It is cut or damaged.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise RequestError(f"{path}: its tensors are compressed; save it with torch.save")
+            orders = [archive.read(member) for member in members if member.filename.endswith("/byteorder")]
+    except zipfile.BadZipFile as exc:
+        raise CorruptionError(
+            f"{path}: not a file of torch.save, not all of it, or of its old format: load it where you trust it and "
+            "save it again"
+        ) from exc
+    if any(order.strip() != b"little" for order in orders):
+        raise RequestError(f"{path}: its numbers are big-endian; load it with torch and save it again")
+    file.seek(0)
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as exc:  # torch tells of a bad file by errors of many kinds
+        text = " ".join(str(exc).split())
+        if "Weights only load failed" in text or "Unsupported" in text:
+            what = text.rpartition("Unsupported ")[2] or text
+            raise RequestError(
+                f"{path}: holds more than tensors, and nothing in it is run; save a plain state_dict ({what[:160]})"
+            ) from exc
+        raise CorruptionError(f"{path}: cannot be read: {text[:200]}") from exc
+
+
+def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base: int) -> Piece:
+    """Return where a fake tensor's elements lie.
+
+    Args:
+        path: File.
+        name: For messages.
+        tensor: From `load_places`, of one or two dimensions.
+        row: Its first row in the whole.
+        column: Its first column in the whole.
+        base: Where the part of the file that it was loaded from begins, bytes.
+
+    Raises:
+        RequestError: They do not lie row after row.
+    """
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    two = tensor.dim() == 2
+    width, strides = (tensor.shape[1] if two else 1), tensor.stride()
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not hasattr(tensor, "placements")
+    if offset is None or not is_plain or (two and width > 1 and strides[1] != 1) or (strides[0] < width):
+        raise RequestError(f"{path}: tensor {name!r} does not lie row after row; save it as tensor.contiguous()")
+    size = tensor.dtype.itemsize
+    return Piece(
+        row=row,
+        column=column,
+        num_rows=tensor.shape[0],
+        width=width,
+        path=path,
+        offset=base + int(offset) + tensor.storage_offset() * size,
+        row_bytes=strides[0] * size,
+    )
+
+
+def _flatten(content: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"dicts nest deeper than {_MAX_DEPTH} at {prefix!r}")
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.", depth + 1)

@@ -1,0 +1,180 @@
+"""What carries changed rows from the tables to the shards, and what has ended it when it has ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+
+from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.tables import TableSpec
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.flusher import Flusher
+from headrace.streamer.sender import Sender
+from headrace.streamer.staging import StagingPool
+from headrace.streamer.stats import StreamerStats
+from headrace.streamer.takeover import connector, take_over
+from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.world import World
+
+__all__ = ["Delivery"]
+
+_log = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 5.0
+
+
+class Delivery:
+    """A flusher on the training thread, a sender on a thread of its own, and the staging buffers between them.
+
+    Thread: the training thread's, but `stats`.
+
+    Attributes:
+        store: The shards.
+        writer: Who writes, in which epoch.
+        flusher: Cuts flushes out of the tables.
+        sender: Delivers them.
+        failure: What has ended streaming for good, once a call has met it.
+    """
+
+    def __init__(self, host: str, port: int, *, run: str, world: World, config: StreamerConfig) -> None:
+        """Connect to every shard and take the run over.
+
+        Args:
+            host: Of any shard.
+            port: Of it.
+            run: Name of the run.
+            world: All ranks call this together.
+            config: The streamer's settings.
+
+        Raises:
+            HeadraceError: As from `take_over`; no thread is left.
+        """
+        self._config = config
+        self._generation = 0
+        self.failure: HeadraceError | None = None
+        pool = StagingPool(config.staging_bytes)
+        self.sender = Sender(config=config, pool=pool, connect=connector(config))
+        self.sender.start()
+        try:
+            self.store, self.writer = take_over(self.sender, host, port, run=run, world=world, config=config)
+        except BaseException:
+            self.sender.stop(_STOP_TIMEOUT_S)
+            raise
+        self.flusher = Flusher(
+            config=config,
+            num_shards=len(self.store.shards),
+            pool=pool,
+            submit=self.sender.submit,
+            describe_delay=self.sender.describe_delay,
+        )
+        # Runs when nobody refers to the streamer any more (its hooks do, as long as the model lives), or at exit.
+        self._finalizer = weakref.finalize(self, _abandon, self.sender, os.getpid())
+
+    def add_tables(self, tables: list[TappedTable]) -> None:
+        """Register tables on all shards, and deliver their rows from now on.
+
+        Raises:
+            ConfigError: Or another `HeadraceError`: they cannot be delivered; nothing was added.
+        """
+        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
+        self.sender.register(_specs_of(tables))
+        self.flusher.add_tables(tables)
+
+    def on_step(self, step: int, *, is_paused: bool) -> None:
+        """Hand over what is dirty at the end of a step, as far as there is room.
+
+        Args:
+            step: The step that is over.
+            is_paused: Hand nothing over.
+
+        Raises:
+            HeadraceError: Streaming has ended, or this flush has failed, and `on_error` says so.
+        """
+        if self.failure is not None and self._config.on_error == "log":
+            return
+        try:
+            self.raise_failure()
+            self._heed_new_store()
+            if not is_paused:
+                self.flusher.on_step(step)
+        except HeadraceError as exc:
+            exc = self.sender.error or exc
+            if self._config.on_error == "raise":
+                raise exc
+            self.failure = exc
+            _log.error("streaming has stopped, training goes on: %s", exc)
+
+    def flush(self, step: int, timeout_s: float) -> None:
+        """Hand everything over and return when it is durable on every shard.
+
+        Args:
+            step: The last step that is over.
+            timeout_s: How long to wait; what is not handed over by then stays marked.
+
+        Raises:
+            UnavailableError: Not all is durable in time.
+            HeadraceError: Streaming has ended.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while True:
+                self._heed_new_store()
+                self.flusher.flush_all(step, deadline_s - time.monotonic())
+                self.sender.wait_durable(deadline_s - time.monotonic())
+                if self._generation == self.sender.generation:
+                    return
+        except UnavailableError as exc:
+            self.raise_failure()
+            raise UnavailableError(f"flush within {timeout_s:g} s: {exc}") from exc
+        except HeadraceError:
+            self.raise_failure()
+            raise
+
+    def raise_failure(self) -> None:
+        """Raise what has ended streaming. An outage under `block`, or a NaN, has not: the next step tries again."""
+        self.failure = self.failure or self.sender.error
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def stats(self, step: int) -> StreamerStats:
+        """Return what has been done and what is on its way.
+
+        Thread: any.
+        """
+        return self.sender.stats(step=step, num_dirty_rows=self.flusher.num_dirty_rows, failure=self.failure)
+
+    def stop(self, *, is_child: bool) -> None:
+        """End the sender's thread; what is not durable stays undelivered. Idempotent.
+
+        Args:
+            is_child: This is a forked child, which has no such thread.
+        """
+        self._finalizer.detach()
+        if not is_child:
+            self.sender.stop(_STOP_TIMEOUT_S)
+
+    def _heed_new_store(self) -> None:
+        generation = self.sender.generation
+        if generation != self._generation:
+            self._generation = generation
+            self.flusher.mark_all(generation=generation)
+
+
+def _specs_of(tables: list[TappedTable]) -> list[TableSpec]:
+    """Return each table's spec once: a rank may have several column shards of one table."""
+    return list({table.spec.fqn: table.spec for table in tables}.values())
+
+
+def _abandon(sender: Sender, pid: int) -> None:
+    """End the thread of a streamer that was never closed; must not hold up the interpreter's exit."""
+    if os.getpid() != pid:
+        return
+    stats = sender.stats()
+    if stats.num_inflight_flushes:
+        _log.warning(
+            "a streamer was not closed: %d flushes (%.1f MiB) may not have been delivered",
+            stats.num_inflight_flushes,
+            stats.inflight_bytes / 2**20,
+        )
+    sender.stop(1.0)

@@ -1,0 +1,97 @@
+"""Evicting rows: who is told before, and what becomes of the rows of this rank."""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from headrace.schemas.errors import UnknownTableError
+from headrace.streamer.tapped_table import TappedTable
+
+__all__ = ["Evictor", "unused_rows"]
+
+_Hook = Callable[[str, torch.Tensor], None]
+
+
+class Evictor:
+    """Evicts rows of tapped tables.
+
+    Thread: the training thread's.
+    """
+
+    def __init__(self) -> None:
+        """Begin without hooks."""
+        self._hooks: OrderedDict[int, _Hook] = OrderedDict()
+
+    def register_hook(self, hook: _Hook) -> RemovableHandle:
+        """Have a function called with fqn and global row ids, int64[n], before rows are evicted."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def evict(
+        self, tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor, *, names_elsewhere: Collection[str] = ()
+    ) -> int:
+        """Tell the hooks of rows, then have them deleted unless they are marked again before the next flush.
+
+        Args:
+            tables: Of this rank.
+            fqn: Table.
+            row_ids: Integers of any shape, global, may repeat; those of other ranks are left to them.
+            names_elsewhere: Tables that other ranks have.
+
+        Returns:
+            Rows evicted on this rank.
+
+        Raises:
+            UnknownTableError: No rank has such a table.
+            RowRangeError: A row is beyond the table; nothing is evicted.
+        """
+        parts = [table for table in tables if table.spec.fqn == fqn]
+        if not parts:
+            if fqn in names_elsewhere:
+                return 0
+            known = sorted({table.spec.fqn for table in tables}.union(names_elsewhere))
+            near = difflib.get_close_matches(fqn, known, n=3)
+            hint = f"; there is {', '.join(map(repr, near))}" if near else ""
+            raise UnknownTableError(f"no table {fqn!r} is streamed{hint}")
+        ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+        ids = torch.unique(ids)
+        parts[0].spec.check_row_ids(ids.numpy())
+        by_part = [(part, part.ids_here(ids)) for part in parts]
+        here = torch.unique(torch.cat([local + part.row_offset for part, local in by_part]))
+        if here.numel():
+            for hook in list(self._hooks.values()):
+                hook(fqn, here)
+            for part, local in by_part:
+                part.evict(local)
+        return int(here.numel())
+
+    def evict_again(self, tables: Sequence[TappedTable], evicted: Mapping[str, Sequence[int]]) -> None:
+        """Have rows deleted that a checkpoint says were evicted and not used since; no hook is told of them again."""
+        for table in tables:
+            if rows := evicted.get(table.spec.fqn):
+                table.evict(table.ids_here(torch.tensor(rows, dtype=torch.int64)))
+
+
+def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Return, by fqn, the global ids of the rows that were evicted and not used since.
+
+    Args:
+        tables: Of this rank.
+        on_their_way: By fqn, global ids of rows whose deletion is sent and not acked.
+    """
+    found: dict[str, list[int]] = {}
+    for table in tables:
+        local = table.deleted.unused(table.dirty)
+        if table.index is not None:  # forgets its rows once their deletion is taken; one that has come back is held
+            sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64)
+            local = torch.cat([local, sent[table.places(sent) < 0]])
+        rows = set(found.get(table.spec.fqn, ())).union((local + table.row_offset).tolist())
+        if rows:
+            found[table.spec.fqn] = sorted(rows)
+    return found

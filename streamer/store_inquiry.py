@@ -1,0 +1,99 @@
+"""Questions to the store from the training thread: what it has of the trainer's rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.security import Token
+from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.takeover import tls_context
+from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.world import World
+
+__all__ = ["StoreInquiry"]
+
+_T = TypeVar("_T")
+
+
+class StoreInquiry:
+    """Asks all shards of a store, over connections of its own; each call blocks.
+
+    Thread: any.
+    """
+
+    def __init__(self, address: str, config: StreamerConfig, token: Token | None) -> None:
+        """Prepare; each call connects.
+
+        Args:
+            address: `host:port` of any shard.
+            config: The streamer's settings.
+            token: Shown to the server.
+        """
+        self._address, self._config, self._token = address, config, token
+
+    def audit(
+        self, tables: Sequence[TappedTable], world: World, flush: Callable[[], None], timeout_s: float | None
+    ) -> list[TableAudit]:
+        """Flush, compare this rank's rows with the store's, and return what all ranks have found.
+
+        Args:
+            tables: Of this rank.
+            world: All ranks call this together.
+            flush: Makes this rank's rows durable.
+            timeout_s: For the comparison, seconds; None has no deadline.
+
+        Raises:
+            HeadraceError: This rank, or another, could not do it.
+        """
+        mine: list[TableAudit] | HeadraceError
+        try:
+            flush()
+            mine = self._ask(partial(audit_tables, tables, rank=world.rank), timeout_s)
+        except HeadraceError as exc:
+            if world.size == 1:
+                raise
+            mine = exc
+        parts = world.gather(mine)
+        for rank, part in enumerate(parts):
+            if isinstance(part, HeadraceError):
+                raise part if part is mine else HeadraceError(f"rank {rank} could not audit: {part}")
+        return [table for part in parts if isinstance(part, list) for table in part]
+
+    def mark_what_differs(
+        self, tables: Sequence[TappedTable], *, marks_absent: bool, timeout_s: float | None = None
+    ) -> None:
+        """Mark rows that the store has otherwise, see `audit.mark_what_differs`.
+
+        Raises:
+            UnavailableError: A shard does not answer in time.
+        """
+        self._ask(partial(mark_what_differs, tables, marks_absent=marks_absent), timeout_s)
+
+    def _ask(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
+        """Return what a coroutine returns that is given a reader of all shards."""
+
+        async def run() -> _T:
+            async with (
+                asyncio.timeout(timeout_s),
+                await EmbeddingReader.connect(
+                    self._address,
+                    timeout_s=self._config.request_timeout_s,
+                    ssl_context=tls_context(self._config),
+                    token=self._token,
+                ) as reader,
+            ):
+                return await ask(reader)
+
+        # In a thread of its own: this one may have an event loop running, as in a notebook.
+        with ThreadPoolExecutor(1, "headrace-ask") as pool:
+            try:
+                return pool.submit(asyncio.run, run()).result()
+            except TimeoutError as exc:
+                raise UnavailableError(f"the store has not been compared within {timeout_s:g} s") from exc

@@ -1,0 +1,87 @@
+"""Which way an operation takes on a device, and that it is said once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from headrace.kernels import bitmap as bm
+from headrace.kernels import dispatch
+from headrace.kernels.cuda_module import KernelsUnavailableError
+
+CUDA = torch.device("cuda", 0)
+
+
+class _Launcher:
+    def launch(self, kernel: str, blocks: int, threads: int, *args: torch.Tensor | int) -> None:
+        raise AssertionError("nothing is launched here")
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_missing", {})
+
+
+def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first call of each operation warns with the reason; compiling is not tried again."""
+    tries = []
+
+    def refuse(family: str, device: torch.device) -> _Launcher:
+        tries.append(family)
+        raise KernelsUnavailableError("no compiler")
+
+    monkeypatch.setattr(dispatch, "cuda_module", refuse)
+    for operation in ("mark_dirty", "mark_dirty", "take_dirty"):
+        assert dispatch.launcher_for(operation, "bitmap", CUDA) is None
+    assert tries == ["bitmap"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        f"{operation} on cuda:0: torch's own operations, which are slower; no kernels: no compiler"
+        for operation in ("mark_dirty", "take_dirty")
+    ]
+
+
+def test_a_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The way by a kernel is said at INFO."""
+    launcher = _Launcher()
+    monkeypatch.setattr(dispatch, "cuda_module", lambda family, device: launcher)
+    with caplog.at_level(logging.INFO):
+        assert dispatch.launcher_for("pack_rows", "row_packing", CUDA) is launcher
+        assert dispatch.launcher_for("pack_rows", "row_packing", CUDA) is launcher
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "pack_rows on cuda:0: kernels of row_packing.cu")
+    ]
+
+
+def test_a_device_of_another_kind_has_no_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    """Where there are no kernels, torch's operations do."""
+    assert dispatch.launcher_for("mark_dirty", "bitmap", torch.device("meta")) is None
+    assert "there are none for meta" in caplog.text
+
+
+@pytest.mark.gpu
+def test_operations_take_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    """With a GPU and the extra, the public functions take the kernels and give the definition's rows."""
+    bitmap = bm.make_bitmap(1000, "cuda")
+    with caplog.at_level(logging.INFO):
+        bm.mark_dirty(bitmap, torch.tensor([5, -1, 999, 5], device="cuda"))
+        rows, count = bm.take_dirty(bitmap)
+    assert rows[: int(count)].tolist() == [5, 999]
+    assert "take_dirty on cuda:0: kernels of bitmap.cu" in caplog.text
+
+
+@pytest.mark.gpu
+def test_without_kernels_the_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU and no compiler, torch's operations give the same."""
+
+    def refuse(family: str, device: torch.device) -> _Launcher:
+        raise KernelsUnavailableError("no compiler")
+
+    monkeypatch.setattr(dispatch, "cuda_module", refuse)
+    bitmap = bm.make_bitmap(1000, "cuda")
+    bm.mark_dirty(bitmap, torch.tensor([5, -1, 999, 5], device="cuda"))
+    rows, count = bm.take_dirty(bitmap)
+    assert rows[: int(count)].tolist() == [5, 999]

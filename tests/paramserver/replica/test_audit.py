@@ -1,0 +1,195 @@
+"""The replica's audit: equal when it is, also under training, and one flipped bit is found and named."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.replica.audit import why_left_out
+from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
+from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
+from headrace.schemas.tables import DType, TableSpec
+from headrace.streamer import RawEmbeddingStreamer
+
+WAIT_S = 30.0
+# Three buckets, the last of them not full, in two ranges that are looked at one after the other.
+ROWS = 300_000
+
+
+class Training:
+    """A large table of which each step changes some rows, and a small one in bfloat16."""
+
+    def __init__(self, address: str) -> None:
+        torch.manual_seed(7)
+        self.model = nn.ModuleDict(
+            {
+                "large": nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True),
+                "small": nn.EmbeddingBag(50, 3, mode="sum", sparse=True, dtype=torch.bfloat16),
+            }
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.streamer = RawEmbeddingStreamer(address, run="run")
+        self.streamer.attach(self.model, self.optimizer, publish="all")
+        self.num_steps = 0
+
+    def step(self) -> None:
+        ids = torch.randint(0, ROWS, (64, 4))
+        loss = self.model["large"](ids).sum() + self.model["small"](ids % 50).float().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+
+    def settle(self, replica: EmbeddingReplica) -> None:
+        self.streamer.flush()
+        replica.wait_for(self.num_steps, WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def training(server: ServerProcess) -> Iterator[Training]:
+    training = Training(server.address)
+    training.step()
+    training.streamer.flush()
+    yield training
+    training.streamer.close()
+
+
+def put(replica: EmbeddingReplica, fqn: str, row: int, *, flipped_bit: int | None) -> None:
+    """Write over a row behind the replica's back: with a bit of its first weight flipped, or with a deletion."""
+    assert replica._current is not None
+    table = replica._current.tables[fqn]
+    rows, _ = table.gather(np.array([row]))
+    data = bytearray(rows.view(torch.uint8).numpy().tobytes())
+    if flipped_bit is not None:
+        data[flipped_bit // 8] ^= 1 << flipped_bit % 8
+    presence = np.array([2 if flipped_bit is None else 1], np.uint8)
+    table.load(np.array([row]), bytes(data), presence, np.array([1]), np.array([0]), table.spec.whole)
+
+
+def stored_digest(address: str, fqn: str) -> TableDigest:
+    async def read() -> TableDigest:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.digest(fqn, only_weights=True)
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_a_flipped_bit_is_found(server: ServerProcess, training: Training, consistency: Any) -> None:
+    """Replica and store are equal bit for bit; each bit that is not is found, with its bucket and row."""
+    with EmbeddingReplica(server.address, consistency=consistency) as replica:
+        training.step()
+        training.settle(replica)
+        report = replica.audit(timeout_s=WAIT_S)
+        assert report.is_equal, str(report)
+        assert report.num_rows == ROWS + 50 and len(report.tables) == 2
+        flips = [("large.weight", 3, 31), ("large.weight", 299_999, 0), ("small.weight", 49, 15)]
+        for fqn, row, bit in flips:
+            put(replica, fqn, row, flipped_bit=bit)
+        report = replica.audit(timeout_s=WAIT_S)
+        large, small = report.tables
+        assert not report.is_equal
+        assert (large.differing_buckets, large.differing_row_ids) == ([0, 4], [3, 299_999])
+        assert (small.differing_buckets, small.differing_row_ids) == ([0], [49])
+        assert "DIFFERENT in buckets 0, 4: rows 3, 299999" in str(report)
+        assert replica.audit(tables=["small.weight"], timeout_s=WAIT_S).tables == (small,)
+        for fqn, row, bit in flips:
+            put(replica, fqn, row, flipped_bit=bit)
+        assert replica.audit(timeout_s=WAIT_S).is_equal
+
+
+def test_digests_are_the_stores(server: ServerProcess, training: Training) -> None:
+    """The replica's digest of a table is the one that the store's shards add up to, bucket for bucket."""
+    with EmbeddingReplica(server.address) as replica:
+        training.settle(replica)
+        for fqn, num_rows in (("large.weight", ROWS), ("small.weight", 50)):
+            ours, theirs = replica.digest(fqn), stored_digest(server.address, fqn)
+            assert ours.num_rows == num_rows
+            assert ours.buckets == theirs.buckets and ours.total == theirs.total
+        with pytest.raises(UnknownTableError):
+            replica.digest("no.such")
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_training_goes_on_meanwhile(server: ServerProcess, training: Training, consistency: Any) -> None:
+    """While rows are updated all the time, an audit compares the two at the same records; then the replica goes on."""
+    is_over = threading.Event()
+    with EmbeddingReplica(server.address, consistency=consistency) as replica:
+
+        def train() -> None:
+            while not is_over.is_set():
+                training.step()
+                training.streamer.flush()
+                is_over.wait(0.02)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            before = training.num_steps
+            for _ in range(3):
+                report = replica.audit(timeout_s=WAIT_S)
+                assert report.is_equal, str(report)
+            assert training.num_steps > before
+        finally:
+            is_over.set()
+            thread.join()
+        training.settle(replica)
+        assert torch.equal(replica.lookup("large.weight", range(ROWS)), training.model["large"].weight.detach())
+
+
+def test_a_replica_that_lags_shows_what_the_store_has(server: ServerProcess, training: Training) -> None:
+    """A row that the replica should have and has not, is named as well."""
+    with EmbeddingReplica(server.address) as replica:
+        training.settle(replica)
+        put(replica, "large.weight", 70_000, flipped_bit=None)
+        (audit,) = replica.audit(tables=["large.weight"], timeout_s=WAIT_S).tables
+        assert (audit.differing_buckets, audit.differing_row_ids) == ([1], [70_000])
+        assert audit.num_rows == ROWS - 1
+
+
+def test_an_audit_has_a_deadline(server: ServerProcess, training: Training) -> None:
+    """One that cannot end in time says so, and the replica follows on."""
+    with EmbeddingReplica(server.address) as replica:
+        with pytest.raises(UnavailableError, match=r"the audit has not ended in 0\.001 s"):
+            replica.audit(timeout_s=0.001)
+        training.step()
+        training.settle(replica)
+        assert replica.audit(timeout_s=WAIT_S).is_equal
+
+
+def test_what_cannot_be_compared_is_left_out_and_named(server: ServerProcess, training: Training) -> None:
+    """A table in another precision is named in the report with the reason, and refused when it is asked for."""
+    storage = {"large.weight": MemoryStorage(precision="fp16")}
+    with EmbeddingReplica(server.address, storage=storage) as replica:
+        training.settle(replica)
+        report = replica.audit(timeout_s=WAIT_S)
+        assert report.is_equal and [table.fqn for table in report.tables] == ["small.weight"]
+        assert "large.weight: left out: its rows are kept in fp16" in str(report)
+        for call in (replica.digest, lambda fqn: replica.audit(tables=[fqn], timeout_s=WAIT_S)):
+            with pytest.raises(RequestError, match=r"'large\.weight' cannot be compared"):
+                call("large.weight")
+
+
+def test_virtual_ids_cannot_be_compared() -> None:
+    """There is no going through them in order; a table that is kept as it is can be compared."""
+    spec = TableSpec(fqn="t", num_rows=0, dim=2, dtype=DType.FLOAT32)
+    assert "virtual ids" in (why_left_out(spec, ReplicaConfig()) or "")
+    assert why_left_out(dataclasses.replace(spec, num_rows=9), ReplicaConfig()) is None

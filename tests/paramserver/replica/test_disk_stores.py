@@ -1,0 +1,113 @@
+"""Stores of a copy: a snapshot that is opened as it is and not changed, and memory within what is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from row_batches import make_delta
+
+from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.pending import Batch, Part, coalesce
+from headrace.paramserver.replica.disk_stores import DiskStores
+from headrace.paramserver.replica.disk_table import DiskTable
+from headrace.paramserver.snapshot_files import hash_folder, part_folder
+from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.schemas.errors import StorageError
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="t",
+    num_rows=0,
+    dim=4,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="momentum1", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),),
+)
+OTHER = TableSpec(fqn="other", num_rows=5, dim=2, dtype=DType.FLOAT32)
+IDS = np.arange(0, 3000, 3)
+
+
+def _snapshot(folder: Path, *shards: ColumnShard) -> SnapshotManifest:
+    """Write a snapshot of two shards, with every column shard of the table in each."""
+    parts = []
+    for number in range(2):
+        path = folder / shard_folder(number)
+        store = RowStore.open(path, config=StoreConfig(block_cache_bytes=1 << 20))
+        meta = Catalog({}).add([SPEC])
+        mine = IDS[shards_of_rows(table_seed(SPEC.fqn), IDS, 2) == number]
+        batch = Batch(seq=1, epoch=1, step=1, time_us=0)
+        runs = [
+            coalesce(1, [Part(make_delta(mine.tolist(), 1, spec=SPEC, shard=shard), batch)]) for shard in sorted(shards)
+        ]
+        store.write_runs(runs, meta=meta, applied_seq=1)
+        store.close()
+        parts.append(
+            ShardPart(
+                shard=number, server_id="s", seq=1, epoch=1, step=1, tables=(SPEC,), files=tuple(hash_folder(path))
+            )
+        )
+    return SnapshotManifest(name="snap", created_us=0, parts=tuple(parts))
+
+
+def _link(tmp_path: Path, manifest: SnapshotManifest) -> DiskStores:
+    return DiskStores.link(tmp_path / "copy", tmp_path / "snap", manifest, memory_bytes=4 << 20, num_threads=1)
+
+
+LEFT, RIGHT = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
+
+
+@pytest.mark.parametrize("shards", [(SPEC.whole,), (LEFT, RIGHT)], ids=["whole", "column shards"])
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_snapshot_is_opened_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[ColumnShard, ...], has_links: bool
+) -> None:
+    """Its rows are there at once; updates, deletions and new tables change the copy and no byte of the snapshot."""
+    manifest = _snapshot(tmp_path / "snap", *shards)
+    files = {number: hash_folder(part_folder(tmp_path / "snap", part)) for number, part in enumerate(manifest.parts)}
+    if not has_links:
+        monkeypatch.setattr(os, "link", _refuse)
+    stores = _link(tmp_path, manifest)
+    linked = [path for path in (tmp_path / "copy").rglob("*.sst") if path.stat().st_nlink > 1]
+    assert bool(linked) == has_links
+    table = DiskTable(SPEC, stores, hot_bytes=1)
+    assert table.is_loaded and table.num_present >= IDS.size
+    expected = np.zeros((3000, 4), "<f4")
+    for shard in shards:
+        data = np.frombuffer(make_delta(IDS.tolist(), 1, spec=SPEC, shard=shard).columns["weights"], "<f4")
+        expected[IDS, shard.offset : shard.offset + shard.width] = data.reshape(IDS.size, -1)
+    assert table.gather(np.arange(3000))[0].numpy().tobytes() == expected.tobytes()
+    table.apply(make_delta([0, 1], 9, spec=SPEC, deleted=[3]), epoch=1, step=2, is_conditional=False)
+    table.apply(make_delta([6], 9, spec=SPEC), epoch=1, step=0, is_conditional=True)
+    expected[[0, 1]] = np.frombuffer(make_delta([0, 1], 9, spec=SPEC).columns["weights"], "<f4").reshape(2, 4)
+    expected[3] = 0
+    found, missing = table.gather(np.arange(3000))
+    assert found.numpy().tobytes() == expected.tobytes()
+    assert np.flatnonzero(~missing).tolist() == sorted({0, 1, *IDS.tolist()} - {3})
+    late = DiskTable(OTHER, stores, hot_bytes=1)
+    assert not late.is_loaded
+    late.apply(make_delta([4], 2, spec=OTHER), epoch=1, step=2, is_conditional=False)
+    assert late.gather(np.arange(5))[1].tolist() == [True] * 4 + [False]
+    for store in stores.stores:
+        store.flush()
+    table.close()
+    assert not (tmp_path / "copy").exists()
+    for number, part in enumerate(manifest.parts):
+        assert hash_folder(part_folder(tmp_path / "snap", part)) == files[number]
+
+
+def test_a_part_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+    """A snapshot that goes away while it is linked is an error, and the folder of the copy goes too."""
+    manifest = _snapshot(tmp_path / "snap", SPEC.whole)
+    (tmp_path / "snap" / shard_folder(1)).rename(tmp_path / "away")
+    with pytest.raises(StorageError, match="linking"):
+        _link(tmp_path, manifest)
+    assert not (tmp_path / "copy").exists()
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError("no links here")

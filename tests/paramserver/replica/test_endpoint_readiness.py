@@ -1,0 +1,148 @@
+"""When a replica may be sent lookups: a fake replica, a clock by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace.paramserver.replica.endpoint_readiness import KnownLag, Readiness
+from headrace.paramserver.replica.freshness import Freshness, Histogram
+from headrace.schemas.errors import GoneError, HeadraceError, UnavailableError
+
+
+def shard(
+    visible_seq: int, last_seq: int, *, number: int = 0, is_behind: bool | None = None, steps: int = 0
+) -> Freshness:
+    return Freshness(
+        shard=number,
+        visible_seq=visible_seq,
+        last_seq=last_seq,
+        is_behind=visible_seq < last_seq,
+        lag_s=3600.0,
+        lag_steps=steps,
+        delay=Histogram(),
+    )
+
+
+@dataclass
+class FakeReplica:
+    """What readiness asks of an `EmbeddingReplica`."""
+
+    shards: list[Freshness] = field(default_factory=lambda: [shard(5, 5)])
+    failure: HeadraceError | None = None
+    epoch: int = 3
+    step: int = 40
+    is_closed: bool = False
+
+    def freshness(self) -> list[Freshness]:
+        if self.is_closed:
+            raise UnavailableError("the replica is closed")
+        return self.shards
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def readiness(clock: Clock, replica: Any, max_lag_s: float = 5.0) -> Readiness:
+    made = Readiness(max_lag_s=max_lag_s, clock=clock)
+    made.replica = replica
+    return made
+
+
+def test_not_ready_before_it_has_begun(clock: Clock) -> None:
+    """Until there is a replica the answer is no, and says what is being done."""
+    state = Readiness(max_lag_s=5.0, clock=clock)
+    state.starting = "starting: it copies"
+    assert (state.look().is_ready, state.look().failure) == (False, "starting: it copies")
+
+
+def test_an_idle_shard_is_not_stale(clock: Clock) -> None:
+    """With nothing known that is missing, a replica is ready however long nothing has come."""
+    state = readiness(clock, FakeReplica())
+    for _ in range(3):
+        clock.now_s += 1e6
+        seen = state.look()
+        assert (seen.is_ready, seen.lag_s, seen.failure, seen.visible) == (True, 0.0, None, (3, 40))
+
+
+def test_known_and_not_visible_for_longer_than_the_bound(clock: Clock) -> None:
+    """What is known counts from when it was first seen, not from the trainer's clock; visible, it counts no more."""
+    replica = FakeReplica([shard(5, 5, number=0), shard(5, 9, number=1, steps=2)])
+    state = readiness(clock, replica)
+    assert state.look().is_ready
+    clock.now_s += 5.0
+    assert state.look().is_ready
+    clock.now_s += 0.5
+    seen = state.look()
+    assert (seen.is_ready, seen.lag_s, seen.lag_steps) == (False, 5.5, 2)
+    assert seen.failure == "updates have been known for 5.5 s that are not visible, the bound is 5 s"
+    replica.shards = [shard(5, 5, number=0), shard(9, 9, number=1)]
+    assert state.look().is_ready
+
+
+def test_a_replica_that_keeps_up_is_never_late(clock: Clock) -> None:
+    """Always behind by a little is not late: each update is visible soon after it was known."""
+    replica = FakeReplica()
+    state = readiness(clock, replica)
+    for second in range(100):
+        replica.shards = [shard(4 * second, 4 * second + 8)]
+        assert state.look().lag_s <= 1.0
+        clock.now_s += 1.0
+    assert state.look().is_ready
+
+
+def test_any_lag_is_fine_without_a_bound(clock: Clock) -> None:
+    """A bound of 0 is none."""
+    state = readiness(clock, FakeReplica([shard(1, 9)]), max_lag_s=0)
+    state.look()
+    clock.now_s += 1e6
+    assert (state.look().is_ready, state.look().lag_s) == (True, 1e6)
+
+
+def test_a_failed_rebuild_is_not_ready(clock: Clock) -> None:
+    """While a replica has lost its place it is not ready, though lookups go on in the old copy."""
+    replica = FakeReplica(failure=GoneError("the log begins at seq 9"))
+    state = readiness(clock, replica)
+    assert (state.look().is_ready, state.look().failure) == (False, "begins anew: the log begins at seq 9")
+    replica.failure = None
+    assert state.look().is_ready
+
+
+def test_a_closed_or_stopping_replica_is_not_ready(clock: Clock) -> None:
+    """While it drains the answer is no, so that lookups go elsewhere; and behind that too."""
+    replica = FakeReplica()
+    state = readiness(clock, replica)
+    state.stop()
+    assert (state.look().is_ready, state.look().failure) == (False, "stopping")
+    replica.is_closed = True
+    assert (state.look().is_ready, state.look().failure) == (False, "the replica is closed")
+
+
+def test_another_store_begins_the_count_anew() -> None:
+    """Positions of another store's log, which are lower, are not compared with those of the old one."""
+    lag = KnownLag()
+    assert lag.look(shard(900, 1000), 10.0) == 0.0
+    assert lag.look(shard(900, 1000), 20.0) == 10.0
+    assert lag.look(shard(3, 5), 30.0) == 0.0
+    assert lag.look(shard(5, 5), 31.0) == 0.0
+
+
+def test_memory_is_bounded_and_lag_is_never_too_short() -> None:
+    """A shard that is never reached is remembered by few positions, and what is told is no less than the truth."""
+    lag = KnownLag()
+    for now in range(1000):
+        assert lag.look(shard(0, 1 + now), float(now)) == now
+    assert len(lag._targets) == 64
+    # Position 500 was seen at 499 s.
+    assert lag.look(shard(500, 1001), 1000.0) >= 1000 - 500

@@ -1,0 +1,105 @@
+"""A replica's look-ups by identity: each is the server's row, however the copy began, in both consistencies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from identity_writer import IdentityWriter, identity_spec, weights_of
+from shard_servers import serve_shards
+
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.schemas.errors import RequestError, UnknownTableError
+from headrace.schemas.idl import idl
+
+FQN = identity_spec().fqn
+WAIT_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[tuple[IdentityWriter, str]]:
+    async with serve_shards(tmp_path / "data", 2) as ports:
+        writer = await IdentityWriter.connect(ports)
+        yield writer, f"127.0.0.1:{ports[0]}"
+        await writer.close()
+
+
+@contextlib.asynccontextmanager
+async def following(address: str, **settings: Any) -> AsyncIterator[EmbeddingReplica]:
+    # Servers in this process wait for the last answers of those who follow them.
+    replica = await asyncio.to_thread(lambda: EmbeddingReplica(address, fetch_wait_s=0.1, **settings))
+    try:
+        yield replica
+    finally:
+        await asyncio.to_thread(replica.close)
+
+
+async def check(replica: EmbeddingReplica, writer: IdentityWriter, step_of: dict[int, tuple[int, int]]) -> None:
+    """Compare with (row, step) by identity, and with two identities that no row has."""
+    await asyncio.to_thread(replica.wait_for, writer.step, WAIT_S)
+    expected = [weights_of(row, identity, step) for identity, (row, step) in step_of.items()]
+    rows = replica.lookup_by_identity(FQN, [*step_of, -1, 424242])
+    assert rows.tolist() == [*expected, [0.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+@pytest.mark.parametrize("begins_from", ["live", "snapshot"])
+async def test_every_identity_leads_to_its_row(tmp_path: Path, consistency: str, begins_from: str) -> None:
+    """What was there before the replica, what moves, what is given away and what is deleted, on two shards."""
+    async with serving(tmp_path) as (writer, address):
+        await writer.write({row: 100 + row for row in range(8)})
+        await writer.write({1: 102, 2: 101, 3: 200}, deleted=[4])
+        settings: dict[str, Any] = {"consistency": consistency}
+        if begins_from == "snapshot":
+            dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=WAIT_S, role=idl.Role.ADMIN)
+            manifest = await create_snapshot(address, dial=dial, timeout_s=WAIT_S)
+            settings["snapshot"] = tmp_path / "data" / "snapshots" / manifest.name
+        async with following(address, **settings) as replica:
+            known = {100: (0, 1), 102: (1, 2), 101: (2, 2), 200: (3, 2), 105: (5, 1), 106: (6, 1), 107: (7, 1)}
+            await check(replica, writer, known)
+            assert replica.lookup_by_identity(FQN, [103, 104]).tolist() == [[0.0] * 4] * 2
+            for turn in range(5):
+                await writer.write({0: 300 + turn, 9 + turn: 100, 8 + turn: 500 + turn}, deleted=[20])
+                await check(replica, writer, {300 + turn: (0, writer.step), 100: (9 + turn, writer.step)})
+            await writer.write({}, deleted=[13])
+            await check(replica, writer, {105: (5, 1)})
+            assert not replica.lookup_by_identity(FQN, [100]).any()
+
+
+async def test_missing_identities_follow_the_policy(tmp_path: Path) -> None:
+    """They look like the default row and are counted, or are an error that names one; any shape is answered in kind."""
+    async with serving(tmp_path) as (writer, address):
+        await writer.write({1: 10, 2: -20})
+        default = torch.tensor([9.0, 8.0, 7.0, 6.0])
+        async with following(address, missing="table_default", defaults={FQN: default}) as replica:
+            rows = replica.lookup_by_identity(FQN, torch.tensor([[10, 11], [-20, -1]]))
+            assert rows.tolist() == [
+                [weights_of(1, 10, 1), default.tolist()],
+                [weights_of(2, -20, 1), default.tolist()],
+            ]
+            assert replica.num_missing == {FQN: 2}
+            assert replica.lookup_by_identity(FQN, []).shape == (0, 4)
+        async with following(address, missing="error") as replica:
+            assert replica.lookup_by_identity(FQN, [10]).tolist() == [weights_of(1, 10, 1)]
+            with pytest.raises(RequestError, match=r"identity 11 is not there \(2 of 3"):
+                replica.lookup_by_identity(FQN, [10, 11, -1])
+
+
+async def test_what_is_refused(tmp_path: Path) -> None:
+    """A table without identities, and an unknown one, are errors that say so."""
+    plain = dataclasses.replace(identity_spec("items.weight"), has_identities=False, states=())
+    async with serve_shards(tmp_path, 1) as (port,):
+        await (await IdentityWriter.connect([port], plain)).close()
+        async with following(f"127.0.0.1:{port}") as replica:
+            with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
+                replica.lookup_by_identity(plain.fqn, [1])
+            with pytest.raises(UnknownTableError):
+                replica.lookup_by_identity("no.such", [1])

@@ -1,0 +1,487 @@
+"""`headrace replica` as a process: reads over the wire, what it refuses, health, how it begins and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replica_endpoint import WAIT_S, Endpoint, get, replica_endpoint, wait_until
+
+from headrace.cli import main
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica import endpoint_process
+from headrace.paramserver.replica.endpoint_config import EndpointConfig
+from headrace.paramserver.replica.endpoint_process import ReplicaProcess
+from headrace.paramserver.security import Token, client_tls_context
+from headrace.paramserver.settings import flag_of, settings_of, show_default
+from headrace.schemas.errors import (
+    HeadraceError,
+    ProtocolMismatchError,
+    RequestError,
+    RowRangeError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+TLS = Path(__file__).parents[1] / "tls"
+TOKEN = "a-token-of-some-length"
+STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=3, dtype=DType.FLOAT32, states=(STATE,), has_identities=True)
+HALF = TableSpec(fqn="item.weight", num_rows=50, dim=2, dtype=DType.BFLOAT16)
+OTHER = TableSpec(fqn="no.such", num_rows=1, dim=1, dtype=DType.FLOAT32)
+IDS = np.arange(0, 1000, 2)
+
+
+def values(step: int, *, rows: int = IDS.size) -> np.ndarray:
+    return (np.arange(3 * rows, dtype=np.float32) + step).reshape(rows, 3)
+
+
+def hello(role: int = idl.Role.READER, *, epoch: int = 0, protocol_version: int = PROTOCOL_VERSION) -> Any:
+    return idl.HelloRequest(
+        protocol_version=protocol_version,
+        role=role,
+        run="run" if epoch else "",
+        client="rank0" if epoch else "",
+        epoch=epoch,
+        rank=0,
+        world_size=1,
+        tables=[spec_to_idl(SPEC), spec_to_idl(HALF)] if epoch else [],
+    )
+
+
+def delta_of(spec: TableSpec, ids: np.ndarray, weights: np.ndarray, deleted: np.ndarray | None) -> Any:
+    states = [
+        idl.StateColumn(name=s.name, dtype=int(s.dtype), width=1, data=np.zeros(ids.size, np.float32))
+        for s in spec.states
+    ]
+    return idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=0,
+        width=spec.dim,
+        row_ids=ids.astype(np.int64),
+        weights=weights,
+        states=states,
+        identities=ids.astype(np.int64) + 7 if spec.has_identities else None,
+        deleted_row_ids=deleted,
+    )
+
+
+def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: np.ndarray | None = None) -> None:
+    """Write every second row of one table, and some of the other; each step is one batch."""
+
+    async def send() -> None:
+        async with await ParamServerClient.connect(*parse_address(server.address, default_port=0)) as client:
+            await client.hello(hello(idl.Role.WRITER, epoch=1))
+            await client.set_embeddings(
+                idl.SetEmbeddingsRequest(
+                    run="run",
+                    client="rank0",
+                    epoch=1,
+                    client_seq=step,
+                    step=step,
+                    time_us=time.time_ns() // 1000,
+                    ends_step=ends_step,
+                    is_exact_cut=ends_step,
+                    deltas=[
+                        delta_of(SPEC, IDS, values(step), deleted),
+                        delta_of(HALF, np.arange(4), np.full((4, 2), 0x3F80, np.uint16), None),
+                    ],
+                )
+            )
+
+    asyncio.run(send())
+
+
+def read(address: str, fqn: str, ids: Any, **options: Any) -> Any:
+    async def ask() -> Any:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.get(fqn, ids, **options)
+
+    return asyncio.run(ask())
+
+
+def told(address: str) -> Any:
+    """Return the `StatusReply`."""
+
+    async def ask() -> Any:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.status()
+
+    return asyncio.run(ask())[0]
+
+
+def call(address: str, method: str, *arguments: Any, greeting: Any = None) -> Any:
+    async def ask() -> Any:
+        async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
+            reply = await client.hello(greeting or hello())
+            return await getattr(client, method)(*arguments) if method else reply
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data") as running:
+        write(running, 1, deleted=np.array([1, 3]))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("replica")
+    with replica_endpoint(folder, server.address, "--max-frame-bytes=64KiB", "--max-client-bytes=256KiB") as running:
+        yield running
+
+
+def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endpoint: Endpoint) -> None:
+    """The same client gets the same bytes from both, in any order, repeated ids and missing rows too."""
+    ids = np.concatenate([np.arange(999, -1, -1), [4, 4, 4]])
+    mine, theirs = read(endpoint.address, SPEC.fqn, ids), read(server.address, SPEC.fqn, ids)
+    assert mine.weights.tobytes() == theirs.weights.tobytes()
+    # A row that was deleted is missing here, where the server remembers it.
+    assert mine.presence.tolist() == np.where(theirs.presence == 2, 0, theirs.presence).tolist()
+    assert set(theirs.presence) == {0, 1, 2}
+    half = read(endpoint.address, HALF.fqn, np.arange(50))
+    assert half.weights.dtype == np.uint16
+    assert half.weights.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+    assert read(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+
+
+def test_a_long_read_comes_in_chunks(endpoint: Endpoint) -> None:
+    """A reader cuts what does not fit the replica's frames, as it told in its hello."""
+    ids = np.tile(np.arange(1000), 20)
+    assert read(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
+
+
+def request(spec: TableSpec, row_ids: bytes, **options: bool) -> Any:
+    fields = {"with_states": False, "with_versions": False, **options}
+    return idl.GetEmbeddingsRequest(fqn=spec.fqn, row_ids=row_ids, **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        (request(SPEC, b"", with_states=True), RequestError, "a replica keeps no optimizer states"),
+        (request(SPEC, b"", with_versions=True), RequestError, "does not tell the versions of rows"),
+        (request(SPEC, b"1234567"), RequestError, "7 bytes of row ids are not a multiple of 8"),
+        (request(SPEC, np.array([1000]).tobytes()), RowRangeError, r"row id 1000 is not in 0\.\.999"),
+        (request(SPEC, np.array([-1]).tobytes()), RowRangeError, "row id -1"),
+        (request(SPEC, bytes(8 * 6000)), RequestError, "6000 rows of 13 bytes are too long for one reply"),
+        (request(OTHER, b""), UnknownTableError, "no table 'no.such' in this replica; it has item.weight, user.weight"),
+    ],
+)
+def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[HeadraceError], words: str) -> None:
+    """Each is a clear error, and the connection goes on."""
+    with pytest.raises(kind, match=words):
+        call(endpoint.address, "get_embeddings", asked)
+
+
+def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -> None:
+    """`findRows` gives what the server gives; a table without identities and half an id are errors."""
+
+    def find(address: str, fqn: str, data: bytes) -> Any:
+        return call(address, "find_rows", idl.FindRowsRequest(fqn=fqn, identities=data))
+
+    wanted = np.array([7, 9, 11, 8, -1, 1005], np.int64).tobytes()
+    found = find(endpoint.address, SPEC.fqn, wanted)
+    assert np.frombuffer(found.row_ids, np.int64).tolist() == [0, 2, 4, -1, -1, 998]
+    assert bytes(found.row_ids) == bytes(find(server.address, SPEC.fqn, wanted).row_ids)
+    for fqn, data, words in (
+        (HALF.fqn, wanted, "has no identities"),
+        (SPEC.fqn, b"123", "3 bytes of identities"),
+        (SPEC.fqn, bytes(8 * 4000), "4000 identities are too many for one reply"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            find(endpoint.address, fqn, data)
+
+
+def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
+    """Rows that are kept smaller, or on disk, are served in the table's own type."""
+    arguments = ["--precision=fp16", f"--disk-tables={HALF.fqn}", "--disk-table-bytes=1MiB", f"--disk-dir={tmp_path}/d"]
+    with replica_endpoint(tmp_path, server.address, *arguments) as endpoint:
+        mine, theirs = (read(address, SPEC.fqn, IDS).weights for address in (endpoint.address, server.address))
+        assert mine.dtype == np.float32
+        assert np.array_equal(mine, theirs.astype(np.float16).astype(np.float32))
+        assert list((tmp_path / "d").rglob("CURRENT")), "no table is on disk"
+        half = read(endpoint.address, HALF.fqn, np.arange(50)).weights
+        assert half.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+
+
+def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
+    """A trainer, an administrator and a client of another version are refused with the reason."""
+    for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
+        with pytest.raises(
+            UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
+        ):
+            call(endpoint.address, "", greeting=hello(role))
+    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
+        call(endpoint.address, "", greeting=hello(protocol_version=9))
+    batch = idl.SetEmbeddingsRequest(
+        run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
+    )
+    with pytest.raises(UnauthorizedError):
+        call(endpoint.address, "set_embeddings", batch)
+
+
+def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:
+    """The shard map is the replica itself; tables are told without what it does not keep."""
+    mine, theirs = call(endpoint.address, ""), call(server.address, "")
+    assert mine.server_id == theirs.server_id
+    assert [(s.shard, f"{s.host}:{s.port}") for s in mine.shards] == [(0, endpoint.address)]
+    assert {(t.fqn, t.num_rows, t.dim, len(t.states), t.has_identities) for t in mine.tables} == {
+        (SPEC.fqn, 1000, 3, 0, False),
+        (HALF.fqn, 50, 2, 0, False),
+    }
+
+
+def test_status(endpoint: Endpoint, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`headrace status` shows how fresh a replica is, and neither a log nor writers."""
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["status", endpoint.address]) == 0
+    text = capfd.readouterr().out
+    assert "replica of store" in text
+    assert "ready" in text
+    assert "not ready" not in text
+    for heading in ("Replica", "Follows", "Tables", SPEC.fqn):
+        assert heading in text
+    for absent in ("Writers", "No writers", "rows written", "log seq"):
+        assert absent not in text
+    reply = told(endpoint.address)
+    assert (reply.replica.is_ready, reply.replica.failure) == (True, None)
+    assert (reply.replica.visible_epoch, reply.log_seq, reply.applied_seq) == (
+        1,
+        *[reply.replica.shards[0].last_seq] * 2,
+    )
+    assert {table.spec.fqn: table.num_rows_estimate for table in reply.tables} == {SPEC.fqn: 500, HALF.fqn: 4}
+
+
+def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
+    """What is written while the replica runs is read from it, whole steps at a time."""
+    with replica_endpoint(tmp_path, server.address, "--consistency=step", f"--tables={SPEC.fqn}, no.such") as endpoint:
+        begun_at = told(endpoint.address).replica.visible_step
+        write(server, begun_at + 1)
+        wait_until(lambda: told(endpoint.address).replica.visible_step == begun_at + 1)
+        assert read(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(begun_at + 1).tobytes()
+        delay_s = told(endpoint.address).replica.shards[0].delay_p50_s
+        assert 0 < delay_s < WAIT_S
+        with pytest.raises(UnknownTableError):
+            read(endpoint.address, HALF.fqn, [1])
+        warnings = [fact for fact in endpoint.facts() if fact["level"] == "warning"]
+        assert [(fact["message"], fact["tables"]) for fact in warnings] == [
+            ("tables that the server does not have yet", "no.such")
+        ]
+
+
+def test_readiness_follows_known_and_missing_updates(tmp_path: Path) -> None:
+    """A step that does not end makes the replica not ready, over HTTP and the wire, until it has ended."""
+    with ServerProcess.start(tmp_path / "data") as server:
+        write(server, 1)
+        with replica_endpoint(tmp_path, server.address, "--consistency=step", "--max-lag-s=300ms") as endpoint:
+            assert get(endpoint.health, "/readyz") == (200, "ready: epoch 1, step 1, 0.000 s behind\n")
+            write(server, 2, ends_step=False)
+            wait_until(lambda: get(endpoint.health, "/readyz")[0] == 503)
+            assert "that are not visible, the bound is 0.3 s" in get(endpoint.health, "/readyz")[1]
+            assert get(endpoint.health, "/healthz") == (200, "alive\n")
+            replica = told(endpoint.address).replica
+            assert (replica.is_ready, replica.visible_step, replica.lag_steps) == (False, 1, 1)
+            assert replica.lag_s > 0.3
+            assert "that are not visible" in replica.failure
+            # Look-ups are answered all the same.
+            assert read(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(1).tobytes()
+            # The server goes away: what is known to be missing stays so.
+            server.kill()
+            assert get(endpoint.health, "/readyz")[0] == 503
+            port = server.address.rpartition(":")[2]
+            with ServerProcess.start(tmp_path / "data", port=int(port)) as server:
+                write(server, 3)
+                wait_until(lambda: get(endpoint.health, "/readyz")[0] == 200)
+                assert told(endpoint.address).replica.visible_step == 3
+                server.kill()
+                # Nothing is known to be missing now.
+                assert get(endpoint.health, "/readyz")[0] == 200
+
+
+def test_it_waits_for_the_server(tmp_path: Path) -> None:
+    """Started before its server, a replica is alive and not ready, says why, and becomes ready."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, own, health = taken.getsockname()[1], _free_port(), _free_port()
+    arguments = [f"--port={own}", f"--health-port={health}"]
+    with replica_endpoint(tmp_path, f"127.0.0.1:{port}", *arguments, wait=False) as endpoint:
+        wait_until(lambda: any(fact["message"] == "replica cannot begin yet" for fact in endpoint.facts()))
+        assert get(f"127.0.0.1:{health}", "/healthz")[0] == 200
+        status, text = get(f"127.0.0.1:{health}", "/readyz")
+        assert status == 503
+        assert "not ready: starting" in text
+        with pytest.raises(UnavailableError, match="this replica has not begun to serve: starting"):
+            call(f"127.0.0.1:{own}", "")
+        with ServerProcess.start(tmp_path / "data", port=port) as server:
+            write(server, 1)
+            endpoint.wait_ready()
+            assert get(endpoint.health, "/readyz")[0] == 200
+
+
+def test_stopped_before_it_has_begun(tmp_path: Path) -> None:
+    """A signal ends a replica that still looks for its server, without an error."""
+    with replica_endpoint(tmp_path, f"127.0.0.1:{_free_port()}", wait=False) as endpoint:
+        wait_until(lambda: any(fact["message"] == "replica cannot begin yet" for fact in endpoint.facts()))
+        endpoint.process.send_signal(signal.SIGTERM)
+        assert endpoint.process.wait(WAIT_S) == 0
+
+
+def test_a_server_that_never_comes(tmp_path: Path) -> None:
+    """After its time the replica gives up with one line."""
+    with replica_endpoint(tmp_path, f"127.0.0.1:{_free_port()}", "--start-timeout-s=0.5", wait=False) as endpoint:
+        assert endpoint.process.wait(WAIT_S) == 1
+        last = endpoint.log.read_text().splitlines()[-1]
+        assert last.startswith("headrace: error: ")
+        assert "Traceback" not in endpoint.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_drains_and_stops(server: ServerProcess, tmp_path: Path, number: signal.Signals) -> None:
+    """A signal ends it with 0, a reader in between is answered or told that it is unavailable, and no file stays."""
+    with replica_endpoint(tmp_path, server.address) as endpoint:
+        read(endpoint.address, SPEC.fqn, IDS)
+        endpoint.process.send_signal(number)
+        assert endpoint.process.wait(WAIT_S) == 0
+        assert not endpoint.ready_file.exists()
+        assert [fact["message"] for fact in endpoint.facts()] == ["replica starts", "replica is ready", "replica stops"]
+        assert endpoint.facts()[1]["address"] == endpoint.address
+
+
+async def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first signal drains, the second ends the process there and then, and takes the ready file with it."""
+    ready_file, ended = tmp_path / "ready.json", []
+    ready_file.write_text("{}")
+    monkeypatch.setattr(endpoint_process.os, "_exit", ended.append)
+    process = ReplicaProcess(EndpointConfig(server="h"), environ={}, ready_file=ready_file)
+    process._on_signal(signal.SIGTERM)
+    assert process._stopping.is_set()
+    assert ready_file.exists() and not ended
+    process._on_signal(signal.SIGINT)
+    assert ended == [130]
+    assert not ready_file.exists()
+
+
+def test_ends_with_who_started_it(server: ServerProcess, tmp_path: Path) -> None:
+    """With --watch-stdin the end of stdin ends it."""
+    with replica_endpoint(tmp_path, server.address) as endpoint:
+        assert endpoint.process.stdin is not None
+        endpoint.process.stdin.close()
+        assert endpoint.process.wait(WAIT_S) == 0
+
+
+def test_tls_and_token(tmp_path: Path) -> None:
+    """A replica shows its token to the server, and asks its own readers for one, over TLS."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    tls = [f"--tls-certificate={TLS / 'server.pem'}", f"--tls-key={TLS / 'server.key.pem'}"]
+    with ServerProcess.start(tmp_path / "data", token_file=file) as server:
+        arguments = [*tls, f"--token-file={file}", f"--server-token-file={file}"]
+        with replica_endpoint(tmp_path, server.address, *arguments) as endpoint:
+            context = client_tls_context(authority=TLS / "authority.pem")
+
+            async def hello_with(token: str | None) -> dict[str, TableSpec]:
+                shown = Token(token) if token else None
+                reader = await EmbeddingReader.connect(endpoint.address, ssl_context=context, token=shown)
+                async with reader:
+                    return reader.tables
+
+            assert asyncio.run(hello_with(TOKEN)) == {}
+            with pytest.raises(UnauthorizedError, match="a token is required for role reader"):
+                asyncio.run(hello_with(None))
+            assert TOKEN not in endpoint.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "--server is missing"),
+        (["--server=a b"], "server: 'a b' is not an address"),
+        (["--server=h", "--consistency=loose"], "--consistency: 'loose' is none of latest, step"),
+        (["--server=h", "--port=7", "--health-port=7"], "health_port: 7 is the port for Thrift clients too"),
+        (["--server=h", "--tables=a,,b"], "tables: 'a,,b' has an empty name"),
+        (["--server=h", "--host=0.0.0.0"], "say with --advertise-host"),
+        (["--server=h", "--host=0.0.0.0", "--advertise-host=me"], "refusing to listen on 0.0.0.0 without protection"),
+        (["--server=h", "--max-frame-bytes=1GiB"], "max_client_bytes is less than max_frame_bytes"),
+        (["--server=h", "--tls-key=/k"], "--tls-certificate and --tls-key go together"),
+        (["--server=h", "--server-tls-key=/k"], "a client's TLS certificate and key go together"),
+        (["--server=h", "--server-token-file=/absent"], "token file /absent"),
+        (["--server=h", "--ready-file=/absent/x"], "--ready-file /absent/x"),
+        (["--server=h", "--config=/absent"], "--config /absent"),
+    ],
+)
+def test_mistakes(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each mistake is one line that names the setting."""
+    assert main(["replica", *arguments]) == 1
+    printed = capfd.readouterr().err
+    assert problem in printed
+    assert printed.count("\n") == 1
+
+
+def test_ports_that_are_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    """A taken port is one line with the port and its flag, before anything is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flags in ([f"--port={port}"], ["--port=0", f"--health-port={port}"]):
+            assert main(["replica", "--server=h", *flags]) == 1
+            flag = flags[-1].partition("=")[0]
+            assert (
+                f"{flag}: port {port} of 127.0.0.1, which the replica would take, is in use" in capfd.readouterr().err
+            )
+
+
+def test_unknown_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown keys in the file and in the environment are one line with the nearest known one."""
+    (tmp_path / "replica.yaml").write_text("server: h\nmax_lag: 3\n")
+    assert main(["replica", f"--config={tmp_path / 'replica.yaml'}"]) == 1
+    assert "unknown key 'max_lag'; did you mean 'max_lag_s'?" in capfd.readouterr().err
+    monkeypatch.setenv("HEADRACE_REPLICA_PROT", "1")
+    assert main(["replica", "--server=h"]) == 1
+    assert "HEADRACE_REPLICA_PROT is no setting; did you mean HEADRACE_REPLICA_PORT?" in capfd.readouterr().err
+
+
+def test_the_nearer_setting_wins(tmp_path: Path) -> None:
+    """Flags win over the environment, the environment over the file, the file over defaults."""
+    (tmp_path / "replica.yaml").write_text("server: file\nport: 1\nmax_lag_s: 1m\n")
+    environ = {"HEADRACE_REPLICA_PORT": "2", "HEADRACE_REPLICA_CONSISTENCY": "step"}
+    config = EndpointConfig.load(flags={"server": "flag"}, environ=environ, file=tmp_path / "replica.yaml")
+    assert (config.server, config.port, config.max_lag_s, config.consistency) == ("flag", 2, 60.0, "step")
+    assert config.replica_config.consistency == "step"
+
+
+def test_help_lists_every_setting(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`headrace replica --help` has a flag for each setting."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["replica", "--help"]) == 0
+    text = capfd.readouterr().out
+    assert [field.name for field, _ in settings_of(EndpointConfig) if flag_of(field.name) not in text] == []
+
+
+def test_documentation_lists_every_setting() -> None:
+    """`docs/operations.md` has each setting's row as the code has it."""
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text("utf-8")
+    for field, known in settings_of(EndpointConfig):
+        value = ", ".join(known.choices) or known.kind.value
+        assert f"| `{flag_of(field.name)}` | {value} | {show_default(field, known)} | {known.help} |" in page
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port

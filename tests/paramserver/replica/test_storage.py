@@ -1,0 +1,76 @@
+"""Where tables live: by name and pattern, within the memory that was planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.paramserver.replica.config import DiskStorage, MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.copy_folders import CopyFolders
+from headrace.paramserver.replica.disk_table import DiskTable
+from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.paramserver.replica.storage import Storage, memory_needed
+from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.tables import DType, TableSpec
+
+USER = TableSpec(fqn="user.weight", num_rows=1_000_000, dim=64, dtype=DType.FLOAT32)
+ITEM = TableSpec(fqn="item.weight", num_rows=0, dim=64, dtype=DType.FLOAT32)
+SMALL = TableSpec(fqn="small.weight", num_rows=10, dim=4, dtype=DType.FLOAT32)
+
+
+def test_a_name_counts_before_patterns() -> None:
+    """A table is where its fqn says, else where the first pattern says that matches, else in memory."""
+    one, two, three = MemoryStorage(), DiskStorage(memory_bytes=1000), DiskStorage(memory_bytes=2000)
+    config = ReplicaConfig(storage={"user.*": two, "*.weight": three, "user.weight": one})
+    assert config.storage_of("user.weight") is one
+    assert config.storage_of("user.other") is two
+    assert config.storage_of("item.weight") is three
+    assert config.storage_of("item.bias") == MemoryStorage()
+    assert config.uses_disk and not ReplicaConfig(storage={"*": one}).uses_disk
+
+
+def test_each_table_is_made_where_it_is_to_live(tmp_path: Path) -> None:
+    """Tables on disk share one folder, made with the first of them; what is not wanted is not made."""
+    folders = CopyFolders(tmp_path)
+    config = ReplicaConfig(
+        storage={"user.*": DiskStorage(memory_bytes=8 << 20)}, tables=frozenset({USER.fqn, ITEM.fqn})
+    )
+    storage = Storage(config, folders, [USER, ITEM])
+    assert storage.make(SMALL) is None and isinstance(storage.make(ITEM), MemoryTable)
+    assert not list(tmp_path.glob("copy-*"))
+    table = storage.make(USER)
+    assert isinstance(table, DiskTable) and not table.is_loaded
+    assert len(list(tmp_path.glob("copy-*"))) == 1
+    storage.close()
+    storage.close()
+    assert not list(tmp_path.glob("copy-*"))
+    with pytest.raises(UnavailableError, match="closed"):
+        storage.make(USER)
+    folders.close()
+
+
+def test_memory_of_a_table_on_disk_is_what_was_given_to_it(tmp_path: Path) -> None:
+    """A plan counts hot rows and blocks, not rows, and no hot rows that there are none for; the table says the same."""
+    config = ReplicaConfig(storage={"*": DiskStorage(memory_bytes=8 << 20, hot_share=0.75)})
+    needed = memory_needed(config, [USER], 10 << 30)
+    assert 0.97 * (8 << 20) < needed <= (8 << 20) + (128 << 10)
+    assert memory_needed(config, [USER, ITEM], 10 << 30) < 17 << 20
+    assert memory_needed(config, [SMALL], 0) < 3 << 20
+    assert memory_needed(ReplicaConfig(), [USER], 0) > 256 << 20
+    assert memory_needed(ReplicaConfig(), [ITEM], 10 << 30) > 10 << 30
+    assert memory_needed(ReplicaConfig(tables=frozenset()), [USER], 0) == 0
+    folders = CopyFolders(tmp_path)
+    storage = Storage(config, folders, [USER])
+    made = [storage.make(USER), storage.make(SMALL)]
+    assert made[0] is not None and made[0].size_bytes == needed
+    assert made[1] is not None and made[1].size_bytes < 1 << 20  # it came later: hot rows only
+    storage.close()
+    folders.close()
+
+
+@pytest.mark.parametrize("settings", [{"memory_bytes": 0}, {"hot_share": 0.0}, {"hot_share": 1.0}])
+def test_bad_settings_are_refused(settings: dict[str, float]) -> None:
+    """A setting that is none is an error that names it."""
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        DiskStorage(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""A scan sees what a read sees: every live row once, whole, whatever column shards it was written in."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from expiry_rig import SPEC, open_rig
+from row_batches import make_delta
+
+from headrace.paramserver.catalog import Table
+from headrace.paramserver.expiry_policy import RowFacts
+from headrace.paramserver.expiry_scan import RowScanner, can_have_norms
+from headrace.paramserver.pending import Batch, Part, coalesce
+from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.schemas.errors import CorruptionError
+from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
+
+LEFT, RIGHT = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
+
+
+def _store(path: Path) -> RowStore:
+    return RowStore.open(path, config=StoreConfig(block_cache_bytes=1 << 20))
+
+
+def _scan(store: RowStore, table: Table, **options: Any) -> tuple[list[RowFacts], list[dict[ColumnShard, Any]], int]:
+    scanner, facts, shards, num_rows = RowScanner(store, table, **options), [], [], 0
+    while (piece := scanner.next_piece()) is not None:
+        facts.append(piece.facts)
+        shards.append(piece.shards)
+        num_rows += piece.num_rows
+    return facts, shards, num_rows
+
+
+def _ids(facts: list[RowFacts]) -> list[int]:
+    return [row for some in facts for row in some.row_ids.tolist()]
+
+
+@pytest.mark.parametrize("piece_rows", [1, 7, 1024, 5000])
+@pytest.mark.parametrize(
+    "shards", [(SPEC.whole,), (LEFT, RIGHT), (LEFT, RIGHT, SPEC.whole)], ids=["whole", "split", "both"]
+)
+async def test_every_live_row_is_seen_once(tmp_path: Path, piece_rows: int, shards: tuple[ColumnShard, ...]) -> None:
+    """Live rows come once, in order, with newest version and the norm of all columns; deleted ones are counted."""
+    rows = [*range(0, 2500, 2), 2**63 - 1]
+    async with open_rig(tmp_path) as rig:
+        await rig.hello(3)
+        for number, shard in enumerate(shards):
+            await rig.write(3, 10 + number, rows, value=2.0, shard=shard, ends_step=False)
+        for shard in shards:
+            await rig.write(3, 20, [4], value=1.0, shard=shard, deleted=[0, 2498])
+        await rig.applier.wait_applied(rig.ingest.submitted_seq)
+        facts, by_shard, num_rows = _scan(rig.store, rig.table, with_norms=True, piece_rows=piece_rows)
+        expected = rows[1:-2] + rows[-1:]
+        assert _ids(facts) == expected
+        assert num_rows == len(rows)
+        assert await rig.present(rows) == expected
+        seen = {
+            row: (some.epochs[i], some.steps[i], some.times_us[i], some.norms[i])
+            for some in facts
+            if some.norms is not None
+            for i, row in enumerate(some.row_ids.tolist())
+        }
+        newest = 10 + len(shards) - 1
+        assert seen[4] == (3, 20, 20_000_000, 2.0)
+        assert seen[6] == seen[2**63 - 1] == (3, newest, newest * 1_000_000, 4.0)
+        for shard in shards:
+            of_shard = [row for some in by_shard for row in some[shard].tolist()]
+            assert set(expected) <= set(of_shard) <= set(rows)
+        assert _ids(_scan(rig.store, rig.table, piece_rows=piece_rows)[0]) == expected
+
+
+async def test_neighbouring_tables_and_no_rows(tmp_path: Path) -> None:
+    """A scan ends where its table ends, and of a table without rows it is empty."""
+    specs = [dataclasses.replace(SPEC, fqn=f"t{number}", states=()) for number in range(3)]
+    store = _store(tmp_path / "s")
+    for table_id, count in ((1, 5), (3, 4)):
+        delta = make_delta(range(count), 1, spec=specs[table_id - 1], table_id=table_id)
+        run = coalesce(table_id, [Part(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])
+        store.write_runs([run], meta={}, applied_seq=table_id)
+    counts = []
+    for table_id, spec in enumerate(specs, 1):
+        counts.append(len(_ids(_scan(store, Table(table_id, spec, spec.fingerprint), piece_rows=5)[0])))
+    store.close()
+    assert counts == [5, 0, 4]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64])
+def test_norms_of_every_float(tmp_path: Path, dtype: DType) -> None:
+    """A norm is that of the values, whatever type they are stored in."""
+    spec = TableSpec(fqn="t", num_rows=0, dim=2, dtype=dtype)
+    raw = np.array([[3, 4], [0, 0.5]], np.float32)
+    raw = (raw.view(np.uint32) >> 16).astype("<u2") if dtype is DType.BFLOAT16 else raw.astype(dtype.numpy)
+    layout = RecordLayout(spec, spec.whole)
+    store = _store(tmp_path / "s")
+    delta = dataclasses.replace(make_delta([1, 2], 1, spec=spec), columns={"weights": memoryview(raw.tobytes())})
+    store.write_runs([coalesce(1, [Part(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])], meta={}, applied_seq=1)
+    table = Table(1, spec, spec.fingerprint)
+    facts, _, _ = _scan(store, table, with_norms=True)
+    assert layout.size_bytes == 24 + 2 * dtype.size_bytes
+    assert facts[0].norms is not None and facts[0].norms.tolist() == [5.0, 0.5]
+    assert can_have_norms(table)
+    store.close()
+    assert not can_have_norms(Table(1, dataclasses.replace(spec, dtype=DType.UINT8), 0))
+
+
+@pytest.mark.parametrize("value", [b"", bytes(23), b"\0\2" + bytes(60)])
+def test_what_is_no_record_stops_the_scan(tmp_path: Path, value: bytes) -> None:
+    """Bytes that are no record of the table are a corruption, not a row."""
+    store = _store(tmp_path / "s")
+    spec = dataclasses.replace(SPEC, states=())
+    run = coalesce(1, [Part(make_delta([1], 1, spec=spec), Batch(seq=1, epoch=1, step=1, time_us=1))])
+    store.write_runs([run], meta={}, applied_seq=1)
+    store.write(encode_keys(1, spec.whole, np.array([2])), [value])
+    with pytest.raises(CorruptionError):
+        _scan(store, Table(1, spec, spec.fingerprint))
+    store.close()

@@ -1,0 +1,283 @@
+"""The command `headrace backfill`: rows of files in a server and in a new directory, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
+
+from headrace import cli
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.store_builder import StoreBuilder
+from headrace.scripts.backfill_send import RowPace
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A running server of two shards with nothing in it."""
+    with ServerProcess.start(tmp_path / "server", shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """Files of three tables, with versions of epoch 3 and steps 0 to 6, and deleted rows."""
+    hashed = np.unique(np.random.default_rng(0).integers(0, 2**60, 100))
+    rows = {
+        ITEMS: chunk_of(ITEMS, np.arange(0, 500, 2), deleted=[8, 100]),
+        USERS: chunk_of(USERS, np.arange(300)),
+        VIRTUAL: chunk_of(VIRTUAL, hashed),
+    }
+    folder = snapshot(tmp_path, rows)
+    arguments = ["--format", "parquet", "--with-states", "--with-deleted"]
+    assert cli.main(["export", "--snapshot", str(folder), "--to", str(tmp_path / "files"), *arguments]) == 0
+    return tmp_path / "files"
+
+
+def _read(server: ServerProcess, fqn: str, ids: Any) -> Rows:
+    async def read() -> Rows:
+        async with await EmbeddingReader.connect(server.address) as reader:
+            return await reader.get(fqn, ids, with_states=True, with_versions=True)
+
+    return asyncio.run(read())
+
+
+def _report(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["backfill", *map(str, arguments), "--json"]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return {table.pop("fqn"): table for table in report["tables"]} | {"report": report}
+
+
+def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row arrives with values, version and identity, deletes as deletes; the same again sends nothing."""
+    report = _report(capsys, parquet, "--server", server.address)
+    assert report[ITEMS.fqn] | {"from": ""} == {
+        **{"from": "", "num_rows": 250, "written": 250, "kept": 0, "refused": 0, "earlier": 0}
+    }
+    ids = np.array([row for row in range(0, 500, 2) if row not in (8, 100)])
+    rows = _read(server, ITEMS.fqn, ids)
+    assert rows.weights.tobytes() == values_of(ITEMS, ids)["weights"].tobytes()
+    assert rows.states["exp_avg"].tobytes() == values_of(ITEMS, ids)["state:exp_avg"].tobytes()
+    assert rows.epochs is not None
+    assert rows.steps is not None
+    assert rows.times_us is not None
+    assert set(rows.epochs.tolist()) == {3}
+    assert rows.steps.tolist() == (ids % 7).tolist()
+    assert rows.times_us.tolist() == (ids * 1000).tolist()
+    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
+    assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
+    again = _report(capsys, parquet, "--server", server.address)
+    assert again[ITEMS.fqn]["earlier"] == 250
+    forced = _report(capsys, parquet, "--server", server.address, "--again")
+    assert (forced[ITEMS.fqn]["earlier"], forced[ITEMS.fqn]["kept"]) == (0, 0)
+
+
+def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """Rows that are newer in the server are counted and stay, whatever the order in which the versions came."""
+    fresh = values_of(ITEMS, np.arange(500))["weights"] + 1
+    np.savez(tmp_path / "new.npz", **{ITEMS.fqn: fresh})
+    maps = ("--tables", ITEMS.fqn, "--server", server.address)
+    _report(capsys, parquet, *maps)
+    report = _report(capsys, tmp_path / "new.npz", *maps, "--zero-states", "--epoch", 3, "--step", 4)
+    newer = [row for row in range(0, 500, 2) if row % 7 > 4]
+    assert (report[ITEMS.fqn]["kept"], report[ITEMS.fqn]["written"]) == (len(newer), 500 - len(newer))
+    rows = _read(server, ITEMS.fqn, np.arange(500))
+    assert rows.steps is not None
+    for row in range(500):
+        is_kept = row in newer
+        assert rows.steps[row] == (row % 7 if is_kept else 4)
+        if row not in (8, 100) or not is_kept:
+            assert rows.weights[row].tobytes() == (fresh[row] - (1 if is_kept else 0)).tobytes()
+
+
+async def _acked(address: str) -> int:
+    async with await EmbeddingReader.connect(address) as reader:
+        return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)
+
+
+def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backfill that is killed with kill -9 goes on where it was, and in the end every row is there."""
+    values = np.arange(400_000 * 4, dtype="<f4").reshape(-1, 4)
+    np.savez(tmp_path / "t.npz", table=values)
+    arguments = [str(tmp_path / "t.npz"), "--tables", "table", "--server", server.address]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "backfill", *arguments, "--rows-per-s", "60000"],
+        stdout=subprocess.DEVNULL,
+    )
+
+    async def wait() -> None:
+        async with asyncio.timeout(60):
+            while await _acked(server.address) < 3:
+                assert process.poll() is None
+
+    try:
+        asyncio.run(wait())
+    finally:
+        process.kill()
+        process.wait()
+    report = _report(capsys, *arguments)
+    assert 0 < report["table"]["earlier"] < 400_000
+    ids = np.arange(0, 400_000, 13)
+    assert _read(server, "table", ids).weights.tobytes() == values[ids].tobytes()
+
+
+def test_a_dry_run_changes_nothing(
+    parquet: Path, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run says what would go where, finds what is wrong, and writes nothing."""
+    report = _report(capsys, parquet, "--server", server.address, "--dry-run")
+    assert report["report"]["is_dry_run"]
+    assert report[ITEMS.fqn]["num_rows"] == 250
+    assert asyncio.run(_acked(server.address)) == 0
+    assert cli.main(["backfill", str(parquet), "--data", str(tmp_path / "new"), "--dry-run"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert "exp_avg:float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A NaN is refused before anything is written, or its row left out and counted, or kept: as one says."""
+    values = np.ones((50, 3), np.float32)
+    values[7, 1], values[9, 0] = np.nan, np.inf
+    np.savez(tmp_path / "t.npz", table=values)
+
+    def arguments(number: int) -> list[str]:
+        place = ["--data", str(tmp_path / f"new-{number}")] if offline else ["--server", server.address]
+        return [str(tmp_path / "t.npz"), "--tables", "table", *place]
+
+    assert cli.main(["backfill", *arguments(0)]) == 1
+    assert "row 7 has a NaN" in capsys.readouterr().err
+    assert not (tmp_path / "new-0").exists()
+    assert asyncio.run(_acked(server.address)) == 0
+    report = _report(capsys, *arguments(1), "--non-finite", "skip")
+    assert (report["table"]["refused"], report["table"]["written"]) == (2, 48)
+    report = _report(capsys, *arguments(2), "--non-finite", "keep")
+    assert (report["table"]["refused"], report["table"]["written"]) == (0, 50)
+    if not offline:
+        assert _read(server, "table", np.arange(50)).weights.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "say where to"),
+        (["--data", "{new}", "--server", "127.0.0.1:1"], "say where to"),
+        (["--server", "127.0.0.1:1", "--shards", "2"], "--shards goes with --data"),
+        (["--data", "{new}", "--rows-per-s", "5"], "--rows-per-s goes with --server"),
+        (["--data", "{new}", "--epoch", "0"], "--epoch 0"),
+        (["--data", "{new}", "--step", "-1"], "--step -1"),
+        (["--data", "{new}", "--map", "x"], "--map 'x'"),
+        (["--data", "{new}", "--tables", "nowhere"], "--tables 'nowhere'"),
+        (["--data", "{new}", "--non-finite", "maybe"], "--non-finite 'maybe'"),
+        (["--data", "{full}"], "there is something already"),
+        (["--server", "127.0.0.1:1", "--timeout-s", "1"], "no connection to 127.0.0.1:1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    parquet: Path, tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong flag is one line that names it, and nothing is made."""
+    before = sorted(os.listdir(tmp_path))
+    filled = [argument.format(new=tmp_path / "new", full=tmp_path) for argument in arguments]
+    capsys.readouterr()
+    assert cli.main(["backfill", str(parquet), *filled]) == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("name", ["nothing.pt", "odd.csv", "empty"])
+def test_sources_that_are_none(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there, of an unknown kind, and an empty directory are one line each."""
+    (tmp_path / "odd.csv").write_text("1,2")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["backfill", str(tmp_path / name), "--data", str(tmp_path / "new")]) == 1
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+
+
+def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """A table that the server knows otherwise is refused with what differs, before anything is sent."""
+    np.savez(tmp_path / "a.npz", table=np.zeros((10, 3), "<f4"))
+    np.savez(tmp_path / "b.npz", table=np.zeros((11, 3), "<f4"))
+    _report(capsys, tmp_path / "a.npz", "--server", server.address, "--tables", "table")
+    assert cli.main(["backfill", str(tmp_path / "b.npz"), "--server", server.address]) == 1
+    assert "num_rows 10 ≠ 11" in capsys.readouterr().err
+
+
+async def test_a_pace_is_even() -> None:
+    """Rows go at the rate that was asked for: after so many, one waits for their time, and no longer."""
+    now, slept = 100.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(round(seconds, 6))
+        now += seconds
+
+    pace = RowPace(1000, clock=lambda: now, sleep=sleep)
+    for _ in range(4):
+        await pace.wait(500)
+    assert slept == [0.5, 0.5, 0.5]
+    now += 10
+    await pace.wait(500)
+    assert slept == [0.5, 0.5, 0.5]
+    await RowPace(None, sleep=sleep).wait(10**9)
+
+
+def test_an_unfinished_directory_is_none(tmp_path: Path) -> None:
+    """What a killed backfill has left is no directory that can be exported or served, and stays out of the way."""
+    build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, range(5))})
+    (tmp_path / "data" / "headrace.json").unlink()
+    with pytest.raises(Exception, match="not a directory of Headrace's"):
+        ServerProcess.start(tmp_path / "data")
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A source that is written to while it is read makes no directory."""
+    path = tmp_path / "t.npz"
+    np.savez(path, table=np.zeros((10, 3), "<f4"))
+    original = StoreBuilder.add
+
+    def add(self: StoreBuilder, *arguments: Any) -> None:
+        os.utime(path, ns=(1, 1))
+        original(self, *arguments)
+
+    monkeypatch.setattr(StoreBuilder, "add", add)
+    assert cli.main(["backfill", str(path), "--data", str(tmp_path / "new"), "--tables", "table"]) == 1
+    assert "changed while it was read" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["t.npz"]
+
+
+@pytest.mark.parametrize(
+    ("library", "command", "extra"),
+    [
+        ("pyarrow", ["backfill", "{0}/x.parquet", "--data", "{0}/new"], "tools"),
+        ("safetensors", ["backfill", "{0}/x.safetensors", "--data", "{0}/new"], "tools"),
+        ("torch", ["backfill", "{0}/x.pt", "--data", "{0}/new"], "torch"),
+        ("pyarrow", ["export", "--snapshot", "{0}", "--to", "{0}/out", "--format", "parquet"], "tools"),
+        ("torch", ["export", "--snapshot", "{0}", "--to", "{0}/out", "--format", "dcp"], "torch"),
+    ],
+)
+def test_a_missing_library_is_one_line(tmp_path: Path, library: str, command: list[str], extra: str) -> None:
+    """Libraries of formats are loaded when they are needed, and the line says which extra brings one."""
+    for ending in ("parquet", "safetensors", "pt"):
+        (tmp_path / f"x.{ending}").touch()
+    script = f"import sys; sys.modules[{library!r}] = None; from headrace import cli; sys.exit(cli.main(sys.argv[1:]))"
+    arguments = [argument.format(tmp_path) for argument in command]
+    process = subprocess.run([sys.executable, "-c", script, *arguments], check=False, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert f"needs {library}: pip install 'headrace[{extra}]'" in process.stderr

@@ -1,0 +1,166 @@
+"""`headrace doctor`: each unfit thing is found and told with what to do, and a fit machine is fit."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watched_server import watched_server
+
+from headrace.cli import main
+from headrace.paramserver.config import ServerConfig
+from headrace.paramserver.data_dir import DataDir
+from headrace.scripts import doctor_checks
+from headrace.scripts.doctor import check_clock
+from headrace.scripts.doctor_checks import (
+    Finding,
+    Level,
+    check_disk,
+    check_memory,
+    check_open_files,
+    check_ports,
+    check_protection,
+    check_versions,
+)
+
+TLS = Path(__file__).parents[1] / "paramserver" / "tls"
+GOOD = {"headrace": "1", "torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+
+
+def _problems(findings: Iterable[Finding]) -> list[str]:
+    found = list(findings)
+    assert all(finding.advice for finding in found if finding.level is Level.PROBLEM)
+    return [finding.text for finding in found if finding.level is Level.PROBLEM]
+
+
+def _doctor(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    exit_code = main(["doctor", "--json", *arguments])
+    return exit_code, json.loads(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"torch": None}, None),
+        ({"torchrec": None, "fbgemm-gpu-cpu": None}, None),
+        ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, None),
+        ({"torch": "2.14.0"}, "torch 2.14.0"),
+        ({"torchrec": "1.9.0"}, "torchrec is 1.9.0"),
+        ({"fbgemm-gpu-cpu": None}, "fbgemm-gpu is missing"),
+    ],
+)
+def test_versions_that_do_not_fit(changes: dict[str, str | None], problem: str | None) -> None:
+    """A version that does not go with the others is a problem; a package that is not needed is none."""
+    found = _problems(check_versions({**GOOD, **changes}.get))
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
+
+
+def test_open_files() -> None:
+    """A limit below what a shard may need is a problem."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert not _problems(check_open_files(1))
+    if hard != resource.RLIM_INFINITY:
+        assert "the limit is" in _problems(check_open_files(hard))[0]
+
+
+def test_memory(tmp_path: Path) -> None:
+    """The budgets of all shards are added up against the machine's memory."""
+    config = ServerConfig(data=tmp_path, block_cache_bytes=1 << 30)
+    assert not _problems(check_memory(config, 1, 64 << 30))
+    assert "8 shards may take" in _problems(check_memory(config, 8, 16 << 30))[0]
+
+
+def test_ports(tmp_path: Path) -> None:
+    """A port that somebody has is a problem that names the flag; with our own server in the directory it is none."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for changes, flag in (({"port": port}, "--port"), ({"port": 0, "metrics_port": port}, "--metrics-port")):
+            config = ServerConfig(data=tmp_path / "data", **changes)
+            (finding,) = check_ports(config, 1)
+            assert finding.level is Level.PROBLEM
+            assert flag in finding.advice
+        with DataDir.claim(tmp_path / "data", num_shards=1) as claimed:
+            claimed.prepare()
+            assert not _problems(check_ports(ServerConfig(data=tmp_path / "data", port=port), 1))
+    assert not _problems(check_ports(ServerConfig(data=tmp_path / "data", port=port), 1))
+
+
+def test_certificates_and_token(tmp_path: Path) -> None:
+    """A certificate that expires, has expired or does not hold yet, a wrong key and an open token file are problems."""
+    files = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key.pem"}
+    config = ServerConfig(data=tmp_path, **files)  # type: ignore[arg-type]
+    dates = ssl._ssl._test_decode_cert(str(files["tls_certificate"]))  # type: ignore[attr-defined]
+    begins_s, ends_s = (ssl.cert_time_to_seconds(dates[name]) for name in ("notBefore", "notAfter"))
+    assert not _problems(check_protection(config, {}, begins_s + 1))
+    assert "expires in 9 days" in _problems(check_protection(config, {}, ends_s - 9.5 * 86400))[0]
+    assert "has expired" in _problems(check_protection(config, {}, ends_s))[0]
+    assert "holds from" in _problems(check_protection(config, {}, begins_s - 1))[0]
+    wrong = ServerConfig(data=tmp_path, tls_certificate=files["tls_certificate"], tls_key=TLS / "client.key.pem")
+    assert len(_problems(check_protection(wrong, {}))) == 1
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    token.chmod(0o644)
+    (text,) = _problems(check_protection(ServerConfig(data=tmp_path, token_file=token), {}))
+    assert "a-token-of-some-length" not in text
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volatile or remote file system, too little room and slow syncs are problems; nothing is left behind."""
+    config = ServerConfig(data=tmp_path / "not" / "there", log_hold_bytes=1 << 20, log_retention_bytes=1 << 20)
+    mounts = tmp_path / "mounts"
+    mounts.write_text("disk / ext4 rw 0 0\n")
+    assert not _problems(check_disk(config, 1, mounts))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mounts"]
+    for kind, word in (("tmpfs", "gone after a restart"), ("nfs4", "another machine")):
+        mounts.write_text(f"disk / ext4 rw 0 0\nother {tmp_path} {kind} rw 0 0\nx {tmp_path}elsewhere ext4 rw 0 0\n")
+        assert word in _problems(check_disk(config, 1, mounts))[0]
+    mounts.write_text("disk / ext4 rw 0 0\n")
+    assert "may take" in _problems(check_disk(ServerConfig(data=tmp_path, log_hold_bytes=1 << 50), 1, mounts))[0]
+    monkeypatch.setattr(doctor_checks, "_SLOW_SYNC_S", 0.0)
+    assert "with its sync takes" in _problems(check_disk(config, 1, mounts))[0]
+
+
+def test_settings_that_serve_would_refuse(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrong configuration file is one problem that names the line, and exit code 1."""
+    file = tmp_path / "headrace.yml"
+    file.write_text(f"data: {tmp_path}/data\nprot: 1\n")
+    exit_code, told = _doctor(capfd, "--config", str(file))
+    assert exit_code == 1
+    assert not told["is_fit"]
+    (text,) = [finding["text"] for finding in told["findings"] if finding["level"] == "problem"]
+    assert "headrace.yml:2: unknown key 'prot'; did you mean 'port'?" in text
+
+
+def test_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A server that is well is said to be; one that is not there is a problem."""
+    with watched_server(tmp_path / "data", shards=2) as (server, metrics):
+        exit_code, told = _doctor(capfd, "--server", server.address, "--metrics", metrics)
+        assert (exit_code, told["is_fit"]) == (0, True), told
+        texts = [finding["text"] for finding in told["findings"]]
+        assert "2 shards answer, and nothing is wrong" in texts
+        assert any("apart" in text for text in texts)
+    assert main(["doctor", "--server", server.address]) == 1
+    out = capfd.readouterr().out
+    assert out.startswith("problem  server: ")
+
+
+def test_clock_that_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock a minute off is a problem, whatever else; a port that is no metrics port is one too."""
+    with watched_server(tmp_path / "data") as (_, metrics):
+        assert check_clock(metrics).level is Level.OK
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 60)
+        off = check_clock(metrics)
+        assert off.level is Level.PROBLEM
+        assert "60.0" in off.text or "59.9" in off.text
+        monkeypatch.undo()
+        assert "does not tell its time" in check_clock("127.0.0.1:1").text

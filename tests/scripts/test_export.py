@@ -1,0 +1,276 @@
+"""The command `headrace export`: what other libraries read of it, equal bytes for equal rows, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors import safe_open
+from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot, values_of
+
+from headrace import cli
+from headrace.kernels.row_quantization import dequantize_rows, error_bound
+from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.schemas.tables import DType, TableSpec
+from headrace.scripts import export as export_module
+from headrace.scripts.bench_tables import snapshot_of
+from headrace.scripts.table_sinks.export_table import file_name_of
+
+IDS = np.flatnonzero(np.arange(500) % 9)
+GONE = [10, 11, 12]
+FORMATS = ["safetensors", "parquet", "npz", "dcp"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A snapshot of two tables on three shards, one with gaps and deleted rows, the other whole."""
+    return snapshot(
+        tmp_path, {ITEMS: chunk_of(ITEMS, IDS, deleted=GONE), USERS: chunk_of(USERS, np.arange(USERS.num_rows))}
+    )
+
+
+def _export(folder: Path, to: Path, name: str, *arguments: str, code: int = 0) -> None:
+    assert cli.main(["export", "--snapshot", str(folder), "--to", str(to), "--format", name, *arguments]) == code
+
+
+def _dense(spec: TableSpec, field: str, live: Any) -> Any:
+    column = values_of(spec, np.arange(spec.num_rows))[field]
+    column[np.setdiff1d(np.arange(spec.num_rows), live)] = 0
+    return column
+
+
+LIVE = np.setdiff1d(IDS, GONE)
+
+
+def test_safetensors(folder: Path, tmp_path: Path) -> None:
+    """The library reads every tensor; rows that are not there, and deleted ones, are zeros."""
+    _export(folder, tmp_path / "out.safetensors", "safetensors", "--with-states")
+    with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor(ITEMS.fqn), torch.from_numpy(_dense(ITEMS, "weights", LIVE)))
+        momentum = file.get_tensor(f"{ITEMS.fqn}/momentum1")
+        assert momentum.shape == (500,)
+        assert momentum.numpy().tobytes() == _dense(ITEMS, "state:momentum1", LIVE).tobytes()
+        assert file.get_tensor(f"{ITEMS.fqn}/exp_avg").shape == (500, 6)
+        users = file.get_tensor(USERS.fqn)
+        assert users.dtype is torch.bfloat16
+        assert users.view(torch.uint16).numpy().tobytes() == values_of(USERS, np.arange(300))["weights"].tobytes()
+        assert file.get_tensor(f"{USERS.fqn}/identities:").tolist() == [31 * row + 5 for row in range(300)]
+
+
+def test_npz(folder: Path, tmp_path: Path) -> None:
+    """numpy reads every array without pickles."""
+    _export(folder, tmp_path / "out.npz", "npz", "--tables", ITEMS.fqn, "--with-states")
+    with np.load(tmp_path / "out.npz", allow_pickle=False) as arrays:
+        assert set(arrays) == {ITEMS.fqn, f"{ITEMS.fqn}/momentum1", f"{ITEMS.fqn}/exp_avg", "headrace"}
+        assert arrays[ITEMS.fqn].tobytes() == _dense(ITEMS, "weights", LIVE).tobytes()
+        assert arrays[f"{ITEMS.fqn}/exp_avg"].tobytes() == _dense(ITEMS, "state:exp_avg", LIVE).tobytes()
+
+
+def test_parquet(folder: Path, tmp_path: Path) -> None:
+    """Each row that is there comes once, in order, with its version; deleted ones only when they are asked for."""
+    _export(folder, tmp_path / "out", "parquet")
+    table = pq.read_table(tmp_path / "out" / f"{ITEMS.fqn}.parquet")
+    assert table.column_names == ["row_id", "epoch", "step", "time_us", "weights"]
+    assert table["row_id"].to_pylist() == LIVE.tolist()
+    assert table["step"].to_pylist() == (LIVE % 7).tolist()
+    assert np.array(table["weights"].to_pylist()).tolist() == values_of(ITEMS, LIVE)["weights"].tolist()
+    users = pq.read_table(tmp_path / "out" / f"{USERS.fqn}.parquet")
+    assert users["identity"].to_pylist() == [31 * row + 5 for row in range(300)]
+    arguments = ("--with-deleted", "--since-step", "4", "--rows", "5:90", "--tables", ITEMS.fqn)
+    _export(folder, tmp_path / "some", "parquet", *arguments)
+    some = pq.read_table(tmp_path / "some" / f"{ITEMS.fqn}.parquet")
+    expected = [row for row in IDS.tolist() if 5 <= row < 90 and row % 7 >= 4]
+    assert some["row_id"].to_pylist() == expected
+    assert some["deleted"].to_pylist() == [row in GONE for row in expected]
+    assert any(some["deleted"].to_pylist())
+
+
+def test_other_types(folder: Path, tmp_path: Path) -> None:
+    """Weights come as float32, float16, or int8 with scale and bias as kernels for serving take them."""
+    _export(folder, tmp_path / "fp32.npz", "npz", "--dtype", "fp32")
+    _export(folder, tmp_path / "fp16.npz", "npz", "--dtype", "fp16")
+    _export(folder, tmp_path / "int8.npz", "npz", "--dtype", "int8")
+    with np.load(tmp_path / "fp32.npz") as wide, np.load(tmp_path / "fp16.npz") as narrow:
+        assert wide[USERS.fqn].dtype == np.float32
+        bits = values_of(USERS, np.arange(300))["weights"]
+        expected = torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
+        assert wide[USERS.fqn].tobytes() == expected.tobytes()
+        assert narrow[ITEMS.fqn].tobytes() == _dense(ITEMS, "weights", LIVE).astype("<f2").tobytes()
+    with np.load(tmp_path / "int8.npz") as packed:
+        rows = torch.from_numpy(_dense(ITEMS, "weights", LIVE)[LIVE])
+        found = dequantize_rows(torch.from_numpy(packed[ITEMS.fqn][LIVE]), "int8", 6)
+        assert bool(((found - rows).abs() <= error_bound(rows, "int8").reshape(-1, 1) + 1e-6).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
+    """Exported, brought into a new server of another number of shards and exported again, all bytes are the same."""
+    _export(folder, tmp_path / f"one.{name}", name, "--with-states")
+    _export(folder, tmp_path / f"same.{name}", name, "--with-states")
+    assert _bytes(tmp_path / f"one.{name}") == _bytes(tmp_path / f"same.{name}")
+    source = ["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]
+    if name == "dcp":
+        # A checkpoint does not say which of its tensors are tables, nor has it a place for identities.
+        source += ["--tables", ITEMS.fqn]
+        _export(folder, tmp_path / "only.dcp", name, "--with-states", "--tables", ITEMS.fqn)
+    assert cli.main(source) == 0
+    again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
+    _export(again, tmp_path / f"two.{name}", name, "--with-states")
+    expected = tmp_path / ("only.dcp" if name == "dcp" else f"one.{name}")
+    assert _bytes(tmp_path / f"two.{name}") == _bytes(expected)
+
+
+def _bytes(path: Path) -> dict[str, bytes]:
+    return {
+        file.name if path.is_dir() else "": file.read_bytes() for file in (path.iterdir() if path.is_dir() else [path])
+    }
+
+
+def test_virtual_ids(tmp_path: Path) -> None:
+    """Rows of virtual ids go to Parquet and back; a format that would be 2^63 rows long is refused."""
+    ids = np.unique(np.random.default_rng(3).integers(0, 2**63 - 1, 400))
+    folder = snapshot(tmp_path, {VIRTUAL: chunk_of(VIRTUAL, ids)})
+    _export(folder, tmp_path / "out", "parquet")
+    assert pq.read_table(tmp_path / "out" / f"{VIRTUAL.fqn}.parquet")["row_id"].to_pylist() == ids.tolist()
+    assert cli.main(["backfill", str(tmp_path / "out"), "--data", str(tmp_path / "new")]) == 0
+    _export(snapshot_of(tmp_path / "new", tmp_path / "snapshots-2"), tmp_path / "again", "parquet")
+    assert _bytes(tmp_path / "again") == _bytes(tmp_path / "out")
+    for name in ("safetensors", "npz", "dcp"):
+        _export(folder, tmp_path / "dense", name, code=1)
+    assert not (tmp_path / "dense").exists()
+
+
+def test_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server's tables are those of a snapshot that is made for it, and gone afterwards."""
+    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS)})
+    _export(folder, tmp_path / "one.npz", "npz", "--with-states")
+    with ServerProcess.start(tmp_path / "data") as server:
+        capsys.readouterr()
+        arguments = ["--to", str(tmp_path / "two.npz"), "--format", "npz", "--with-states", "--json"]
+        assert cli.main(["export", "--server", server.address, *arguments]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["tables"] == {ITEMS.fqn: IDS.size}
+        assert SnapshotFiles(tmp_path / "data" / "snapshots").list() == ([], [])
+    assert _bytes(tmp_path / "one.npz") == _bytes(tmp_path / "two.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "one.npz", "snapshots", "two.npz"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_full_disk_leaves_nothing(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When the disk fills up amid the rows, one line says so, and nothing lies where the file was to be."""
+    write = export_module._writer_of(name)
+
+    def fail(path: Path, tables: Any, *, on_rows: Any) -> None:
+        calls = 0
+
+        def count(num_rows: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            on_rows(num_rows)
+
+        write(path, tables, on_rows=count)
+
+    monkeypatch.setattr(export_module, "_writer_of", lambda _: fail)
+    before = sorted(tmp_path.iterdir())
+    _export(folder, tmp_path / "out", name, code=1)
+    assert "the disk is full" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["npz", "parquet"])
+def test_killed_before_the_last_step_it_is_not_there(folder: Path, tmp_path: Path, name: str) -> None:
+    """A process that is killed when all is written but the name leaves none; another attempt succeeds."""
+    script = """
+        import os, sys
+        from pathlib import Path
+        from headrace import cli
+        Path.rename = lambda *_: os.kill(os.getpid(), 9)
+        cli.main(sys.argv[1:])
+    """
+    arguments = ["export", "--snapshot", str(folder), "--to", str(tmp_path / "out"), "--format", name]
+    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.export").exists()
+    assert cli.main(arguments) == 0
+    assert not (tmp_path / ".out.export").exists()
+
+
+def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) -> None:
+    """Half a file of an attempt that was killed has another name, and the next attempt removes it."""
+    (tmp_path / ".out.npz.export").write_bytes(b"half")
+    (tmp_path / ".out.export").mkdir()
+    (tmp_path / ".out.export" / "half.parquet").write_bytes(b"half")
+    _export(folder, tmp_path / "out.npz", "npz")
+    _export(folder, tmp_path / "out", "parquet")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--format", "csv"], "--format 'csv': one of safetensors"),
+        (["--format", "npz", "--rows", "7"], "not A:B"),
+        (["--format", "npz", "--rows", "9:9"], "no rows are in there"),
+        (["--format", "npz", "--rows", "0:501"], "has 500 rows"),
+        (["--format", "npz", "--tables", "nowhere"], "no such table in the snapshot"),
+        (["--format", "npz", "--dtype", "fp8"], "fp32, fp16 or int8"),
+        (["--format", "npz", "--since-step", "3"], "goes with --format parquet"),
+        (["--format", "dcp", "--dtype", "int8"], "for trainers"),
+        (["--format", "npz", "--state-key", "x"], "goes with --format dcp"),
+        (["--format", "dcp", "--with-states", "--state-key", "{nothing}"], "can be put in"),
+        (["--format", "dcp", "--with-states", "--state-key", "one"], "two tensors"),
+    ],
+)
+def test_mistakes_are_one_line(
+    folder: Path, tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong flag is one line that names it, and nothing is made."""
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(["export", "--snapshot", str(folder), "--to", str(tmp_path / "out"), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_nothing_is_written_over(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is there stays; so does a damaged snapshot's export that never was."""
+    (tmp_path / "out.npz").write_text("mine")
+    _export(folder, tmp_path / "out.npz", "npz", code=1)
+    assert "there is something already" in capsys.readouterr().err
+    assert (tmp_path / "out.npz").read_text() == "mine"
+    _export(folder, tmp_path / "nowhere" / "out.npz", "npz", code=1)
+    assert "there is no directory" in capsys.readouterr().err
+    file = next((folder / "shard-0001").glob("*.sst"))
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.unlink()  # not the store's own, to which it is a link
+    file.write_bytes(data)
+    _export(folder, tmp_path / "other.npz", "npz", code=1)
+    assert "checksum" in capsys.readouterr().err
+    assert not (tmp_path / "other.npz").exists()
+
+
+def test_names_of_tables_are_no_paths() -> None:
+    """Whatever a table is called, its file lies in the directory that was asked for."""
+    for fqn in ("../../etc/passwd", ".hidden", "a/b", "..", "naïve table", "plain.weight"):
+        name = file_name_of(TableSpec(fqn=fqn, num_rows=1, dim=1, dtype=DType.FLOAT32))
+        assert Path(name).name == name
+        assert name[0] != "."
+    assert file_name_of(ITEMS) == ITEMS.fqn

@@ -1,0 +1,305 @@
+"""Evicted rows are deleted in a real server's store, whatever happens; rows with virtual ids come and go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evicting_training import Evicting, VirtualTap, evict_on_rank, read_rows
+from fake_shard import FakeStore, hosted
+from ranks import run_ranks
+from trainer_tables import POINTWISE, ROWWISE, VirtualRows
+
+from headrace.paramserver.launch import ServerProcess
+from headrace.schemas.errors import RowRangeError, UnknownTableError
+from headrace.schemas.idl import idl
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.compare import compare_with_store
+
+MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("eviction") / "data", shards=2) as server:
+        yield server
+
+
+def presence(address: str, fqn: str, rows: list[int]) -> list[int]:
+    found: list[int] = read_rows(address, fqn, rows).presence.tolist()
+    return found
+
+
+def check_present(address: str, trainer: Evicting, rows: list[int]) -> None:
+    """The store has these rows as the trainer has them."""
+    stored = read_rows(address, trainer.fqn, rows)
+    assert stored.presence.tolist() == [PRESENT] * len(rows)
+    assert np.array_equal(stored.weights, trainer.table.weight.detach()[rows].numpy())
+
+
+def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerProcess) -> None:
+    """Both orders of evict and update are right, in one flush and over several; rows never sent are deleted too."""
+    trainer = Evicting("orders")
+    with RawEmbeddingStreamer(server.address, run="orders") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step(range(10))
+        streamer.flush()
+        assert streamer.evict(trainer.fqn, torch.tensor([[0, 1, 2], [0, 50, 51]], dtype=torch.int32)) == 5
+        trainer.step([1, 3])  # evict, update, flush
+        trainer.step([4, 5])
+        assert streamer.evict(trainer.fqn, torch.tensor([4])) == 1  # update, evict, flush
+        assert streamer.stats().num_dirty_rows > 0 or streamer.stats().num_inflight_flushes
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [0, 2, 4, 50, 51, 52]) == [DELETED] * 5 + [MISSING]
+        check_present(server.address, trainer, [1, 3, 5, 6, 7, 8, 9])
+        assert not read_rows(server.address, trainer.fqn, [0, 4]).weights.any()
+        trainer.step([0, 50])
+        streamer.flush()
+        check_present(server.address, trainer, [0, 50])
+        assert presence(server.address, trainer.fqn, [2, 4]) == [DELETED] * 2
+        assert streamer.stats().num_dirty_rows == 0
+        assert compare_with_store(streamer.tables, server.address, only_present=True).is_equal
+        assert streamer.audit().is_equal
+
+
+def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
+    """Hooks see the last values of the rows; one that raises leaves all as it was, and so does a wrong row or table."""
+    trainer = Evicting("hooks")
+    with RawEmbeddingStreamer(server.address, run="hooks") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step([7])
+        seen: list[Any] = []
+
+        def hook(fqn: str, ids: torch.Tensor) -> None:
+            seen.append((fqn, ids.tolist(), torch.equal(streamer.fetch(fqn, ids).weights, trainer.table.weight[ids])))
+            if 8 in ids.tolist():
+                raise ValueError("not this one")
+
+        streamer.register_pre_eviction_hook(hook)
+        streamer.notify_eviction(trainer.fqn, torch.tensor([7, 7]))
+        with pytest.raises(ValueError, match="not this one"):
+            streamer.evict(trainer.fqn, torch.tensor([9, 8]))
+        assert seen == [(trainer.fqn, [7], True), (trainer.fqn, [8, 9], True)]
+        with pytest.raises(RowRangeError, match="row id 100"):
+            streamer.evict(trainer.fqn, torch.tensor([1, 100]))
+        with pytest.raises(UnknownTableError, match=r"there is 'hooks\.weight'"):
+            streamer.evict("hook.weight", torch.tensor([1]))
+        assert streamer.evict(trainer.fqn, torch.tensor([], dtype=torch.int64)) == 0
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [7, 8, 9, 1]) == [DELETED, MISSING, MISSING, MISSING]
+
+
+def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
+    """In a pause nothing is deleted; after it everything is, but for rows that were used again."""
+    trainer = Evicting("paused")
+    with RawEmbeddingStreamer(server.address, run="paused", flush_percent=100) as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step([1, 2])
+        streamer.flush()
+        streamer.pause()
+        streamer.evict(trainer.fqn, torch.tensor([1, 2]))
+        trainer.step([2])
+        assert streamer.stats().num_dirty_rows
+        assert presence(server.address, trainer.fqn, [1]) == [PRESENT]
+        streamer.resume()
+        trainer.step([3])
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [1]) == [DELETED]
+        check_present(server.address, trainer, [2, 3])
+
+
+@pytest.mark.parametrize("policy", ["coalesce", "spool", "block"])
+def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
+    """A server that is killed and comes back learns of all evictions, in their order with the updates."""
+    (tmp_path / "spool").mkdir()
+    settings: dict[str, Any] = {"policy": policy, "retry_min_s": 0.01, "retry_max_s": 0.05, "flush_percent": 100}
+    settings |= {"spool_dir": tmp_path / "spool"} if policy == "spool" else {}
+    trainer = Evicting("outage")
+    server = ServerProcess.start(tmp_path / "data")
+    streamer = RawEmbeddingStreamer(server.address, run="outage", **settings)
+    try:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step(range(40))
+        streamer.flush()
+        server.kill()
+        # Under `block` a third flush would wait for the server: two are handed over, the rest is marked.
+        for turn in range(2 if policy == "block" else 8):
+            streamer.evict(trainer.fqn, torch.tensor([turn, 10 + turn, 20 + turn]))
+            trainer.step([10 + turn, 30 + turn])
+        # The spool is filled from another thread; what frees a buffer shows at a later step.
+        deadline_s = time.monotonic() + 30
+        while policy == "spool" and not streamer.stats().spooled_bytes:
+            assert time.monotonic() < deadline_s
+            trainer.step([39])
+        num_turns = 2 if policy == "block" else 8
+        streamer.evict(trainer.fqn, torch.tensor([30, 20]))
+        port = int(server.address.rpartition(":")[2])
+        server.close()
+        server = ServerProcess.start(tmp_path / "data", port=port)
+        streamer.flush(60)
+        turns = range(num_turns)
+        gone = [*turns, *(20 + turn for turn in turns), 30]
+        assert presence(server.address, trainer.fqn, gone) == [DELETED] * len(gone)
+        check_present(server.address, trainer, sorted({*range(40)} - set(gone)))
+        server.kill()
+        server.close()
+        server = ServerProcess.start(tmp_path / "data", port=port)
+        assert presence(server.address, trainer.fqn, gone) == [DELETED] * len(gone)
+    finally:
+        streamer.close(flush=False)
+        server.close()
+
+
+def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
+    """A resumed run deletes what was evicted before the checkpoint, and brings back what was evicted after it."""
+    trainer = Evicting("resumed")
+    with RawEmbeddingStreamer(server.address, run="resumed") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step(range(20))
+        streamer.evict(trainer.fqn, torch.tensor([0, 1]))
+        streamer.flush()
+        trainer.step([1])
+        streamer.pause()
+        streamer.evict(trainer.fqn, torch.tensor([2, 3]))
+        trainer.step([3, 4])
+        state = streamer.state_dict()
+        assert state["evicted"] == {trainer.fqn: [0, 2]}
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        streamer.resume()
+        streamer.evict(trainer.fqn, torch.tensor([5, 6]))
+        trainer.step([0, 7])
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [0, 5, 6]) == [PRESENT, DELETED, DELETED]
+    trainer.model.load_state_dict(weights)
+    with RawEmbeddingStreamer(server.address, run="resumed") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        assert streamer.load_state_dict(state) > 0
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [0, 2]) == [DELETED] * 2
+        check_present(server.address, trainer, [1, *range(3, 100)])
+        assert streamer.state_dict()["evicted"] == {trainer.fqn: [0, 2]}
+
+
+def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: ServerProcess) -> None:
+    """When a checkpoint knows of evictions, rows that the store lacks are sent, but those that it says were evicted."""
+    trainer = Evicting("drained")
+    with RawEmbeddingStreamer(server.address, run="drained") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step(range(20))
+        streamer.evict(trainer.fqn, torch.tensor([0]))
+        streamer.flush()
+        state = streamer.state_dict()
+        assert state["is_drained"]
+        streamer.evict(trainer.fqn, torch.tensor([5]))
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [0, 5]) == [DELETED] * 2
+    with RawEmbeddingStreamer(server.address, run="drained") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        streamer.load_state_dict(state)
+        streamer.flush()
+        assert presence(server.address, trainer.fqn, [0]) == [DELETED]
+        check_present(server.address, trainer, [5, 6])
+
+
+def test_deletions_on_their_way_are_in_the_checkpoint() -> None:
+    """A deletion of a virtual id that is handed over and not acked is in the state, until it is acked or taken back."""
+    table = VirtualRows("virtual")
+    with (
+        hosted(FakeStore()) as store,
+        RawEmbeddingStreamer(store.address, run="run", flush_percent=100) as streamer,
+    ):
+        streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
+        table.update([2**50, 2**51], 1.0)
+        streamer.flush()
+        store.do(store.shards[0].gate.clear)
+        streamer.evict("virtual", torch.tensor([2**50, 2**51]))
+        table.drop([2**50, 2**51])
+        streamer.step()
+        assert not streamer.stats().num_dirty_rows
+        assert streamer.state_dict()["evicted"] == {"virtual": [2**50, 2**51]}
+        table.update([2**51], 2.0)
+        assert streamer.state_dict()["evicted"] == {"virtual": [2**50]}
+        store.do(store.shards[0].gate.set)
+        streamer.flush()
+        assert streamer.state_dict()["evicted"] == {}
+
+
+@pytest.mark.slow
+def test_each_rank_deletes_its_own_rows(server: ServerProcess) -> None:
+    """When all ranks evict the same rows of a replicated table, each row's owner alone deletes it."""
+    results = run_ranks(evict_on_rank, 2, server.address, "ranks")
+    evicted = [5, 10, 33, 60, 95]
+    for result in results:
+        ((first, end),) = result["parts"]
+        own = [row for row in evicted if first <= row < end]
+        assert (result["num_evicted"], result["seen"]) == (len(own), [own])
+    assert sum(result["num_evicted"] for result in results) == 5
+    assert presence(server.address, "ranks.weight", [5, 10, 33, 95]) == [DELETED] * 4
+    live = [0, 15, 60, 61, 90]
+    stored = read_rows(server.address, "ranks.weight", live)
+    assert stored.presence.tolist() == [PRESENT] * 5
+    assert np.array_equal(stored.weights, results[0]["weights"][live])
+
+
+def test_virtual_ids_equal_the_store(server: ServerProcess) -> None:
+    """Rows of a table of 0 rows, with ids up to 2^62, come, change, go and come back; the store has what is held."""
+    table = VirtualRows("virtual", num_places=300, dim=6, states=[ROWWISE, POINTWISE])
+    generator = np.random.default_rng(0)
+    ids = np.unique(np.concatenate([generator.integers(2**40, 2**62, 400), np.arange(2**40, 2**40 + 50)])).tolist()
+    ever: set[int] = set()
+    with RawEmbeddingStreamer(server.address, run="virtual", flush_percent=100) as streamer:
+        streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
+        for turn in range(30):
+            held = list(table.place_of)
+            if len(held) > 200:
+                gone = generator.choice(held, 60, replace=False).tolist()
+                if turn % 2:  # said, or found out
+                    assert streamer.evict("virtual", torch.tensor(gone)) == 60
+                else:
+                    table.tapped.dirty.mark(torch.tensor(gone))
+                table.drop(gone)
+            some = generator.choice(ids, 40, replace=False).tolist()
+            table.update(some, float(turn))
+            ever |= {*some}
+            streamer.step()
+        streamer.flush()
+        held = sorted(table.place_of)
+        comparison = compare_with_store(streamer.tables, server.address)
+        assert comparison.is_equal, str(comparison)
+        assert comparison.num_compared == len(held) > 100
+        gone = sorted(ever - {*held})
+        assert len(gone) > 100
+        assert presence(server.address, "virtual", gone) == [DELETED] * len(gone)
+        assert torch.equal(
+            streamer.fetch("virtual", torch.tensor(held[:3])).weights, table.weights[table.find(torch.tensor(held[:3]))]
+        )
+        assert table.tapped.dirty.size_bytes < 2**20
+
+
+def test_virtual_ids_in_checkpoints(server: ServerProcess) -> None:
+    """A resumed run sends all rows that it holds, and deletes what had not been deleted."""
+    table = VirtualRows("virtual2")
+    with RawEmbeddingStreamer(server.address, run="virtual2") as streamer:
+        streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
+        table.update([2**50, 2**51, 2**52], 1.0)
+        streamer.flush()
+        streamer.pause()
+        streamer.evict("virtual2", torch.tensor([2**51]))
+        table.drop([2**51])
+        state = streamer.state_dict()
+        assert state["evicted"] == {"virtual2": [2**51]}
+        streamer.close(flush=False)
+    table = VirtualRows("virtual2")
+    table.update([2**50, 2**52], 3.0)
+    table.tapped.dirty.clear()
+    with RawEmbeddingStreamer(server.address, run="virtual2") as streamer:
+        streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))
+        assert streamer.load_state_dict(state) == 3
+        streamer.flush()
+        assert compare_with_store(streamer.tables, server.address).is_equal
+        assert presence(server.address, "virtual2", [2**51]) == [DELETED]

@@ -1,0 +1,155 @@
+"""A shard's insides without its sockets: ingest, log, applier and store, with trainers that write to it, for expiry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.paramserver.applier import Applier
+from headrace.paramserver.catalog import Table
+from headrace.paramserver.expiry_policy import ExpiryPolicy
+from headrace.paramserver.expiry_run import RunContext, TableReport, TableRun
+from headrace.paramserver.expiry_writer import TombstoneWriter
+from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.memory_update_log import MemoryUpdateLog
+from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="user.weight",
+    num_rows=0,
+    dim=4,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+MISSING, PRESENT, DELETED = 0, 1, 2
+SECOND_US = 1_000_000
+
+
+class Rig:
+    """One shard.
+
+    Attributes:
+        log: The update log.
+        now_us: The server's clock.
+        slept_s: What was slept, which takes no time here.
+    """
+
+    def __init__(self, log: MemoryUpdateLog, applier: Applier, ingest: Ingest, store: RowStore, path: Path) -> None:
+        self.log, self.applier, self.ingest, self.store, self.path = log, applier, ingest, store, path
+        self.now_us = 0
+        self.slept_s: list[float] = []
+        self.writer = TombstoneWriter(ingest, clock_us=lambda: self.now_us)
+        self._client_seqs: dict[tuple[str, str, int], int] = {}
+
+    @property
+    def table(self) -> Table:
+        return self.ingest.catalog.find(SPEC.fqn)
+
+    def context(self, **changes: Any) -> RunContext:
+        """Return what a run needs."""
+
+        async def sleep(seconds: float) -> None:
+            self.slept_s.append(seconds)
+
+        fields: dict[str, Any] = {
+            "ingest": self.ingest,
+            "applier": self.applier,
+            "store": self.store,
+            "writer": self.writer,
+            "directory": self.path / "expiry",
+            "num_shards": 1,
+            "rows_per_s": 0,
+            "clock_us": lambda: self.now_us,
+            "sleep": sleep,
+        }
+        return RunContext(**(fields | changes))
+
+    async def expire(self, policy: str, *, is_dry_run: bool = False, **changes: Any) -> TableReport:
+        """Do a whole run."""
+        run = TableRun(self.context(**changes), self.table, ExpiryPolicy.parse(policy), is_dry_run=is_dry_run)
+        return await run.run()
+
+    async def hello(
+        self, epoch: int, *, run: str = "run", client: str = "rank0", rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Say hello as a trainer's rank, or with `world_size` 0 as a replay."""
+        session = await self.ingest.open_session(run, client, epoch, rank, world_size, [SPEC])
+        self._client_seqs[run, client, epoch] = session.last_client_seq
+
+    async def write(
+        self,
+        epoch: int,
+        step: int,
+        rows: Sequence[int] = (),
+        *,
+        value: float = 1.0,
+        time_us: int | None = None,
+        run: str = "run",
+        client: str = "rank0",
+        ends_step: bool = True,
+        deleted: Sequence[int] = (),
+        shard: ColumnShard | None = None,
+        version_epoch: int | None = None,
+    ) -> None:
+        """Write rows and end the step."""
+        shard = shard or SPEC.whole
+        self._client_seqs[run, client, epoch] += 1
+        delta = idl.TableDelta(
+            fqn=SPEC.fqn,
+            fingerprint=SPEC.fingerprint,
+            column_offset=shard.offset,
+            width=shard.width,
+            row_ids=np.array(rows, "<i8"),
+            weights=np.full((len(rows), shard.width), value, "<f4"),
+            states=[idl.StateColumn(name="sum", dtype=1, width=1, data=np.full((len(rows), 1), value, "<f4"))],
+            deleted_row_ids=np.array(deleted, "<i8") if deleted else None,
+        )
+        request = idl.SetEmbeddingsRequest(
+            run=run,
+            client=client,
+            epoch=epoch,
+            client_seq=self._client_seqs[run, client, epoch],
+            step=step,
+            time_us=step * SECOND_US if time_us is None else time_us,
+            ends_step=ends_step,
+            is_exact_cut=True,
+            deltas=[delta],
+            version_epoch=version_epoch,
+        )
+        args = idl.ParameterServer.setEmbeddings_args(request=request)
+        frame = memoryview(b"".join(bytes(part) for part in encode_message("setEmbeddings", CALL, 0, args)))
+        decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)
+        await self.ingest.write(decoded.request, frame, lambda: lambda: None)
+
+    async def presence(self, rows: Sequence[int]) -> list[int]:
+        """Return what a read says of rows."""
+        read = await self.applier.read(self.table.table_id, SPEC, np.array(rows, np.int64))
+        return [int(presence) for presence in read.presence]
+
+    async def present(self, rows: Sequence[int]) -> list[int]:
+        """Return those of some rows that are there."""
+        return [row for row, found in zip(rows, await self.presence(rows), strict=True) if found == PRESENT]
+
+
+@contextlib.asynccontextmanager
+async def open_rig(path: Path, log: MemoryUpdateLog | None = None) -> AsyncIterator[Rig]:
+    """Open a shard's store in `path`, on a log that is new or goes on from one that was closed."""
+    log = log or MemoryUpdateLog()
+    store = RowStore.open(path / "store", config=StoreConfig(block_cache_bytes=1 << 20, write_buffer_bytes=1 << 20))
+    try:
+        async with Applier(store) as applier:
+            ingest = Ingest(log, applier, store.read_meta(), max_backlog_bytes=1 << 30)
+            await ingest.recover()
+            try:
+                yield Rig(log, applier, ingest, store, path)
+            finally:
+                await log.close()
+    finally:
+        store.close()

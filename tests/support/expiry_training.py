@@ -1,0 +1,72 @@
+"""A trainer of one table on a running server, for tests of expiry over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.client import ParamServerClient
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="item.weight", num_rows=100_000, dim=4, dtype=DType.FLOAT32)
+
+
+async def train(address: str, steps: Sequence[tuple[int, Any, float]], *, epoch: int = 1) -> None:
+    """Write rows to every shard and end each step there.
+
+    Args:
+        address: Of any shard.
+        steps: Step, row ids and value of the weights.
+        epoch: Of the run; each call must have its own.
+    """
+    host, port = parse_address(address, default_port=0)
+    async with await ParamServerClient.connect(host, port) as first:
+        places = (await first.hello(_hello(0))).shards
+    for place in places:
+        async with await ParamServerClient.connect(place.host, place.port) as client:
+            await client.hello(_hello(epoch))
+            for number, (step, rows, value) in enumerate(steps, 1):
+                ids = np.asarray(rows, np.int64)
+                ids = ids[shards_of_rows(table_seed(SPEC.fqn), ids, len(places)) == place.shard]
+                await client.set_embeddings(_batch(epoch, number, step, ids, value))
+
+
+def _hello(epoch: int) -> Any:
+    return idl.HelloRequest(
+        protocol_version=PROTOCOL_VERSION,
+        role=idl.Role.WRITER,
+        run="run" if epoch else "",
+        client="rank0" if epoch else "",
+        epoch=epoch,
+        rank=0,
+        world_size=1,
+        tables=[spec_to_idl(SPEC)] if epoch else [],
+    )
+
+
+def _batch(epoch: int, number: int, step: int, ids: Any, value: float) -> Any:
+    delta = idl.TableDelta(
+        fqn=SPEC.fqn,
+        fingerprint=SPEC.fingerprint,
+        column_offset=0,
+        width=SPEC.dim,
+        row_ids=ids.astype("<i8"),
+        weights=np.full((ids.size, SPEC.dim), value, "<f4"),
+        states=[],
+    )
+    return idl.SetEmbeddingsRequest(
+        run="run",
+        client="rank0",
+        epoch=epoch,
+        client_seq=number,
+        step=step,
+        time_us=step * 1_000_000,
+        ends_step=True,
+        is_exact_cut=True,
+        deltas=[delta],
+    )

@@ -1,0 +1,198 @@
+"""One model with a table for each pair of an optimizer and a sharding, trained on several ranks and streamed.
+
+A launch of ranks costs seconds, a table next to nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_training import live_shards
+from torch import nn
+
+__all__ = ["OPTIMIZERS", "PLAIN_KINDS", "train_plain_cells_on_rank", "train_sharded_cells_on_rank"]
+
+ROWS, DIM, BATCH, NUM_STEPS = 101, 32, 6, 4
+# Enough for two nodes: TorchRec cuts a grid's columns by 128.
+GRID_DIM = 256
+
+# Torch optimizers by a short name; `sum`, `momentum` … are no part of it.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "decay": ("SGD", {"lr": 0.1, "weight_decay": 0.01}),
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+    "adam": ("Adam", {"lr": 0.1}),
+    "amsgrad": ("Adam", {"lr": 0.1, "amsgrad": True}),
+    "adamw": ("AdamW", {"lr": 0.1, "weight_decay": 0.01}),
+}
+PLAIN_KINDS = ("ddp", "fsdp", "S0", "S1")
+
+
+def _batches(step: int, rank: int, names: list[str]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: (torch.rand(BATCH, 2, generator=generator) ** 2 * ROWS).long() for name in names}
+
+
+def train_sharded_cells_on_rank(
+    rank: int,
+    address: str,
+    run: str,
+    cells: dict[str, tuple[str, dict[str, Any], str]],
+    table_column_wise: tuple[str, ...],
+) -> dict[str, Any]:
+    """Train a collection of TorchRec whose tables each have a sharding and a fused optimizer of their own.
+
+    Args:
+        cells: By table: sharding, its settings, and `sgd`, `adagrad` or `row-wise-adagrad`.
+        table_column_wise: Of the tables that are column-wise, those whose columns are on one node.
+    """
+    import torchrec
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.comm import get_local_size
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+
+    from headrace.streamer import RawEmbeddingStreamer
+
+    kinds = {
+        "sgd": (torch.optim.SGD, {"lr": 0.1}),
+        "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
+        "row-wise-adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
+    }
+    torch.manual_seed(5)
+    bags = torchrec.EmbeddingBagCollection(
+        tables=[
+            torchrec.EmbeddingBagConfig(
+                name=name,
+                num_embeddings=ROWS,
+                embedding_dim=GRID_DIM if sharding == "grid_shard" else DIM,
+                feature_names=[f"f-{name}"],
+            )
+            for name, (sharding, _, _) in cells.items()
+        ],
+        device=torch.device("cpu"),
+    )
+    for name, (_, _, optimizer) in cells.items():
+        kind, settings = kinds[optimizer]
+        _apply_optimizer_in_backward(kind, [bags.embedding_bags[name].weight], dict(settings))
+    root = nn.Sequential()
+    root.add_module(run, bags)
+    sharder = EmbeddingBagCollectionSharder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plans.construct_module_sharding_plan(
+            bags,
+            {name: getattr(plans, sharding)(**settings) for name, (sharding, settings, _) in cells.items()},
+            sharder=sharder,
+            local_size=get_local_size(dist.get_world_size()),
+            world_size=dist.get_world_size(),
+            device_type="cpu",
+        )
+        for name in table_column_wise:
+            plan[name].sharding_type = "table_column_wise"
+        model = DistributedModelParallel(
+            root, device=torch.device("cpu"), plan=ShardingPlan({run: plan}), sharders=[sharder]
+        )
+    with RawEmbeddingStreamer(address, run=run) as streamer:
+        streamer.attach(model, publish="all")
+        for step in range(NUM_STEPS):
+            ids = _batches(step, rank, list(cells))
+            features = torchrec.KeyedJaggedTensor(
+                keys=[f"f-{name}" for name in cells],
+                values=torch.cat([batch.flatten() for batch in ids.values()]),
+                lengths=torch.full((len(cells) * BATCH,), 2),
+            )
+            (model(features).values() - 1).pow(2).mean().backward()
+        streamer.flush()
+        dist.barrier()
+    shards = {
+        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
+        for fqn, columns in live_shards(model, None).items()
+    }
+    return {"shards": shards}
+
+
+def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:
+    """Train plain tables, each replicated or sharded in one of `PLAIN_KINDS` by one of `OPTIMIZERS`, in one model.
+
+    Every table is trained once more, whole and alone, with the gradients of both ranks: those values are returned.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from headrace.streamer import RawEmbeddingStreamer
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names = {f"{kind}_{optimizer}": (kind, optimizer) for kind in PLAIN_KINDS for optimizer in OPTIMIZERS}
+    torch.manual_seed(3)
+    tables = {name: nn.Embedding(ROWS, DIM) for name in names}
+    wholes = {name: table.weight.detach().clone().requires_grad_() for name, table in tables.items()}
+    root = nn.Module()
+    for kind in PLAIN_KINDS:
+        group = nn.ModuleDict({name: table for name, table in tables.items() if names[name][0] == kind})
+        root.add_module(kind, _Group(group))
+        if kind == "fsdp":
+            fully_shard(root.get_submodule(kind), mesh=mesh)
+        for table in group.values():
+            if kind in ("S0", "S1"):
+                placed = distribute_tensor(table.weight.detach(), mesh, [Shard(int(kind[1]))], src_data_rank=None)
+                table.weight = nn.Parameter(placed)
+    root.add_module("ddp", nn.parallel.DistributedDataParallel(root.get_submodule("ddp")))
+    holder = nn.Sequential()
+    holder.add_module(run, root)
+    optimizers, references = (
+        [
+            getattr(torch.optim, OPTIMIZERS[names[name][1]][0])([of[name]], **OPTIMIZERS[names[name][1]][1])
+            for name in names
+        ]
+        for of in ({name: table.weight for name, table in tables.items()}, wholes)
+    )
+    with RawEmbeddingStreamer(address, run=run) as streamer:
+        streamer.attach(holder, optimizers, publish="all")
+        for step in range(NUM_STEPS):
+            for optimizer in [*optimizers, *references]:
+                optimizer.zero_grad()
+            ids = _batches(step, 0, list(names))  # the same on all ranks, so that a mean over them is exact
+            for kind in ("ddp", "fsdp"):
+                root.get_submodule(kind)(ids).backward()
+            for name, whole in wholes.items():
+                _loss(nn.functional.embedding(ids[name], whole)).backward()
+                if names[name][0] in ("S0", "S1"):
+                    assert whole.grad is not None
+                    placements = [Shard(int(names[name][0][1]))]
+                    tables[name].weight.grad = distribute_tensor(
+                        whole.grad.clone(), mesh, placements, src_data_rank=None
+                    )
+            for optimizer in [*optimizers, *references]:
+                optimizer.step()
+        streamer.flush()
+        dist.barrier()
+        fqns = sorted({table.spec.fqn for table in streamer.tables})
+    values = {}
+    for name, reference in zip(names, references, strict=True):
+        state = {key: value for key, value in reference.state[wholes[name]].items() if key != "step"}
+        columns = {"weights": wholes[name].detach(), **state}
+        values[name] = {key: value.numpy().copy() for key, value in columns.items() if value is not None}
+    return {"values": values, "fqns": fqns}
+
+
+class _Group(nn.Module):
+    """Tables of one kind, and their loss."""
+
+    def __init__(self, tables: nn.ModuleDict) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([_loss(table(ids[name])) for name, table in self.tables.items()]).sum()
+
+
+def _loss(rows: torch.Tensor) -> torch.Tensor:
+    return (rows - 1).pow(2).sum()

@@ -1,0 +1,70 @@
+"""A real Prometheus on a port of its own, and queries to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
+WAIT_S = 60.0
+
+
+class Prometheus:
+    """Asks a running Prometheus."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return what an expression gives now."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=10) as answer:
+            told = json.load(answer)
+        assert told["status"] == "success", told
+        result: list[dict[str, Any]] = told["data"]["result"]
+        return result
+
+    def wait_for(self, expression: str, is_so: Callable[[list[dict[str, Any]]], bool] = bool) -> list[dict[str, Any]]:
+        """Return what an expression gives, once it is as wanted."""
+        deadline_s = time.monotonic() + WAIT_S
+        result = None
+        while time.monotonic() < deadline_s:
+            # It may not be there yet; and each scrape is a while after the last one.
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                result = self.query(expression)
+                if is_so(result):
+                    return result
+            time.sleep(0.1)
+        raise AssertionError(f"{expression} is {result}")
+
+
+@contextlib.contextmanager
+def running_prometheus(folder: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
+    """Run Prometheus on targets by job, scraped twice a second."""
+    assert PROMETHEUS is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [at]}]} for job, at in targets.items()],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    command = [PROMETHEUS, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield Prometheus(f"127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,82 @@
+"""`headrace replica` as a process, and plain HTTP to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Endpoint:
+    """A running replica; `address` and `health` are empty until it is ready."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    ready_file: Path
+    address: str = ""
+    health: str = ""
+
+    def wait_ready(self) -> None:
+        """Return when it serves."""
+        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+        told = json.loads(self.ready_file.read_text())
+        self.address, self.health = told["address"], told.get("health", "")
+        assert told["pid"] == self.process.pid
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what it has logged."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+
+@contextmanager
+def replica_endpoint(
+    folder: Path, server: str, *arguments: str, wait: bool = True, **environ: str
+) -> Iterator[Endpoint]:
+    """Run `headrace replica` on ports of the system's choice."""
+    command = [sys.executable, "-m", "headrace", "replica", f"--server={server}", "--watch-stdin"]
+    if not any(argument.startswith("--port") for argument in arguments):
+        command.append("--port=0")
+    command += ["--health-port=0", "--log-format=json", f"--ready-file={folder}/ready.json", *arguments]
+    with (folder / "replica.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log)
+    endpoint = Endpoint(process, folder / "replica.log", folder / "ready.json")
+    try:
+        if wait:
+            endpoint.wait_ready()
+        yield endpoint
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def get(address: str, path: str, *, method: str = "GET") -> tuple[int, str]:
+    """Return status and body of one HTTP request."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Return when something holds, in another process: there is nothing to wait on."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it did not come"
+        time.sleep(0.02)
