@@ -84,6 +84,7 @@ class Ingest:
         self._shard, self._num_shards = shard, num_shards
         self._undurable: deque[Batch] = deque()
         self._last_append: asyncio.Future[None] | None = None
+        self._acking: dict[tuple[str, str], asyncio.Future[None]] = {}  # by client: done when all its acks are
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
         self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
@@ -193,7 +194,11 @@ class Ingest:
         if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
             raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
         session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+        acking = self._acking.get((request.run, request.client))
         if not is_new:
+            # Not before the first one's ack: a client that heard of the duplicate first would think of an impostor.
+            if acking is not None:
+                await asyncio.shield(acking)
             if self._last_append is not None:
                 await self._durable(self._last_append)
             return self.submitted_seq, True
@@ -208,9 +213,16 @@ class Ingest:
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
-        await self._durable(append.durable)
-        # The ack waits while the store is behind: this is how a client learns to send less.
-        await self._applier.wait_below(self._max_backlog_bytes)
+        acked = self._acking[request.run, request.client] = asyncio.get_running_loop().create_future()
+        try:
+            await self._durable(append.durable)
+            # The ack waits while the store is behind: this is how a client learns to send less.
+            await self._applier.wait_below(self._max_backlog_bytes)
+        finally:
+            if acking is None or acking.done():
+                acked.set_result(None)
+            else:
+                acking.add_done_callback(lambda _: acked.set_result(None))
         return append.seq, False
 
     def _decode(self, request: Any) -> tuple[RowDelta, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.tracing import span
 from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flush import Flush, FlushedDeletions, FlushedTable, StepMark
@@ -230,7 +231,8 @@ class Flusher:
         taken = _Taken()
         begin_s = self._monotonic_s()
         try:
-            flush = self._cut(buffer, step, now_s, taken)
+            with span("headrace.gather", step=step):
+                flush = self._cut(buffer, step, now_s, taken)
             self._submit(flush)
         except BaseException:
             taken.give_back()

@@ -158,6 +158,23 @@ async def test_a_resend_has_no_effect_and_a_gap_is_refused(tmp_path: Path) -> No
         assert (await _get(client, [1]))["values"] == [2.0]
 
 
+async def test_a_frame_that_comes_twice_is_acked_first_as_new(tmp_path: Path) -> None:
+    """While acks wait for the store too: a client that hears of the duplicate first would think of an impostor."""
+    async with _serving(_config(tmp_path / "s", max_backlog_bytes=64 << 10)) as (_, client):
+        await client.hello(_hello())
+        acks: dict[int, list[bool]] = {client_seq: [] for client_seq in range(1, 11)}
+
+        async def send(client_seq: int) -> None:
+            reply = await client.set_embeddings(_set(client_seq, list(range(client_seq % 2, 1000)), 1.0))
+            acks[client_seq].append(reply.is_duplicate)
+
+        async with asyncio.TaskGroup() as group:
+            for client_seq in acks:
+                for _ in range(3):
+                    group.create_task(send(client_seq))
+        assert all(heard == [False, True, True] for heard in acks.values()), acks
+
+
 async def test_many_batches_in_flight_keep_their_order(tmp_path: Path) -> None:
     """Batches sent without waiting for acks take effect in the order in which they were sent."""
     async with _serving(_config(tmp_path)) as (_, client):
