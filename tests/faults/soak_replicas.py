@@ -1,0 +1,309 @@
+"""The serving side of the soak: a process with three replicas, threads that look up in them, and what they must see."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from soak_rows import FREE, PAIR, TABLES, Watch, read_stamps
+from soak_trainer import Settled
+
+from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.replica.config import DiskStorage
+from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.shard_tail import Change
+from headrace.schemas.errors import HeadraceError, UnavailableError
+
+__all__ = ["BREAKAGES", "REPLICAS", "Served", "run_replicas"]
+
+_WAIT_S = 120.0
+_BATCH = 64
+_LOOKUP_PAUSE_S = 0.004
+_NUM_THREADS = 2
+_PRESENT = 1
+_MAX_PROBLEMS = 5
+# Hot rows and blocks of each table on disk: room for a few dozen rows.
+_DISK_TABLE_BYTES = 40_000
+# How many updates a broken replica takes before it leaves one out.
+_SKIPS_EVERY = 40
+
+REPLICAS: dict[str, dict[str, Any]] = {
+    "latest": {"consistency": "latest"},
+    "step": {"consistency": "step"},
+    "disk": {"consistency": "latest", "storage": {"*": DiskStorage(memory_bytes=_DISK_TABLE_BYTES)}},
+}
+"""By name: settings."""
+
+
+@dataclass(kw_only=True)
+class Served:
+    """What the lookups in one replica have come to; sent from process to process.
+
+    Attributes:
+        name: The replica's.
+        num_lookups: Of all threads.
+        problems: What must not be, and lookups that failed; the first few.
+        num_failed: Lookups that raised.
+        num_gone: Rows that were seen to be deleted or expired.
+        calm_s: Seconds that lookups took.
+        swapping_s: Of those that began during a swap.
+        freshness_s: Median from the trainer's clock to visible, seconds: of each copy's, asked for after each deed.
+        digest: What its audit said, and whether all was equal.
+    """
+
+    name: str
+    num_lookups: int = 0
+    problems: list[str] = field(default_factory=list)
+    num_failed: int = 0
+    num_gone: int = 0
+    calm_s: array[float] = field(default_factory=lambda: array("f"))
+    swapping_s: array[float] = field(default_factory=lambda: array("f"))
+    freshness_s: float = 0.0
+    digest: str = ""
+
+
+def run_replicas(address: str, directory: Path, seed: int, breakage: str, requests: Connection) -> None:
+    """Serve until told to settle; the process's main function.
+
+    Requests and answers: ("load", name, folder) and ("roll_back", name): ("done", None or why it was refused). "look":
+    ("seen", [problems]). ("settle", `Settled`): ("settled", [`Served`]). Of itself: ("ready",), ("failed", traceback).
+    """
+    try:
+        torch.set_num_threads(1)
+        BREAKAGES[breakage]()
+        replicas = {name: _Replica(name, address, directory, seed + at) for at, name in enumerate(REPLICAS)}
+        requests.send(("ready",))
+        while True:
+            match requests.recv():
+                case ("load", name, folder):
+                    requests.send(("done", replicas[name].load(Path(folder))))
+                case ("roll_back", name):
+                    requests.send(("done", replicas[name].roll_back()))
+                case "look":
+                    requests.send(("seen", [text for replica in replicas.values() for text in replica.look()]))
+                case ("settle", settled):
+                    found = [replica.settle(settled, address) for replica in replicas.values()]
+                    requests.send(("settled", found))
+                    return
+    except EOFError:
+        return  # the harness has ended
+    except (Exception, KeyboardInterrupt):
+        requests.send(("failed", traceback.format_exc()))
+
+
+class _Replica:
+    """One replica and the threads that look up in it."""
+
+    def __init__(self, name: str, address: str, directory: Path, seed: int) -> None:
+        folders = {key: directory / name / key for key in ("disk", "snapshots")}
+        for folder in folders.values():
+            folder.mkdir(parents=True)
+        self._served = Served(name=name)
+        self._watches = {fqn: Watch(table) for fqn, table in TABLES.items()}
+        self._lock = threading.Lock()
+        self._is_swapping = self._is_done = False
+        self._freshness_s: list[float] = []
+        self._replica = EmbeddingReplica(
+            address,
+            disk_dir=folders["disk"],
+            snapshot_dir=folders["snapshots"],
+            name=f"soak-{name}",
+            open_timeout_s=_WAIT_S,
+            **REPLICAS[name],
+        )
+        self._threads = [
+            threading.Thread(target=self._look_up, args=(seed * 100 + at,), name=f"lookups-{name}-{at}", daemon=True)
+            for at in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, folder: Path) -> str | None:
+        """Swap a snapshot in; return why it was refused. A server that goes away meanwhile may be a reason."""
+        self._is_swapping = True
+        try:
+            self._replica.load_snapshot(folder, timeout_s=_WAIT_S)
+        except UnavailableError as exc:
+            return str(exc)
+        finally:
+            self._is_swapping = False
+        return None
+
+    def roll_back(self) -> str | None:
+        """Change back, and expect no more than that from rows; return why it was refused."""
+        try:
+            self._forget()
+            self._replica.roll_back()
+        except HeadraceError as exc:
+            return str(exc)
+        finally:
+            self._forget()
+        return None
+
+    def look(self) -> list[str]:
+        """Note how fresh lookups are, and return what must not be, until now."""
+        self._freshness_s += [shard.delay.percentile(50) for shard in self._replica.freshness() if shard.delay.count]
+        return self._problems()
+
+    def _problems(self) -> list[str]:
+        found = [*self._served.problems, *(text for watch in self._watches.values() for text in watch.problems)]
+        return [f"{self._served.name}: {text}" for text in found]
+
+    def settle(self, settled: Settled, address: str) -> Served:
+        """Catch up with the trainer, end the lookups, and compare everything with the store and the trainer."""
+        served, replica = self._served, self._replica
+        replica.wait_for(settled.step, _WAIT_S, epoch=settled.epoch)
+        self.look()
+        self._is_done = True
+        for thread in self._threads:
+            thread.join(_WAIT_S)
+        report = replica.audit(timeout_s=_WAIT_S)
+        served.digest = f"{'EQUAL' if report.is_equal else 'DIFFERENT'}\n{report}"
+        if not report.is_equal:
+            served.problems.append("the replica's audit found differences")
+        asyncio.run(self._compare(settled, address))
+        served.freshness_s = float(np.median(self._freshness_s))
+        served.num_gone = sum(watch.num_gone for watch in self._watches.values())
+        served.problems = [text.partition(": ")[2] for text in self._problems()]
+        replica.close()
+        return served
+
+    def _forget(self) -> None:
+        for watch in self._watches.values():
+            watch.forget()
+
+    def _look_up(self, seed: int) -> None:
+        rng, pause = np.random.default_rng(seed), threading.Event()
+        calm, swapping = array("f"), array("f")
+        while not self._is_done:
+            is_swapping, begun_s = self._is_swapping, time.perf_counter()
+            try:
+                took_s = self._look_up_once(rng)
+            except Exception:  # of whatever kind: no lookup may fail
+                self._fail(traceback.format_exc())
+                took_s = time.perf_counter() - begun_s
+            (swapping if is_swapping else calm).append(took_s)
+            pause.wait(_LOOKUP_PAUSE_S)
+        with self._lock:
+            self._served.calm_s += calm
+            self._served.swapping_s += swapping
+            self._served.num_lookups += len(calm) + len(swapping)
+
+    def _look_up_once(self, rng: np.random.Generator) -> float:
+        """Look up rows of one table, or of the pair, and check them; return the seconds of the lookup alone."""
+        fqns = [*PAIR, *TABLES, FREE[0]]
+        fqn = fqns[int(rng.integers(len(fqns)))]
+        if fqn == FREE[0]:
+            begun_s = time.perf_counter()
+            self._replica.lookup(fqn, rng.integers(0, FREE[1], _BATCH))
+            return time.perf_counter() - begun_s
+        together = PAIR if fqn in PAIR else (fqn,)
+        numbers = np.sort(rng.choice(TABLES[fqn].num_rows, min(_BATCH, TABLES[fqn].num_rows // 2), replace=False))
+        ids = TABLES[fqn].ids_of(numbers)
+        if rng.random() < 0.1:
+            self._replica.prefetch(fqn, ids)
+        begun = {name: self._watches[name].begin(numbers) for name in together}
+        begun_s = time.perf_counter()
+        found = self._replica.lookup_many(dict.fromkeys(together, ids))
+        took_s = time.perf_counter() - begun_s
+        stamps = [self._watches[name].end(begun[name], numbers, found[name].numpy()) for name in together]
+        if self._served.name == "step" and (stamps[0] != stamps[-1]).any():
+            at = int(np.argmax(stamps[0] != stamps[-1]))
+            self._note(f"half a step: row {numbers[at]} of {PAIR} has stamps {stamps[0][at]} and {stamps[-1][at]}")
+        return took_s
+
+    def _fail(self, text: str) -> None:
+        with self._lock:
+            self._served.num_failed += 1
+        self._note(f"a lookup failed: {text}")
+
+    def _note(self, text: str) -> None:
+        with self._lock:
+            if len(self._served.problems) < _MAX_PROBLEMS:
+                self._served.problems.append(text)
+
+    async def _compare(self, settled: Settled, address: str) -> None:
+        """Compare all rows with the store's, and both with the trainer's stamps."""
+        async with await EmbeddingReader.connect(address, timeout_s=_WAIT_S) as reader:
+            for fqn, table in TABLES.items():
+                numbers = np.arange(table.num_rows)
+                ids = table.ids_of(numbers)
+                stored = await reader.get(fqn, ids)
+                ours = (await asyncio.to_thread(self._replica.lookup, fqn, ids)).numpy()
+                is_there = stored.presence == _PRESENT
+                theirs = np.where(is_there[:, None], stored.weights, np.float32(0))
+                stamps, _ = read_stamps(numbers, theirs)
+                gone, last = self._watches[fqn].gone()
+                came_back = np.zeros(table.num_rows, np.bool_)
+                came_back[gone] = is_there[gone] & (stamps[gone] <= last)
+                wrong = {
+                    "other bytes than the store's": (ours != theirs).any(axis=1),
+                    "other updates in the store than the trainer's": is_there & (stamps != settled.stamps[fqn]),
+                    "rows that the store lacks": settled.must[fqn] & ~is_there,
+                    "rows that should not be in the store": settled.must_not[fqn] & is_there,
+                    "rows that were gone and are back": came_back,
+                }
+                for what, rows in wrong.items():
+                    if rows.any():
+                        self._note(f"at the end: {fqn}: {what}: {rows.sum()}, the first {numbers[rows][:5].tolist()}")
+
+
+# Replicas that are broken on purpose, to see that it is noticed. In the process of the replicas alone.
+
+
+def _skip_updates() -> None:
+    apply = Generation._apply
+    count = 0
+
+    def apply_most(self: Generation, change: Change) -> None:
+        nonlocal count
+        count += bool(change.deltas)
+        if not change.deltas or count % _SKIPS_EVERY:
+            apply(self, change)
+
+    Generation._apply = apply_most  # type: ignore[method-assign]
+
+
+def _tear_steps() -> None:
+    def show_torn(self: Generation) -> bool:
+        cut = None if self.limits is not None else self._newest_common_cut()
+        if cut is None or cut == self.visible:
+            return False
+        for tail in self.tails:
+            with self.gate.write():
+                self._show_up_to(tail, cut)
+            time.sleep(0.001)
+        self.visible = cut
+        return True
+
+    Generation._show_step = show_torn  # type: ignore[method-assign]
+
+
+def _keep_expired() -> None:
+    apply = Generation._apply
+
+    def apply_but_expiry(self: Generation, change: Change) -> None:
+        if not change.is_conditional:
+            apply(self, change)
+
+    Generation._apply = apply_but_expiry  # type: ignore[method-assign]
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "skips_updates": _skip_updates,
+    "tears_steps": _tear_steps,
+    "keeps_expired": _keep_expired,
+}
+"""By name: breaks the replicas of this process."""
