@@ -46,7 +46,11 @@ TlsFlag = Annotated[
 ]
 AuthorityFlag = Annotated[
     Path | None,
-    typer.Option(help="Trust the authorities in this PEM file, not the system's.", metavar="FILE", show_default=False),
+    typer.Option(
+        help="Speak TLS, and trust the authorities in this PEM file, not the system's.",
+        metavar="FILE",
+        show_default=False,
+    ),
 ]
 CertificateFlag = Annotated[
     Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)

@@ -191,9 +191,11 @@ class RowStore:
             raise _error_of(path, exc) from exc
         store = cls(path, db, config)
         try:
-            if store._call(lambda: db.get(_FORMAT_KEY)) is None:
+            if store._call(lambda: db.get(_FORMAT_KEY)) is not None:
+                store._load()
+            elif next(store.scan(b"", limit=1), None) is not None:
                 raise ConfigError(f"{path} holds a RocksDB that is not Headrace's")
-            store._load()
+            # Else a crash came before the first flush: a store at position 0.
         except BaseException:
             store._db.close()
             raise

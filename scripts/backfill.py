@@ -23,6 +23,7 @@ from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT, MAX_SHARDS
 from headrace.paramserver.replay import ReplayTarget
 from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.paramserver.store_builder import StoreBuilder, check_target
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
@@ -139,20 +140,10 @@ def backfill(
         float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
-    ] = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> None:
     """Bring rows of files into a running server, or make a directory for a new one of them.
 

@@ -16,14 +16,12 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 
-from headrace.schemas.errors import UnavailableError
+from headrace.scripts.bench_child import BenchChild
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.fbgemm_tap import FbgemmTap
 from headrace.streamer.step_boundary import StepBoundary
@@ -127,7 +125,7 @@ class Block:
     num_dirty_rows: int
 
 
-class TrainerProcess:
+class TrainerProcess(BenchChild):
     """The process that trains; use it with `with`."""
 
     def __init__(self, model: ModelConfig) -> None:
@@ -136,11 +134,9 @@ class TrainerProcess:
         Raises:
             UnavailableError: It has ended.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__(__name__, "trainer")
         try:
-            self._ask(asdict(model))
+            self.ask(asdict(model))
         except BaseException:
             self.close()
             raise
@@ -151,36 +147,7 @@ class TrainerProcess:
         Raises:
             UnavailableError: The process has ended.
         """
-        return Block(**self._ask(asdict(block)))
-
-    def close(self) -> None:
-        """End the process; idempotent."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise UnavailableError("the bench's trainer has ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return Block(**self.ask(asdict(block)))
 
 
 class _Model(nn.Module):

@@ -7,19 +7,16 @@ stdout; it ends when stdin does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
-from headrace.schemas.errors import UnavailableError
+from headrace.scripts.bench_child import BenchChild
 from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig, hello_request
 
 __all__ = ["WriteResult", "WriterProcess"]
@@ -49,7 +46,7 @@ class WriteResult:
     worst_loop_pause_ms: float
 
 
-class WriterProcess:
+class WriterProcess(BenchChild):
     """The process that writes; use it with `with`."""
 
     def __init__(self, rows: RowsConfig) -> None:
@@ -58,14 +55,9 @@ class WriterProcess:
         Raises:
             UnavailableError: It has ended.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.scripts.bench_writer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__(__name__, "writer")
         try:
-            self._ask(asdict(rows))
+            self.ask(asdict(rows))
         except BaseException:
             self.close()
             raise
@@ -80,36 +72,7 @@ class WriterProcess:
         Raises:
             UnavailableError: The process has ended.
         """
-        return WriteResult(**self._ask({"address": address, "num_batches": num_batches}))
-
-    def close(self) -> None:
-        """End the process; idempotent."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise UnavailableError("the bench's writer has ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return WriteResult(**self.ask({"address": address, "num_batches": num_batches}))
 
 
 async def _write(rows: BenchRows, address: str, num_batches: int) -> WriteResult:

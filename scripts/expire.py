@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +22,7 @@ from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.expiry_policy import ExpiryPolicy
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.shard_link import Dial, ShardLink
+from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 
@@ -65,19 +65,10 @@ def expire(
         bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.", show_default=False)
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False)
-    ] = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> int:
     """Delete the rows of a running server that its policies for expiry let go; training goes on meanwhile.
 

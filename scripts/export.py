@@ -24,6 +24,7 @@ from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.table_sinks.export_table import ExportConfig, ExportTable
@@ -107,20 +108,10 @@ def export(
         float, typer.Option(help="How long to wait for a step, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
-    ] = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> None:
     """Write a server's tables, all of one step, to files of a common format.
 

@@ -25,6 +25,7 @@ from headrace.paramserver.log_inspect import size_of_log
 from headrace.paramserver.replay import Replay, ReplayTarget
 from headrace.paramserver.replay_source import ReplayRange, ReplaySource, ReplaySummary
 from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["replay"]
@@ -72,20 +73,10 @@ def replay(
     timeout_s: Annotated[
         float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
-    ] = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> None:
     """Reapply what update logs hold to a server.
 

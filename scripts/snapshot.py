@@ -24,6 +24,7 @@ from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
@@ -41,19 +42,6 @@ _Directory = Annotated[
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
 _Timeout = Annotated[float, typer.Option(help="How long to try, seconds.", min=0.1, metavar="SECONDS")]
-_TlsAuthority = Annotated[
-    Path | None,
-    typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-]
-_TlsCertificate = Annotated[
-    Path | None, typer.Option(help="Our certificate chain, for mutual TLS.", metavar="FILE", show_default=False)
-]
-_TlsKey = Annotated[
-    Path | None, typer.Option(help="Our certificate's private key.", metavar="FILE", show_default=False)
-]
-_TokenFile = Annotated[
-    Path | None, typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False)
-]
 _DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -76,10 +64,10 @@ def create(
     ] = False,
     timeout_s: _Timeout = 60.0,
     as_json: _AsJson = False,
-    tls_authority: _TlsAuthority = None,
-    tls_certificate: _TlsCertificate = None,
-    tls_key: _TlsKey = None,
-    token_file: _TokenFile = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> None:
     """Make a snapshot of a running server: all shards at one step. Ingest goes on meanwhile."""
     if now and run is not None:
@@ -161,10 +149,10 @@ def fetch(
     name: Annotated[
         str, typer.Option(help="Snapshot; the newest by default.", metavar="NAME", show_default=False)
     ] = "",
-    tls_authority: _TlsAuthority = None,
-    tls_certificate: _TlsCertificate = None,
-    tls_key: _TlsKey = None,
-    token_file: _TokenFile = None,
+    tls_authority: AuthorityFlag = None,
+    tls_certificate: CertificateFlag = None,
+    tls_key: KeyFlag = None,
+    token_file: TokenFlag = None,
 ) -> None:
     """Bring a snapshot from a server to this machine. Interrupted, it goes on where it was."""
     dial = _dial(idl.Role.READER, tls_authority, tls_certificate, tls_key, token_file)

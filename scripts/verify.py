@@ -18,6 +18,7 @@ import typer
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.reader import EmbeddingReader, Rows
 from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.status_client import AuthorityFlag, TokenFlag
 from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.errors import ConfigError, UnknownTableError
 from headrace.schemas.row_digest import BUCKET_ROWS
@@ -89,14 +90,8 @@ def verify(
     timeout_s: Annotated[
         float, typer.Option(help="How long to wait in all, seconds.", min=0.1, metavar="SECONDS")
     ] = 3600.0,
-    tls_authority: Annotated[
-        Path | None,
-        typer.Option(help="Speak TLS, and trust the authorities in this PEM file.", metavar="FILE", show_default=False),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the token. Also HEADRACE_TOKEN.", metavar="FILE", show_default=False),
-    ] = None,
+    tls_authority: AuthorityFlag = None,
+    token_file: TokenFlag = None,
 ) -> int:
     """Add up digests of all rows that a server holds, and compare them with another server's or with saved ones.
 

@@ -134,6 +134,7 @@ class _Link:
     ) -> None:
         self._proxy, self._client, self._shard, self._old, self._random = proxy, client, shard, old, rng
         self._own_seqid = _FIRST_OWN_SEQID
+        self._unanswered: dict[int, bytes] = {}
 
     def reset(self) -> None:
         for _, writer in (self._client, self._shard):
@@ -166,6 +167,9 @@ class _Link:
                 is_batch = _METHOD in frame[:64]
                 if not is_request and _seqid(frame) >= _FIRST_OWN_SEQID:
                     continue  # the answer to a frame that the client has not sent
+                if not is_request and (answered := self._unanswered.pop(_seqid(frame), None)) is not None:
+                    # Not before: over another connection it could come before itself, as nothing does over TCP.
+                    self._old.append(answered)
                 if proxy.is_due("reset"):
                     # Part of it may get through, or all of it.
                     writer.write(frame[: self._random.choice((0, len(frame) // 2, len(frame)))])
@@ -191,7 +195,7 @@ class _Link:
             out = [*out, frame]
         if self._old and proxy.is_due("old"):
             out = [self._as_own(self._random.choice(self._old)), *out]
-        self._old.append(frame)
+        self._unanswered[_seqid(frame)] = frame
         return out
 
     def _as_own(self, frame: bytes) -> bytes:

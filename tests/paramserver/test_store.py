@@ -291,3 +291,13 @@ def test_lz4_shrinks_files(tmp_path: Path) -> None:
 def test_default_cache_follows_the_machine() -> None:
     """The default block cache is bounded, and shared by the shards of a machine."""
     assert 32 << 20 <= default_block_cache_bytes(64) <= default_block_cache_bytes() <= 8 << 30
+
+
+def test_a_copy_from_before_the_first_flush_is_an_empty_store(tmp_path: Path) -> None:
+    """What a crash leaves of a new store can be looked at: it is at position 0."""
+    store = open_store(tmp_path / "db")
+    copy_as_after_crash(store.path, tmp_path / "copy")
+    copy = RowStore.open_read_only(tmp_path / "copy", config=SMALL)
+    assert (copy.applied_seq, copy.layouts(1)) == (0, ())
+    copy.close()
+    store.close()

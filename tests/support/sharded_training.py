@@ -18,7 +18,7 @@ from torch import nn
 __all__ = ["BAG_TABLES", "Job", "train_on_rank", "whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
-# The table that leaves a rank without rows is not the last of its width: FBGEMM's CPU code would look for the next table
+# The table that leaves a rank without rows is not the last of its width: FBGEMM's CPU code would look for the next one
 # that has rows beyond the end of an array, and fail when it finds a large number there.
 BAG_TABLES = {"shops": (5, 32), "users": (1001, 32), "films": (303, 64), "wide": (77, 256)}
 SEQUENCE_TABLES = {"clicks": (211, 32)}

@@ -1,0 +1,204 @@
+"""Runs a page as it stands: its programs are saved, its commands run in order, and their output is compared.
+
+- A `python` block with a title is saved under that name; one without is executed, all of a page in one namespace.
+- In a `console` block a line `$ …` is a command (a line that ends in a backslash goes on), what follows is what it
+  prints: each line must come, in this order, where `…` stands for anything. A line `…` stands for any lines.
+- `headrace serve` and `headrace replica` are left running, on ports that the system chooses; wherever the page has the
+  port that stands there, they are put in. They end with the page.
+- Commands that begin with one of `NOT_RUN` are not run, each for the reason that stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["NOT_RUN", "Block", "Command", "DocumentedPage", "blocks_of", "commands_of", "is_run", "missing_line"]
+
+# What a page may show and the suite does not run, and why. Keep it short: nothing else holds such a command.
+NOT_RUN: Mapping[str, str] = {
+    "pip install": "needs a package index; tests/test_packaging.py installs",
+    "scripts/demo": "tests/scripts/test_demo.py",
+    "scripts/test": "would run itself",
+}
+_DEFAULT_PORTS = {"serve": {"--port": 7601}, "replica": {"--port": 7701}}
+_TIMEOUT_S = 60.0
+_POLL_S = 0.02
+_FENCE = re.compile(r"^```(\w*)[ ]?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r'title="([^"]+)"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A fenced block: `line` is that of its fence, `title` a file's name or empty."""
+
+    language: str
+    title: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command of a console block, and the lines that it is said to print."""
+
+    text: str
+    output: tuple[str, ...]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    return [
+        Block(
+            language=match[1],
+            title=title[1] if (title := _TITLE.search(match[2])) else "",
+            text=match[3],
+            line=page.count("\n", 0, match.start()) + 1,
+        )
+        for match in _FENCE.finditer(page)
+    ]
+
+
+def commands_of(block: Block) -> list[Command]:
+    """Return what a console block has behind `$`; a block without one is output alone."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        elif found and found[-1][0].endswith("\\"):
+            found[-1] = (found[-1][0][:-1] + line.strip(), [])
+        elif found:
+            found[-1][1].append(line)
+    return [Command(text=text, output=tuple(output)) for text, output in found]
+
+
+def is_run(command: str) -> bool:
+    """Say whether the suite runs it."""
+    return not any(command.startswith(prefix) for prefix in NOT_RUN)
+
+
+def missing_line(expected: tuple[str, ...], printed: str) -> str | None:
+    """Return the first expected line that was not printed after those before it; None when all were."""
+    rest = iter([" ".join(line.split()) for line in printed.splitlines()])
+    for line in expected:
+        words = " ".join(line.split())
+        if words in ("", "…"):
+            continue
+        pattern = re.compile("[ ]?.*[ ]?".join(re.escape(part.strip()) for part in words.split("…")))
+        if not any(pattern.fullmatch(given) for given in rest):
+            return line
+    return None
+
+
+class DocumentedPage:
+    """Runs blocks in a directory; used with `with`, at whose end what it has started is stopped."""
+
+    def __init__(self, directory: Path, *, paths: Mapping[str, str] | None = None) -> None:
+        """Run nothing yet.
+
+        Args:
+            directory: Where the commands run.
+            paths: Paths that the page names, and what to take instead.
+        """
+        self.directory = directory
+        self.num_run = 0
+        self._replaced: dict[str, str] = dict(paths or {})
+        self._names: dict[str, Any] = {"__name__": "__main__"}
+        self._servers: list[subprocess.Popen[bytes]] = []
+        self._stack = ExitStack()
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        self._environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environ.update(COLUMNS="120", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+
+    def run(self, block: Block) -> None:
+        """Run a block, or save it; blocks that are neither Python nor console are passed over."""
+        if block.language == "python" and block.title:
+            (self.directory / block.title).write_text(self._put_in(block.text))
+        elif block.language == "python":
+            self.num_run += 1
+            code = compile("\n" * block.line + self._put_in(block.text), f"page {self.directory.name}", "exec")
+            exec(code, self._names)
+        elif block.language == "console":
+            for command in filter(lambda command: is_run(command.text), commands_of(block)):
+                self.num_run += 1
+                if command.text.startswith(("headrace serve ", "headrace replica ")):
+                    self._start(command.text)
+                else:
+                    self._finish(command)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The one that was started last may follow one of the others.
+        self._stack.close()
+
+    def _put_in(self, text: str) -> str:
+        for documented, actual in self._replaced.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(documented)}(?!\w)", actual, text)
+        return text
+
+    def _finish(self, command: Command) -> None:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self._put_in(command.text)],
+            cwd=self.directory,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+        assert done.returncode == 0, f"{command.text}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        missing = missing_line(command.output, done.stdout)
+        assert missing is None, f"{command.text}: {missing!r} is not in what it prints:\n{done.stdout}"
+
+    def _start(self, command: str) -> None:
+        """Start a server on ports of the system's choice, and return when it is ready."""
+        command = command.partition("#")[0]
+        ports = {**_DEFAULT_PORTS[command.split()[1]], **_ports(command)}
+        flags = " ".join(f"{flag} 0" for flag in ports)
+        ready = self.directory / f"ready-{len(self._servers)}.json"
+        log = self.directory / f"server-{len(self._servers)}.log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {self._put_in(command)} {flags} --watch-stdin --ready-file {ready}"],
+                cwd=self.directory,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stderr=stderr,
+            )
+        self._servers.append(process)
+        self._stack.callback(_stop, process)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"{command}: not ready\n{log.read_text()}")
+            time.sleep(_POLL_S)
+        facts = json.loads(ready.read_text())
+        for flag, key in (("--port", "address"), ("--health-port", "health")):
+            if flag in ports:
+                self._replaced[str(ports[flag])] = facts[key].rpartition(":")[2]
+
+
+def _ports(command: str) -> dict[str, int]:
+    return {flag: int(port) for flag, port in re.findall(r"(--port|--health-port)[ =](\d+)", command)}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Have a server drain by closing its stdin; kill it when it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise

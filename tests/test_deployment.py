@@ -1,0 +1,243 @@
+"""What `deploy/` ships fits the command line and the tools that read it; nothing here needs a cluster or a daemon."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from headrace import __version__, cli
+from headrace.paramserver.config import ServerConfig
+from headrace.schemas.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+_MANIFESTS = ("server.yaml", "replicas.yaml")
+# The oldest and the newest version whose schemas are looked at.
+_KUBERNETES = ("1.29", "1.34")
+# `systemd-analyze security` gives 0 (closed) to 10 (open), times ten; this is "OK".
+_MOST_EXPOSED = "20"
+
+
+def _objects(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
+
+
+def _of_kind(kind: str) -> dict[str, Any]:
+    (found,) = (each for name in _MANIFESTS for each in _objects(name) if each["kind"] == kind)
+    return found
+
+
+def _config(arguments: list[str]) -> Any:
+    """Parse a command as `headrace` does and return its settings; nothing is run."""
+    (entry,) = (each for each in cli._COMMANDS if each.name == arguments[0])
+    flags = cli._load(entry).make_context(arguments[0], list(arguments[1:])).params
+    flags = {name: value for name, value in flags.items() if name not in ("config", "ready_file", "watch_stdin")}
+    if arguments[0] == "serve":
+        return ServerConfig.load(flags=flags, environ={}, file=None)
+    from headrace.paramserver.replica.endpoint_config import EndpointConfig
+
+    return EndpointConfig.load(flags=flags, environ={}, file=None)
+
+
+def _container(workload: dict[str, Any]) -> dict[str, Any]:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+@pytest.mark.parametrize("version", _KUBERNETES)
+@pytest.mark.parametrize("name", _MANIFESTS)
+def test_manifests_fit_the_schemas(name: str, version: str) -> None:
+    """Every object is valid, without a field that Kubernetes does not know."""
+    objects = _objects(name)
+    assert objects
+    for each in objects:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_an_unknown_field_is_found() -> None:
+    """The check reports a field that is misspelt."""
+    workload = _of_kind("StatefulSet")
+    _container(workload)["livenessprobe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(workload, _KUBERNETES[-1], strict=True)
+
+
+def test_kustomization_lists_every_manifest() -> None:
+    """`kubectl apply -k` takes all of them, with images of this version."""
+    (kustomization,) = _objects("kustomization.yaml")
+    assert sorted(kustomization["resources"]) == sorted(_MANIFESTS)
+    images = {image["name"]: image["newTag"] for image in kustomization["images"]}
+    assert images == {_container(_of_kind(kind))["image"]: __version__ for kind in ("StatefulSet", "Deployment")}
+
+
+def test_kustomize_builds_them() -> None:
+    """The tool itself makes the objects; skipped where it is not installed."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(DEPLOY / "kubernetes")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = sorted(each["kind"] for each in yaml.safe_load_all(done.stdout))
+    assert kinds == sorted(each["kind"] for name in _MANIFESTS for each in _objects(name))
+
+
+def test_server_manifest_fits_the_command_line() -> None:
+    """Flags of the StatefulSet are settings of `headrace serve`, and its ports, probes and memory are theirs."""
+    workload, container = _of_kind("StatefulSet"), _container(_of_kind("StatefulSet"))
+    config = _config(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    shards = {f"shard-{shard}": config.port + shard for shard in range(config.shards)}
+    assert ports == {**shards, "metrics": config.metrics_port}
+    service = next(each for each in _objects("server.yaml") if each["kind"] == "Service")
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
+    pod = f"{workload['metadata']['name']}-0.{workload['spec']['serviceName']}."
+    assert config.advertise_host.startswith(pod)
+    ready = next(arg.partition("=")[2] for arg in container["args"] if arg.startswith("--ready-file="))
+    assert container["readinessProbe"]["exec"]["command"][-1] == ready
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
+    assert _most_memory(config, container) <= _bytes(container["resources"]["limits"]["memory"])
+
+
+def _most_memory(config: ServerConfig, container: dict[str, Any]) -> float:
+    """Return what all shards may take, by the rule of docs/operations.md."""
+    shard = (
+        config.memtable_bytes
+        + 2 * config.max_inflight_bytes
+        + config.max_log_pending_bytes
+        + config.max_backlog_bytes
+        + 600 * 2**20
+    )
+    assert config.shards is not None
+    return _bytes(container["resources"]["limits"]["memory"]) / 4 + config.shards * shard
+
+
+def _bytes(text: str) -> int:
+    assert text.endswith("Gi")
+    return int(text.removesuffix("Gi")) * 2**30
+
+
+@pytest.mark.torchrec
+def test_replica_manifest_fits_the_command_line() -> None:
+    """Flags of the Deployment are settings of `headrace replica`, and it follows the server of the other manifest."""
+    container = _container(_of_kind("Deployment"))
+    config = _config(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"thrift": config.port, "health": config.health_port}
+    server = _config(_container(_of_kind("StatefulSet"))["args"])
+    assert config.server == f"{server.advertise_host}:{server.port}"
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("liveness", "readiness")}
+    assert probes == {
+        "liveness": {"path": "/healthz", "port": "health"},
+        "readiness": {"path": "/readyz", "port": "health"},
+    }
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Deployment"])
+def test_pods_are_locked_down(kind: str) -> None:
+    """No pod runs as root, writes to its image, keeps a capability or gets variables of services."""
+    pod = _of_kind(kind)["spec"]["template"]["spec"]
+    context = _container(_of_kind(kind))["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+    assert not pod["enableServiceLinks"] and not pod["automountServiceAccountToken"]
+    assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_an_unknown_flag_is_found() -> None:
+    """The check reports flags and values that the command line does not take."""
+    with pytest.raises(Exception, match="--shrads"):
+        _config(["serve", "--data=x", "--shrads=2"])
+    with pytest.raises(ConfigError, match="max-inflight-bytes"):
+        _config(["serve", "--data=x", "--max-inflight-bytes=many"])
+
+
+def _unit() -> str:
+    return (DEPLOY / "systemd" / "headrace.service").read_text()
+
+
+def test_unit_fits_the_command_line(tmp_path: Path) -> None:
+    """ExecStart is a command that parses, with the settings file that stands beside it; exit codes are the server's."""
+    command = re.search(r"^ExecStart=/opt/headrace/bin/headrace (.+)$", _unit(), re.MULTILINE)
+    assert command is not None
+    config = _config(command[1].split())
+    assert str(config.data) == "/var/lib/headrace"  # of StateDirectory=headrace
+    sample = (DEPLOY / "systemd" / "serve.yaml").read_text()
+    everything = tmp_path / "serve.yaml"
+    everything.write_text(re.sub(r"^# (?=\w+: )", "", sample, flags=re.MULTILINE))
+    for file in (DEPLOY / "systemd" / "serve.yaml", everything):
+        ServerConfig.load(flags={"data": tmp_path}, environ={}, file=file)
+    assert "RestartPreventExitStatus=2 3\n" in _unit()
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """`systemd-analyze` finds nothing wrong in the unit, and little that is open; skipped where it is not installed."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "headrace.service"
+    unit.write_text(_unit().replace("/opt/headrace/bin/headrace", sys.executable))  # it must be there
+    for arguments in (["verify"], ["security", "--offline=true", f"--threshold={_MOST_EXPOSED}"]):
+        done = subprocess.run(["systemd-analyze", *arguments, str(unit)], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+def _dockerfile() -> str:
+    return (DEPLOY / "docker" / "Dockerfile").read_text()
+
+
+def _stages() -> dict[str, str]:
+    """Return what each stage of the Dockerfile says, by name."""
+    parts = re.split(r"^FROM (\S+) AS (\S+)$", _dockerfile(), flags=re.MULTILINE)
+    return {
+        name: f"FROM {base}\n{text}" for base, name, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
+    }
+
+
+def test_images_are_not_roots_and_the_server_has_no_torch() -> None:
+    """Both images run as a number above 0, and torch is installed for the replica alone."""
+    stages = _stages()
+    assert re.search(r"^USER (?!0)\d+:\d+$", stages["base"], re.MULTILINE)
+    for name in ("server", "replica"):
+        assert stages[name].startswith("FROM base\n") and "USER" not in stages[name]
+        assert f"COPY --from={name}-environment " in stages[name]
+    assert {name for name, text in stages.items() if "torch==" in text} == {"replica-environment"}
+    assert stages["server-environment"].startswith("FROM ${PYTHON_IMAGE}")
+    torch = re.search(r"torch==(\S+)", _dockerfile())
+    assert torch is not None and f"torch=={torch[1]}\n" in (ROOT / "constraints.txt").read_text()
+    assert list(stages)[-1] == "server"  # what a build without --target makes
+
+
+def test_images_copy_what_is_there_and_not_ignored() -> None:
+    """Each path that is copied from the build's context exists, and the ignore file lets it through."""
+    copied = [
+        path.rstrip("/")
+        for line in re.findall(r"^COPY (?!--from)(.+) \S+$", _dockerfile(), re.MULTILINE)
+        for path in line.split()
+    ]
+    ignore = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert "*" in ignore
+    assert {path for path in copied} == {line[1:] for line in ignore if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in copied)
+
+
+@pytest.mark.parametrize("stage", ["server", "replica"])
+@pytest.mark.torchrec
+def test_images_run_commands_that_are_there(stage: str) -> None:
+    """CMD is a command of `headrace`, and the documented tags have its version."""
+    command = re.search(r"^CMD \[(.+)\]$", _stages()[stage], re.MULTILINE)
+    assert command is not None
+    arguments = [word.strip(' "') for word in command[1].split(",")]
+    if "--help" in arguments:
+        assert cli.main(arguments) == 0
+    else:
+        assert _config(arguments).data is not None
+    assert f":{__version__} ." in _dockerfile()

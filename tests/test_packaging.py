@@ -1,0 +1,191 @@
+"""The wheel and the sdist: whole, without links, and enough to run a server where nothing else is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from headrace import __version__
+from headrace.paramserver.launch import ServerProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+_ROOMS = ("kernels", "paramserver", "schemas", "scripts", "streamer")
+# What the image's build has, so that a folder which is not copied there is found here.
+_COPIED = [
+    path.rstrip("/")
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    for path in line.split()
+]
+# Files that are no Python and that the code reads at run time; each kind is there by `package-data`.
+_DATA = frozenset({".css", ".cu", ".cuh", ".gz", ".html", ".js", ".thrift", ".typed"})
+_TIMEOUT_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sdist and wheel, made from a copy of what the image's build copies; the wheel is the sdist's."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in _COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def _wheel(built: Path) -> Path:
+    (wheel,) = built.glob(f"headrace-{__version__}-py3-none-any.whl")
+    return wheel
+
+
+def _sources() -> set[str]:
+    """Return the files that a wheel must have, under the package's name."""
+    found = {f"headrace/{path.name}" for path in (ROOT / "headrace").iterdir() if path.is_file()}
+    for room in _ROOMS:
+        for path in (ROOT / room).rglob("*"):
+            if path.is_file() and path.suffix in {".py", *_DATA}:
+                found.add(f"headrace/{path.relative_to(ROOT).as_posix()}")
+    return found
+
+
+def test_wheel_has_every_file_and_no_link(built: Path) -> None:
+    """All modules and data of the five folders are in it as files, under `headrace/`, and nothing else but metadata."""
+    with zipfile.ZipFile(_wheel(built)) as wheel:
+        infos = wheel.infolist()
+    assert not [info.filename for info in infos if (info.external_attr >> 16) & 0o170000 == 0o120000]
+    names = {info.filename for info in infos}
+    assert _sources() - names == set()
+    for name in ("py.typed", "schemas/paramserver.thrift", "scripts/sample_interactions.csv.gz"):
+        assert f"headrace/{name}" in names
+    assert "headrace/paramserver/status_page/index.html" in names
+    rest = {name.partition("/")[0] for name in names} - {"headrace"}
+    assert rest == {f"headrace-{__version__}.dist-info"}
+
+
+def test_sdist_has_every_file_and_no_link(built: Path) -> None:
+    """The same of the sdist, which needs no link to be built from."""
+    (sdist,) = built.glob(f"headrace-{__version__}.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert not [member.name for member in members if member.issym() or member.islnk()]
+    names = {member.name.partition("/")[2] for member in members if member.isfile()}
+    assert _sources() - names == set()
+    assert {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO"} <= names
+
+
+def _closure(name: str) -> set[str]:
+    """Return the distributions that one asks for without extras, directly or not, as they are installed here."""
+    found: set[str] = set()
+    waiting = [(name, frozenset[str]())]
+    while waiting:
+        current, extras = waiting.pop()
+        for text in importlib.metadata.requires(current) or ():
+            requirement = Requirement(text)
+            wanted = (
+                any(requirement.marker.evaluate({"extra": extra}) for extra in extras or {""})
+                if (requirement.marker)
+                else True
+            )
+            if wanted and canonicalize_name(requirement.name) not in found:
+                found.add(canonicalize_name(requirement.name))
+                waiting.append((requirement.name, frozenset(requirement.extras)))
+    return found
+
+
+def _lend(distribution: str, site: Path) -> None:
+    """Link a distribution's files into another environment."""
+    for file in importlib.metadata.files(distribution) or ():
+        source = Path(str(file.locate()))
+        if ".." in file.parts or "__pycache__" in file.parts or not source.exists():
+            continue  # commands, which nothing here calls
+        target = site / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.symlink_to(source)
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel and what it asks for, and nothing else; no network is needed.
+
+    The requirements are lent by this environment, so an unlisted one is not there and its import fails.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for distribution in _closure("headrace"):
+        _lend(distribution, site)
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-index"]
+    done = subprocess.run(
+        [*command, "--no-deps", "--no-compile", "--disable-pip-version-check", str(_wheel(built))],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def _run(environment: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(environment / "bin" / "headrace"), *arguments],
+        cwd=environment,
+        env={"PATH": os.environ["PATH"], "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+
+
+def test_server_runs_from_the_wheel_without_torch(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`headrace --version`, `serve` and `status` work from the wheel alone, with the status page, and stop as told."""
+    assert _run(environment, "--version").stdout == f"headrace {__version__}\n"
+    python = str(environment / "bin" / "python")
+    code = (
+        "import headrace, importlib.util as u; print(headrace.__file__, u.find_spec('torch'), u.find_spec('pyarrow'))"
+    )
+    told = subprocess.run([python, "-c", code], cwd=environment, capture_output=True, text=True, timeout=60).stdout
+    assert told.split() == [
+        str(next(environment.glob("lib/python*/site-packages/headrace/__init__.py"))),
+        *2 * ["None"],
+    ]
+    monkeypatch.setattr(sys, "executable", python)  # what `ServerProcess` starts
+    monkeypatch.chdir(environment)
+    with ServerProcess.start(environment / "store", shards=2) as server:
+        done = _run(environment, "status", server.address, "--json")
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["shards"]) == 2
+        assert server.stop() == 0
+
+
+def test_commands_that_need_more_say_what(environment: Path) -> None:
+    """Where torch is not installed, `headrace replica` is one line that says how to get it."""
+    done = _run(environment, "replica", "--server", "127.0.0.1:7601")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
+
+
+def test_version_stands_in_one_place_twice(built: Path) -> None:
+    """The package and its metadata tell the same version, and the changelog has a heading for what comes."""
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+    with zipfile.ZipFile(_wheel(built)) as wheel:
+        metadata = wheel.read(f"headrace-{__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert not re.search(r"^Requires-Dist: torch[^;]*$", metadata, re.MULTILINE)  # only with an extra
