@@ -26,6 +26,7 @@ _BENCHES = (
     ("overhead", "headrace.scripts.bench_overhead:overhead", "What streaming costs a trainer."),
     ("backfill", "headrace.scripts.bench_backfill:backfill", "How fast a directory is made of files, beside RocksDB."),
     ("export", "headrace.scripts.bench_export:export", "How fast a snapshot becomes files, beside the disk."),
+    ("kernels", "headrace.scripts.bench_kernels:kernels", "How fast rows are marked, packed, digested and routed."),
     ("freshness", "headrace.scripts.bench_freshness:freshness", "How late a replica shows an update, beside a floor."),
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headrace.paramserver.address import parse_address
+from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.paramserver.store import StoreConfig
+from headrace.schemas.idl import idl
 from headrace.scripts.bench_peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
 from headrace.scripts.bench_report import (
     FolderOption,
@@ -32,6 +39,7 @@ __all__ = ["IngestConfig", "IngestResult", "ingest", "peak_memory_bytes", "run",
 _BLOCK_CACHE_BYTES = 256 << 20
 _MEMTABLE_BYTES = 192 << 20
 _KINDS = ("uniform", "zipf")
+_TIMEOUT_S, _POLL_S = 60.0, 0.02
 
 OnStage = Callable[[str], None]
 
@@ -49,7 +57,7 @@ class IngestConfig:
         folder: Where files go; None for the system's temporary folder.
     """
 
-    num_batches: int = 480
+    num_batches: int = 960
     num_acked_batches: int = 80
     num_redis_batches: int = 100
     num_rounds: int = 3
@@ -58,7 +66,7 @@ class IngestConfig:
     @property
     def num_stages(self) -> int:
         """How often `on_stage` is called."""
-        return self.num_rounds * (2 + len(_KINDS) * (3 if has_redis() else 2))
+        return self.num_rounds * (3 + len(_KINDS) * (3 if has_redis() else 2))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +74,8 @@ class IngestResult:
     """What was measured: rows a second of each round, by what was done.
 
     Attributes:
-        rates: `fsync`, `acked`; `rocksdb_`, `headrace_` and `redis_` with `uniform` and `zipf`.
+        rates: `fsync`, `acked`; `rocksdb_`, `headrace_` and `redis_` with `uniform` and `zipf`; `headrace_snapshot`, as
+            `headrace_uniform` while a snapshot is made.
         worst_loop_pause_ms: Of the shard, over all rounds.
         peak_memory_bytes: Of the shard's process, over all rounds.
     """
@@ -93,6 +102,7 @@ class IngestResult:
             "ratio_zipf_vs_rocksdb": self.ratio("headrace_zipf", "rocksdb_zipf"),
             "ratio_uniform_vs_redis": self.ratio("headrace_uniform", "redis_uniform"),
             "ratio_zipf_vs_redis": self.ratio("headrace_zipf", "redis_zipf"),
+            "ratio_with_snapshot": self.ratio("headrace_snapshot", "headrace_uniform"),
             "worst_loop_pause_ms": self.worst_loop_pause_ms,
             "peak_memory_bytes": self.peak_memory_bytes,
             "row_bytes": WIRE_ROW_BYTES,
@@ -107,7 +117,7 @@ def ingest(
     json_path: JsonOption = None,
     folder: FolderOption = None,
     rounds: RoundsOption = 3,
-    batches: Annotated[int, typer.Option(min=1, help="Steps of 4096 lookups whose rows are written.")] = 480,
+    batches: Annotated[int, typer.Option(min=1, help="Steps of 4096 lookups whose rows are written.")] = 960,
 ) -> None:
     """Measure how fast a shard takes rows of 128 floats and an optimizer state.
 
@@ -176,10 +186,15 @@ def _steps(
         written = _write(writers["uniform"], place, num_acked, result)
         result.add("acked", written.num_rows, written.acked_s)
 
+    def with_snapshot(place: Path) -> None:
+        written = _write(writers["uniform"], place, config.num_batches, result, snapshot_at=config.num_batches // 2)
+        result.add("headrace_snapshot", written.num_rows, written.applied_s)
+
     yield _Step("writev and fdatasync alone", fsync)
     yield _Step("acked by Headrace", acked)
     for ids in _KINDS:
         yield from _steps_of(ids, config, rows[ids], writers[ids], result)
+    yield _Step("applied by Headrace while a snapshot is made, uniform ids", with_snapshot)
 
 
 def _steps_of(
@@ -204,13 +219,31 @@ def _steps_of(
 _STORE = StoreConfig(block_cache_bytes=_BLOCK_CACHE_BYTES, write_buffer_bytes=_MEMTABLE_BYTES // 3)
 
 
-def _write(writer: WriterProcess, place: Path, num_batches: int, result: IngestResult) -> WriteResult:
-    with serve(place / "data") as server:
+def _write(
+    writer: WriterProcess, place: Path, num_batches: int, result: IngestResult, *, snapshot_at: int | None = None
+) -> WriteResult:
+    with serve(place / "data") as server, ThreadPoolExecutor(1) as pool:
+        snapshot = None
+        if snapshot_at is not None:
+            snapshot = pool.submit(lambda: asyncio.run(_snapshot(server.address, snapshot_at)))
         written = writer.write(server.address, num_batches=num_batches)
+        if snapshot is not None:
+            snapshot.result()
         result.worst_loop_pause_ms = max(result.worst_loop_pause_ms, written.worst_loop_pause_ms)
         result.peak_memory_bytes = max(result.peak_memory_bytes, peak_memory_bytes(server.shard_pids[0]))
         server.kill()
         return written
+
+
+async def _snapshot(address: str, at_seq: int) -> None:
+    """Make a snapshot once so many records are in the log."""
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=_TIMEOUT_S, role=idl.Role.ADMIN)
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    client, _ = await dial.connect(host, port)
+    async with client:
+        while (await client.status()).log_seq < at_seq:  # noqa: ASYNC110 (it is far away)
+            await asyncio.sleep(_POLL_S)
+    await create_snapshot(address, dial=dial, at_step=False, timeout_s=_TIMEOUT_S)
 
 
 @contextmanager

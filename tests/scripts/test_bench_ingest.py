@@ -57,7 +57,7 @@ def test_a_small_ingest_bench(tmp_path):
     figures = bench_ingest.run(config, on_stage=stages.append).to_json()
     assert len(stages) == config.num_stages
     assert not list(tmp_path.iterdir())
-    ratios = ["acked_vs_fsync", "uniform_vs_rocksdb", "zipf_vs_rocksdb"]
+    ratios = ["acked_vs_fsync", "uniform_vs_rocksdb", "zipf_vs_rocksdb", "with_snapshot"]
     if has_redis():
         ratios += ["uniform_vs_redis", "zipf_vs_redis"]
     for name in ratios:

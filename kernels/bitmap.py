@@ -1,0 +1,215 @@
+"""Bitmaps of dirty rows as tensors: mark rows, and take them out in ascending order, on the CPU or on a GPU.
+
+A bitmap is little-endian words of 64 bits, int64 in torch's types; row r is bit r % 64 of word r / 64. These are the
+operations for tables on a GPU, where a bitmap lies beside its table and nobody waits for a step's ids. On the CPU
+`DirtyRows` is the better set: it knows which blocks of its bitmap to look at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.kernels.cuda_module import Launcher, num_blocks
+from headrace.kernels.dirty_rows import ids_of
+from headrace.kernels.dispatch import launcher_for
+
+__all__ = ["make_bitmap", "mark_dirty", "mark_dirty_reference", "take_dirty", "take_dirty_reference"]
+
+_WORD_BITS = 64
+_MARK_THREADS = 256
+# As in bitmap.cu.
+_TAKE_THREADS = 256
+_TILE_WORDS = 1024
+# On the CPU: with a row in so many bits, to look at each bit is cheaper than at each row.
+_DENSE_ROWS_OF_BITS = 12
+
+
+def make_bitmap(num_rows: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return a bitmap with no row dirty: int64[ceil(num_rows / 64)].
+
+    Args:
+        num_rows: Rows of the table, ≥ 0.
+        device: Where.
+    """
+    return torch.zeros(-(-num_rows // _WORD_BITS), dtype=torch.int64, device=device)
+
+
+def mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
+    """Set the bits of rows; negative ids are skipped, and a row may be named many times.
+
+    Args:
+        bitmap: int64[w], contiguous; changed.
+        row_ids: int32 or int64, any shape and order, on the bitmap's device.
+
+    Raises:
+        IndexError: On the CPU, an id is beyond the bitmap; nothing is marked. On a GPU this stops the kernel, as an
+            index that is out of range does in torch: the next synchronization raises.
+        ValueError: Types, devices or layout are others.
+    """
+    _check_bitmap(bitmap)
+    if row_ids.dtype not in (torch.int32, torch.int64) or row_ids.device != bitmap.device:
+        raise ValueError(f"row_ids is {row_ids.dtype} on {row_ids.device}: int32 or int64 on {bitmap.device} is needed")
+    _mark_dirty(bitmap, row_ids)
+
+
+def take_dirty(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Clear the bits of the lowest dirty rows, and return these rows.
+
+    Args:
+        bitmap: int64[w], contiguous; changed.
+        max_rows: At most so many, ≥ 0; the others stay dirty. None takes all, and on a GPU makes room for all rows of
+            the bitmap, 512 bytes for each of its words.
+
+    Returns:
+        (row ids, count): int64[n] on the bitmap's device, the first `count` of them the rows, ascending and unique;
+        and int64[], on that device too. On the CPU n is the count. With the kernel, n is the room, what follows the
+        rows is undefined, and nothing waits for the device; torch's own operations wait, and n is the count.
+
+    Raises:
+        ValueError: The bitmap's type or layout is another, or `max_rows` is negative.
+    """
+    _check_bitmap(bitmap)
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"max_rows {max_rows} is negative")
+    room = bitmap.numel() * _WORD_BITS
+    ids, count = _take_dirty(bitmap, room if max_rows is None else min(room, max_rows))
+    return ids, count
+
+
+def mark_dirty_reference(bitmap: Tensor, row_ids: Tensor) -> None:
+    """Do what `mark_dirty` does: the definition."""
+    bits = _bits_of(bitmap)
+    ids = row_ids.flatten().long()
+    bits[ids[ids >= 0]] = 1
+    _set_bits(bitmap, bits)
+
+
+def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Do what `take_dirty` does on the CPU, on any device: the definition."""
+    bits = _bits_of(bitmap)
+    ids = bits.nonzero().flatten()[:max_rows]
+    bits[ids] = 0
+    _set_bits(bitmap, bits)
+    return ids, torch.tensor(ids.numel(), device=bitmap.device)
+
+
+def launch_mark_dirty(launcher: Launcher, bitmap: Tensor, row_ids: Tensor) -> None:
+    """Do what `mark_dirty` does, with its kernel."""
+    ids = row_ids.detach().contiguous()
+    kernel = "mark_dirty_int32_kernel" if ids.dtype == torch.int32 else "mark_dirty_int64_kernel"
+    blocks = num_blocks(ids.numel(), _MARK_THREADS)
+    launcher.launch(kernel, blocks, _MARK_THREADS, bitmap, bitmap.numel(), ids, ids.numel())
+
+
+def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    """Do what `take_dirty` does, with its kernel."""
+    row_ids = torch.empty(max_rows, dtype=torch.int64, device=bitmap.device)
+    num_tiles = -(-bitmap.numel() // _TILE_WORDS)
+    # What each tile has told the others, the number of tiles begun, the count, and the number of all that was dirty.
+    state = torch.zeros(num_tiles + 3, dtype=torch.int64, device=bitmap.device)
+    counts = state[num_tiles + 1 :]
+    launcher.launch(
+        "take_dirty_kernel",
+        num_tiles,
+        _TAKE_THREADS,
+        bitmap,
+        bitmap.numel(),
+        state,
+        num_tiles,
+        max_rows,
+        row_ids,
+        counts,
+    )
+    # A copy, because outputs of an operator may not share memory; on the device, in order.
+    return row_ids, counts[0].clone()
+
+
+@torch.library.custom_op("headrace::mark_dirty", mutates_args={"bitmap"})
+def _mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
+    if bitmap.device.type == "cpu":
+        return _mark_on_cpu(bitmap, row_ids)
+    launcher = launcher_for("mark_dirty", "bitmap", bitmap.device)
+    if launcher is None:
+        return mark_dirty_reference(bitmap, row_ids)
+    return launch_mark_dirty(launcher, bitmap, row_ids)
+
+
+@_mark_dirty.register_fake
+def _mark_dirty_fake(bitmap: Tensor, row_ids: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("headrace::take_dirty", mutates_args={"bitmap"})
+def _take_dirty(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    if bitmap.device.type == "cpu":
+        return _take_on_cpu(bitmap, max_rows)
+    launcher = launcher_for("take_dirty", "bitmap", bitmap.device)
+    if launcher is None:
+        return take_dirty_reference(bitmap, max_rows)
+    return launch_take_dirty(launcher, bitmap, max_rows)
+
+
+@_take_dirty.register_fake
+def _take_dirty_fake(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    # How many rows come back depends on the bits, but for the kernel.
+    num_rows = torch.library.get_ctx().new_dynamic_size()
+    return bitmap.new_empty(num_rows), bitmap.new_empty(())
+
+
+def _mark_on_cpu(bitmap: Tensor, row_ids: Tensor) -> None:
+    ids = ids_of(row_ids, bitmap.numel() * _WORD_BITS)
+    # Unbuffered: a word that is named many times gets all of its bits.
+    np.bitwise_or.at(_words_of(bitmap), ids >> 6, np.uint64(1) << (ids & 63).view(np.uint64))
+
+
+def _take_on_cpu(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    words = _words_of(bitmap)
+    num_rows = int(np.bitwise_count(words).sum(dtype=np.int64))
+    if num_rows * _DENSE_ROWS_OF_BITS > words.size * _WORD_BITS:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+        ids: npt.NDArray[np.int64] = np.flatnonzero(bits).astype(np.int64, copy=False)
+        words.fill(0)
+    else:
+        where = np.flatnonzero(words != 0)
+        ids = _rows_of(words[where], where.astype(np.int64, copy=False) * _WORD_BITS, num_rows)
+        words[where] = 0
+    if num_rows > max_rows:
+        _mark_on_cpu(bitmap, torch.from_numpy(ids[max_rows:]))
+        ids = ids[:max_rows].copy()
+    return torch.from_numpy(ids), torch.tensor(ids.size)
+
+
+def _rows_of(words: npt.NDArray[np.uint64], first_rows: npt.NDArray[np.int64], num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the rows of words that are not zero, ascending: the lowest of each word, the next of each, and so on."""
+    counts = np.bitwise_count(words)
+    places = np.cumsum(counts, dtype=np.int64) - counts
+    ids = np.empty(num_rows, np.int64)
+    while words.size:
+        others = words & (words - np.uint64(1))
+        ids[places] = first_rows + np.bitwise_count((words ^ others) - np.uint64(1))
+        left = np.flatnonzero(others)
+        words, places, first_rows = others[left], places[left] + 1, first_rows[left]
+    return ids
+
+
+def _words_of(bitmap: Tensor) -> npt.NDArray[np.uint64]:
+    words: npt.NDArray[np.uint64] = bitmap.numpy().view(np.uint64)
+    return words
+
+
+def _bits_of(bitmap: Tensor) -> Tensor:
+    places = torch.arange(_WORD_BITS, device=bitmap.device)
+    return (bitmap[:, None] >> places & 1).flatten()
+
+
+def _set_bits(bitmap: Tensor, bits: Tensor) -> None:
+    places = torch.arange(_WORD_BITS, device=bitmap.device)
+    bitmap.copy_((bits.view(-1, _WORD_BITS) << places).sum(1))
+
+
+def _check_bitmap(bitmap: Tensor) -> None:
+    if bitmap.dtype != torch.int64 or bitmap.dim() != 1 or not bitmap.is_contiguous():
+        raise ValueError(f"bitmap is {bitmap.dtype}{list(bitmap.shape)}: contiguous int64[w] is needed")

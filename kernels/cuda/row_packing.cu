@@ -1,0 +1,141 @@
+// Gathers rows of many tables, with their states, into one buffer in one launch; and writes packed rows back.
+#include "common.cuh"
+
+constexpr int PACK_THREADS = 256;
+constexpr int UNITS_PER_THREAD = 4;
+constexpr int UNIT_BYTES = 16;
+constexpr int TILE_UNITS = PACK_THREADS * UNITS_PER_THREAD;  // `row_packing.py` has the same number
+
+// One column of one table; as `row_packing.py` fills it. `word_bytes` is the longest access that the source's address
+// and the lengths of its rows allow: 16, 8, 4, 2 or 1. 0 means that the row ids themselves are the column.
+struct PackedColumn {
+    int64 first_tile;
+    const uint8* source;
+    int64 source_rows, source_stride;
+    const int64* row_ids;
+    int64 num_rows, row_bytes;
+    uint8* out;
+    int64 word_bytes;
+    int64 row_offset;
+};
+
+__device__ inline const uint8* source_row(const PackedColumn& column, uint32 row) {
+    const int64 id = column.row_ids[row];
+    require(id >= 0 && id < column.source_rows);
+    return column.source + id * column.source_stride;
+}
+
+// Rows that are whole units: all loads are on their way before the first store.
+__device__ void copy_whole_units(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
+    const uint32 row_units = (uint32)(column.row_bytes / UNIT_BYTES);
+    uint4 loaded[UNITS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
+        const uint32 unit = first_unit + i * PACK_THREADS;
+        if (unit >= num_units) continue;
+        const uint32 row = unit / row_units;
+        loaded[i] = ((const uint4*)source_row(column, row))[unit - row * row_units];
+    }
+#pragma unroll
+    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
+        const uint32 unit = first_unit + i * PACK_THREADS;
+        if (unit < num_units) ((uint4*)column.out)[unit] = loaded[i];
+    }
+}
+
+// Rows of any length: a unit of the buffer may hold the end of one row and the beginning of others. It is loaded word
+// by word and stored at once, but for the column's last, which may be shorter.
+template <typename Word>
+__device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
+    constexpr int UNIT_WORDS = UNIT_BYTES / sizeof(Word);
+    const uint32 row_words = (uint32)(column.row_bytes / sizeof(Word));
+    const int64 num_words = column.num_rows * row_words;
+    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
+        const uint32 unit = first_unit + i * PACK_THREADS;
+        if (unit >= num_units) return;
+        const int64 first_word = (int64)unit * UNIT_WORDS;
+        uint32 row = (uint32)(first_word / row_words);
+        uint32 at = (uint32)(first_word - (int64)row * row_words);
+        const Word* source = (const Word*)source_row(column, row);
+        union {
+            uint4 unit;
+            Word words[UNIT_WORDS];
+        } built;
+        const int64 left = num_words - first_word;
+#pragma unroll
+        for (int k = 0; k < UNIT_WORDS; ++k) {
+            if (k >= left) continue;
+            if (at == row_words) {
+                source = (const Word*)source_row(column, ++row);
+                at = 0;
+            }
+            built.words[k] = source[at++];
+        }
+        if (left >= UNIT_WORDS) {
+            ((uint4*)column.out)[unit] = built.unit;
+        } else {
+#pragma unroll
+            for (int k = 0; k < UNIT_WORDS; ++k) {
+                if (k < left) ((Word*)column.out)[first_word + k] = built.words[k];
+            }
+        }
+    }
+}
+
+__device__ void copy_row_ids(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
+    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
+        const uint32 unit = first_unit + i * PACK_THREADS;
+        if (unit >= num_units) return;
+        for (int64 row = 2 * (int64)unit; row < 2 * (int64)unit + 2 && row < column.num_rows; ++row) {
+            const int64 id = column.row_ids[row];
+            require(id >= 0 && id < column.source_rows);
+            ((int64*)column.out)[row] = id + column.row_offset;
+        }
+    }
+}
+
+// A block is a tile of one column.
+HEADRACE_KERNEL pack_rows_kernel(const PackedColumn* columns, int64 num_columns) {
+    int64 low = 0, high = num_columns - 1;
+    while (low < high) {  // the last column that begins at this tile or before
+        const int64 middle = (low + high + 1) / 2;
+        if (columns[middle].first_tile <= (int64)blockIdx.x) low = middle;
+        else high = middle - 1;
+    }
+    const PackedColumn column = columns[low];
+    const uint32 num_units = (uint32)((column.num_rows * column.row_bytes + UNIT_BYTES - 1) / UNIT_BYTES);
+    const uint32 first_unit = (uint32)(blockIdx.x - column.first_tile) * TILE_UNITS + threadIdx.x;
+    switch (column.word_bytes) {
+        case 0: return copy_row_ids(column, first_unit, num_units);
+        case 16: return copy_whole_units(column, first_unit, num_units);
+        case 8: return copy_words<uint64>(column, first_unit, num_units);
+        case 4: return copy_words<uint32>(column, first_unit, num_units);
+        case 2: return copy_words<uint16>(column, first_unit, num_units);
+        default: return copy_words<uint8>(column, first_unit, num_units);
+    }
+}
+
+template <typename Word>
+__device__ void scatter_words(
+    uint8* table, int64 table_rows, int64 table_stride, const int64* row_ids, int64 num_rows, int64 row_bytes,
+    const uint8* packed) {
+    const int64 row_words = row_bytes / sizeof(Word);
+    for (int64 i = first_of_grid(); i < num_rows * row_words; i += grid_stride()) {
+        const int64 row = i / row_words, id = row_ids[row];
+        require(id >= 0 && id < table_rows);
+        ((Word*)(table + id * table_stride))[i - row * row_words] = ((const Word*)packed)[i];
+    }
+}
+
+// `word_bytes` is the longest access that both sides allow.
+HEADRACE_KERNEL unpack_rows_kernel(
+    uint8* table, int64 table_rows, int64 table_stride, const int64* row_ids, int64 num_rows, int64 row_bytes,
+    const uint8* packed, int64 word_bytes) {
+    switch (word_bytes) {
+        case 16: return scatter_words<uint4>(table, table_rows, table_stride, row_ids, num_rows, row_bytes, packed);
+        case 8: return scatter_words<uint64>(table, table_rows, table_stride, row_ids, num_rows, row_bytes, packed);
+        case 4: return scatter_words<uint32>(table, table_rows, table_stride, row_ids, num_rows, row_bytes, packed);
+        case 2: return scatter_words<uint16>(table, table_rows, table_stride, row_ids, num_rows, row_bytes, packed);
+        default: return scatter_words<uint8>(table, table_rows, table_stride, row_ids, num_rows, row_bytes, packed);
+    }
+}

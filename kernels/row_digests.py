@@ -1,0 +1,135 @@
+"""Digests of rows that lie in tensors, on the CPU or on a GPU: those of `schemas/row_digest.py`, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.kernels.cuda_module import Launcher, num_blocks
+from headrace.kernels.dispatch import launcher_for
+from headrace.schemas.row_digest import digest_rows
+
+__all__ = ["row_digests", "row_digests_reference"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_THREADS = 256
+_WARP_LANES = 32
+
+
+def row_digests(row_ids: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Return the digest of each row. Their sum, which wraps, is that of the set, whatever its order.
+
+    Args:
+        row_ids: int64[n], global.
+        columns: Weights, then the states in the spec's order: each `[n, width]` or `[n]`, any type, on the ids' device.
+
+    Returns:
+        int64[n] on that device: the bits of the unsigned digests.
+
+    Raises:
+        ValueError: Types, shapes or devices are others.
+    """
+    if row_ids.dtype != torch.int64 or row_ids.dim() != 1:
+        raise ValueError(f"row_ids is {row_ids.dtype}{list(row_ids.shape)}: int64[n] is needed")
+    rows = [column.detach().unsqueeze(1) if column.dim() == 1 else column.detach() for column in columns]
+    for column in rows:
+        if column.dim() != 2 or column.shape[0] != row_ids.numel() or column.device != row_ids.device:
+            raise ValueError(f"{list(column.shape)} on {column.device} are not the rows of {row_ids.numel()} ids")
+    digests: Tensor = _row_digests(row_ids.contiguous(), [column.contiguous() for column in rows])
+    return digests
+
+
+def row_digests_reference(row_ids: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Return what `row_digests` does: the definition in torch's operations."""
+    hashed = torch.zeros_like(row_ids)
+    for number, column in enumerate(columns):
+        words = _words_of(column)
+        # As unsigned numbers, which torch has few operations for.
+        values = words.long() & (2 ** (8 * words.element_size()) - 1)
+        hashed += (values * _keys(number, words.shape[1]).to(row_ids.device)).sum(1)
+    return _mix(hashed + _mix(row_ids + _signed(_GOLDEN)))
+
+
+def launch_row_digests(launcher: Launcher, row_ids: Tensor, columns: list[Tensor]) -> Tensor:
+    """Return what `row_digests` does, with its kernel."""
+    digests = torch.empty_like(row_ids)
+    device = row_ids.device
+    words = [_words_of(column) for column in columns]
+    keys = [_keys(number, its_words.shape[1]) for number, its_words in enumerate(words)]
+    jobs, first_key = [], 0
+    for its_words in words:
+        size = its_words.element_size()
+        jobs.append([its_words.data_ptr(), its_words.stride(0) * size, its_words.shape[1], size, first_key])
+        first_key += its_words.shape[1]
+    # One copy to the device: the columns, and then the keys.
+    told = torch.cat([torch.tensor(jobs, dtype=torch.int64).flatten(), *keys])
+    told = told if device.type == "cpu" else told.pin_memory().to(device, non_blocking=True)
+    launcher.launch(
+        "row_digests_kernel",
+        num_blocks(row_ids.numel() * _WARP_LANES, _THREADS),
+        _THREADS,
+        row_ids,
+        row_ids.numel(),
+        told,
+        len(jobs),
+        told[5 * len(jobs) :],
+        digests,
+    )
+    return digests
+
+
+@torch.library.custom_op("headrace::row_digests", mutates_args=())
+def _row_digests(row_ids: Tensor, columns: list[Tensor]) -> Tensor:
+    if row_ids.device.type == "cpu":
+        # Bytes, because numpy does not know every type that torch does.
+        words = [_words_of(column).numpy() for column in columns]
+        return torch.from_numpy(digest_rows(row_ids.numpy(), words).view(np.int64))
+    launcher = launcher_for("row_digests", "row_digests", row_ids.device)
+    if launcher is None:
+        return row_digests_reference(row_ids, columns)
+    return launch_row_digests(launcher, row_ids, columns)
+
+
+@_row_digests.register_fake
+def _row_digests_fake(row_ids: Tensor, columns: list[Tensor]) -> Tensor:
+    return torch.empty_like(row_ids)
+
+
+def _words_of(column: Tensor) -> Tensor:
+    """Return rows as words of 4, 2 or 1 bytes, the longest that divides a row; a copy where it must be aligned."""
+    column = (column.unsqueeze(1) if column.dim() == 1 else column).contiguous()
+    row_bytes = column.shape[1] * column.element_size()
+    dtype = _WORD_DTYPES[next(size for size in _WORD_DTYPES if row_bytes % size == 0)]
+    if not column.numel():
+        return torch.empty(column.shape[0], row_bytes // dtype.itemsize, dtype=dtype, device=column.device)
+    if column.storage_offset() * column.element_size() % dtype.itemsize:
+        column = column.clone()
+    return column.flatten().view(dtype).view(column.shape[0], -1)
+
+
+def _keys(column: int, count: int) -> Tensor:
+    """Return the keys of a column's words, int64[count]."""
+    seed = _mix(torch.tensor([_signed((column + 1) * _GOLDEN)]))
+    return _mix(seed + torch.arange(1, count + 1) * _signed(_GOLDEN)) | 1
+
+
+def _mix(values: Tensor) -> Tensor:
+    mixed = (values ^ _shifted(values, 30)) * _signed(_MIX_1)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(_MIX_2)
+    return mixed ^ _shifted(mixed, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Return int64 shifted right as if it were unsigned."""
+    shifted: Tensor = (values >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+def _signed(value: int) -> int:
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value

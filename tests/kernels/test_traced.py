@@ -1,0 +1,36 @@
+"""The operations in a compiled function: traced whole, without a break, to the same results."""
+
+from __future__ import annotations
+
+import torch
+from kernel_inputs import poisoned
+
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, take_dirty
+from headrace.kernels.bucketize import block_bucketize
+from headrace.kernels.quantize import dequantize, quantize
+from headrace.kernels.row_digests import row_digests
+from headrace.kernels.row_packing import pack_rows, unpack_rows
+
+
+def _all_operations(
+    bitmap: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    mark_dirty(bitmap, ids)
+    _, count = take_dirty(bitmap, 2)
+    pack_rows([table], [ids], [[table[:, 0]]], out)
+    values = table[ids]
+    unpack_rows(table, ids, values * 2)
+    shards = block_bucketize(ids, 3)
+    read = dequantize(quantize(values, "int4"), "int4", 7)
+    return count, row_digests(ids, [values]), shards.bounds, shards.positions, read
+
+
+def test_a_compiled_function_does_the_same() -> None:
+    """Results, and what is written into bitmap, table and buffer, are those of the plain function."""
+    results = []
+    compiled = torch.compile(_all_operations, backend="aot_eager", fullgraph=True)
+    for function in (_all_operations, compiled):
+        written = (make_bitmap(100), torch.arange(20 * 7.0).reshape(20, 7), poisoned(1024))
+        ids = torch.tensor([3, 0, 19, 7])
+        results.append((*function(written[0], ids, written[1], written[2]), *written))
+    assert all(torch.equal(plain, traced) for plain, traced in zip(*results, strict=True))

@@ -1,0 +1,55 @@
+"""What the tests of the kernels draw: dims, types and rows that meet every access width and its tails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_kernels import host_kernels
+from hypothesis import strategies as st
+
+from headrace.kernels.cuda_module import Launcher, cuda_module
+
+__all__ = ["DIMS", "DTYPES", "LAUNCHERS", "launcher_of", "poisoned", "random_rows", "same_bits"]
+
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+DIMS = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 127, 128, 129, 255, 513, 1000, 1023, 1024]))
+
+# The same kernels where they can run: by g++ on the host, and on a GPU where there is one.
+LAUNCHERS = [pytest.param("cpu", id="on the host"), pytest.param("cuda", id="on a GPU", marks=pytest.mark.gpu)]
+
+
+def launcher_of(family: str, device: str) -> Launcher:
+    """Return what launches a family's kernels for tensors on a device."""
+    if device == "cpu":
+        return host_kernels(family)
+    return cuda_module(family, torch.device("cuda", torch.cuda.current_device()))
+
+
+def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return any bits, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def poisoned(num_bytes: int) -> torch.Tensor:
+    """Return bytes that show what was not written; aligned to 64."""
+    memory = torch.full((num_bytes + 64,), 0xA5, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 64 :][:num_bytes]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors are the same type, shape and bits, wherever they are."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    # An empty tensor may have strides that cannot be viewed as bytes.
+    left, right = left.cpu().contiguous(), right.cpu().contiguous()
+    return not left.numel() or torch.equal(left.view(torch.uint8), right.view(torch.uint8))
