@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -36,6 +38,8 @@ from headrace.schemas.tables import ColumnShard, TableSpec
 __all__ = ["Applier", "ApplierConfig"]
 
 _log = logging.getLogger(__name__)
+
+_NICENESS = 10
 _T = TypeVar("_T")
 
 
@@ -171,8 +175,8 @@ class Applier:
 
     async def __aenter__(self) -> Applier:
         self._loop = asyncio.get_running_loop()
-        self._coalesce_pool = ThreadPoolExecutor(1, "headrace-coalesce")
-        self._write_pool = ThreadPoolExecutor(1, "headrace-apply")
+        self._coalesce_pool = ThreadPoolExecutor(1, "headrace-coalesce", initializer=_step_back)
+        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=_step_back)
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
         self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
         self._tasks = [
@@ -605,3 +609,8 @@ class Applier:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _step_back() -> None:
+    """Let the event loop and the log's writer, for whom somebody waits, have a busy processor before this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

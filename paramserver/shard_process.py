@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import resource
@@ -55,6 +56,8 @@ def main(*arguments: str) -> int:
         arguments: None, or `--metrics-fd` and a file descriptor.
     """
     faulthandler.enable()
+    # What is imported stays: a collection that goes through all of it again would be a pause of the event loop.
+    gc.freeze()
     metrics_fd = int(arguments[1]) if arguments else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
