@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +183,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     unit = tmp_path / "headrace.service"
-    unit.write_text(_unit().replace("/opt/headrace/bin/headrace", sys.executable))  # it must be there
+    unit.write_text(_unit().replace("/opt/headrace/bin/headrace", "/bin/true"))  # it must be there
     for arguments in (["verify"], ["security", "--offline=true", f"--threshold={_MOST_EXPOSED}"]):
         done = subprocess.run(["systemd-analyze", *arguments, str(unit)], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout

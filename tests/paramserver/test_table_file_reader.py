@@ -126,13 +126,13 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     """Of a store's files the newest comes first, so that its value of a key is the one that counts."""
     store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=4 << 20))
     key = encode_keys(1, SHARD, np.array([7]))[0]
-    for number in range(4):
+    for number in range(3):  # a fourth file would be compacted, perhaps between the list and the reading
         store.write([key], [bytes((number,)) * RECORD_BYTES])
         store.flush()
     runs = store.sorted_runs(key_prefix(1, SHARD))
     found = [_read(path, 1)[1][0][0] for run in runs for path in run]
     assert found == sorted(found, reverse=True)
-    assert found[0] == 3
+    assert found[0] == 2
     assert store.sorted_runs(key_prefix(9)) == []
     store.close()
     assert os.listdir(tmp_path) == ["store"]
