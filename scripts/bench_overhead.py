@@ -58,7 +58,7 @@ class OverheadConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     num_rounds: int = 4
-    num_steps: int = 20
+    num_steps: int = 60
     num_warm_steps: int = 4
     settings: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
@@ -119,7 +119,7 @@ def overhead(
     json_path: JsonOption = None,
     folder: FolderOption = None,
     rounds: RoundsOption = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a block.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a block.")] = 60,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A streamer setting; may be repeated.", show_default=False),
