@@ -135,6 +135,7 @@ class _Link:
         self._proxy, self._client, self._shard, self._old, self._random = proxy, client, shard, old, rng
         self._own_seqid = _FIRST_OWN_SEQID
         self._unanswered: dict[int, bytes] = {}
+        self._echoed: set[int] = set()  # requests that are answered twice: the second answer never comes first
 
     def reset(self) -> None:
         for _, writer in (self._client, self._shard):
@@ -178,7 +179,7 @@ class _Link:
                     return
                 if proxy.is_due("delay"):
                     await asyncio.sleep(proxy.delay_s)
-                if is_batch and held is None and proxy.is_due("reorder"):
+                if is_batch and held is None and _seqid(frame) not in self._echoed and proxy.is_due("reorder"):
                     held = frame
                     continue
                 out = [frame] if held is None else [frame, held]
@@ -193,6 +194,7 @@ class _Link:
             out = [*out, self._as_own(frame)]
         if proxy.is_due("echo"):
             out = [*out, frame]
+            self._echoed.add(_seqid(frame))
         if self._old and proxy.is_due("old"):
             out = [self._as_own(self._random.choice(self._old)), *out]
         self._unanswered[_seqid(frame)] = frame
