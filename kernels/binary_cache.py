@@ -1,6 +1,6 @@
 """Compiled kernels on disk, so that only the first process of a user that needs them compiles them.
 
-A file holds the SHA-256 of a binary and the binary. Its name is the SHA-256 of all that decides it: source, header,
+A file holds the SHA-256 of a binary and the binary. Its name is the SHA-256 of all that decides it: source, headers,
 architecture, options and the compiler's version. A file that is cut short or damaged counts as none. Files are written
 aside and renamed, so that processes that start together never read half of one.
 """
@@ -45,16 +45,16 @@ class BinaryCache:
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         self._folder = folder or Path(home).expanduser() / "headrace" / "kernels"
 
-    def get(self, key: str, make: Callable[[], bytes]) -> bytes:
+    def get(self, name: str, make: Callable[[], bytes]) -> bytes:
         """Return a binary from the folder, or make it and keep it there.
 
         A folder that cannot be read or written costs time at each start and nothing else; it is said in the log.
 
         Args:
-            key: As from `binary_key`.
+            name: Of the file: what `binary_key` gives, and the ending of such binaries.
             make: Compiles; what it raises is passed on.
         """
-        path = self._folder / f"{key}.cubin"
+        path = self._folder / name
         try:
             content = path.read_bytes()
         except FileNotFoundError:

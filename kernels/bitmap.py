@@ -16,7 +16,15 @@ from headrace.kernels.cuda_module import Launcher, num_blocks
 from headrace.kernels.dirty_rows import ids_of
 from headrace.kernels.dispatch import launcher_for
 
-__all__ = ["make_bitmap", "mark_dirty", "mark_dirty_reference", "take_dirty", "take_dirty_reference"]
+__all__ = [
+    "make_bitmap",
+    "mark_dirty",
+    "mark_dirty_features",
+    "mark_dirty_features_reference",
+    "mark_dirty_reference",
+    "take_dirty",
+    "take_dirty_reference",
+]
 
 _WORD_BITS = 64
 _MARK_THREADS = 256
@@ -55,6 +63,28 @@ def mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
     _mark_dirty(bitmap, row_ids)
 
 
+def mark_dirty_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
+    """Set the bits of the rows of many features in one bitmap of all tables; on a GPU one launch, and nothing waits.
+
+    The layout of FBGEMM's batches: with `offsets` of a batch of B, `starts` is `offsets[::B]`. Negative ids are
+    skipped, and so are ids before the first start and behind the last.
+
+    Args:
+        bitmap: int64[w], contiguous; changed. Row r of feature f is bit `first_slots[f] + r`.
+        row_ids: int32 or int64 [n], local, the features' one after the other.
+        starts: int32 or int64 [f + 1], ascending, any stride: feature f has the ids `starts[f]` to `starts[f + 1] - 1`.
+        first_slots: int64[f], contiguous; -1 for a feature that is not marked.
+        num_rows: int64[f], contiguous: rows of each feature's table.
+
+    Raises:
+        IndexError: On the CPU, an id is beyond its table; nothing is marked. On a GPU this stops the kernel.
+        ValueError: Types, shapes, devices or layout are others.
+    """
+    _check_bitmap(bitmap)
+    _check_features(bitmap, row_ids, starts, first_slots, num_rows)
+    _mark_dirty_features(bitmap, row_ids, starts, first_slots, num_rows)
+
+
 def take_dirty(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Clear the bits of the lowest dirty rows, and return these rows.
 
@@ -87,6 +117,22 @@ def mark_dirty_reference(bitmap: Tensor, row_ids: Tensor) -> None:
     _set_bits(bitmap, bits)
 
 
+def mark_dirty_features_reference(
+    bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
+) -> None:
+    """Do what `mark_dirty_features` does: the definition."""
+    bounds = starts.tolist()
+    marked = []
+    for feature, (slot, rows) in enumerate(zip(first_slots.tolist(), num_rows.tolist(), strict=True)):
+        ids = row_ids[bounds[feature] : bounds[feature + 1]].long()
+        if slot >= 0:
+            if ids.numel() and int(ids.max()) >= rows:
+                raise IndexError(f"feature {feature} has row {int(ids.max())} of a table with {rows} rows")
+            marked.append(ids[ids >= 0] + slot)
+    if marked:
+        mark_dirty_reference(bitmap, torch.cat(marked))
+
+
 def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Do what `take_dirty` does on the CPU, on any device: the definition."""
     bits = _bits_of(bitmap)
@@ -102,6 +148,29 @@ def launch_mark_dirty(launcher: Launcher, bitmap: Tensor, row_ids: Tensor) -> No
     kernel = "mark_dirty_int32_kernel" if ids.dtype == torch.int32 else "mark_dirty_int64_kernel"
     blocks = num_blocks(ids.numel(), _MARK_THREADS)
     launcher.launch(kernel, blocks, _MARK_THREADS, bitmap, bitmap.numel(), ids, ids.numel())
+
+
+def launch_mark_dirty_features(
+    launcher: Launcher, bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
+) -> None:
+    """Do what `mark_dirty_features` does, with its kernel."""
+    ids = row_ids.detach().contiguous()
+    launcher.launch(
+        "mark_dirty_features_kernel",
+        num_blocks(ids.numel(), _MARK_THREADS),
+        _MARK_THREADS,
+        bitmap,
+        bitmap.numel(),
+        ids,
+        ids.numel(),
+        ids.element_size(),
+        starts,
+        starts.element_size(),
+        starts.stride(0),
+        first_slots,
+        num_rows,
+        first_slots.numel(),
+    )
 
 
 def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -142,6 +211,25 @@ def _mark_dirty_fake(bitmap: Tensor, row_ids: Tensor) -> None:
     return None
 
 
+@torch.library.custom_op("headrace::mark_dirty_features", mutates_args={"bitmap"})
+def _mark_dirty_features(
+    bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
+) -> None:
+    if bitmap.device.type == "cpu":
+        return _mark_features_on_cpu(bitmap, row_ids, starts, first_slots, num_rows)
+    launcher = launcher_for("mark_dirty_features", "bitmap", bitmap.device)
+    if launcher is None:
+        return mark_dirty_features_reference(bitmap, row_ids, starts, first_slots, num_rows)
+    return launch_mark_dirty_features(launcher, bitmap, row_ids, starts, first_slots, num_rows)
+
+
+@_mark_dirty_features.register_fake
+def _mark_dirty_features_fake(
+    bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
+) -> None:
+    return None
+
+
 @torch.library.custom_op("headrace::take_dirty", mutates_args={"bitmap"})
 def _take_dirty(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
     if bitmap.device.type == "cpu":
@@ -163,6 +251,19 @@ def _mark_on_cpu(bitmap: Tensor, row_ids: Tensor) -> None:
     ids = ids_of(row_ids, bitmap.numel() * _WORD_BITS)
     # Unbuffered: a word that is named many times gets all of its bits.
     np.bitwise_or.at(_words_of(bitmap), ids >> 6, np.uint64(1) << (ids & 63).view(np.uint64))
+
+
+def _mark_features_on_cpu(
+    bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
+) -> None:
+    bounds, ids = starts.numpy(), row_ids.numpy()
+    lengths = np.diff(np.clip(bounds, 0, ids.size))
+    ids = ids[bounds[0] : bounds[-1]].astype(np.int64)
+    slots, limits = np.repeat(first_slots.numpy(), lengths), np.repeat(num_rows.numpy(), lengths)
+    is_row = (ids >= 0) & (slots >= 0)
+    if (beyond := is_row & (ids >= limits)).any():
+        raise IndexError(f"row {ids[beyond][0]} is of a table with {limits[beyond][0]} rows")
+    _mark_on_cpu(bitmap, torch.from_numpy((ids + slots)[is_row]))
 
 
 def _take_on_cpu(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -213,3 +314,16 @@ def _set_bits(bitmap: Tensor, bits: Tensor) -> None:
 def _check_bitmap(bitmap: Tensor) -> None:
     if bitmap.dtype != torch.int64 or bitmap.dim() != 1 or not bitmap.is_contiguous():
         raise ValueError(f"bitmap is {bitmap.dtype}{list(bitmap.shape)}: contiguous int64[w] is needed")
+
+
+def _check_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
+    for name, ids in (("row_ids", row_ids), ("starts", starts)):
+        if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+            raise ValueError(f"{name} is {ids.dtype}{list(ids.shape)}: int32[n] or int64[n] is needed")
+    for name, numbers in (("first_slots", first_slots), ("num_rows", num_rows)):
+        if numbers.dtype != torch.int64 or not numbers.is_contiguous() or numbers.shape != (starts.numel() - 1,):
+            raise ValueError(
+                f"{name} is {numbers.dtype}{list(numbers.shape)}: contiguous int64[{starts.numel() - 1}] is needed"
+            )
+    if len(devices := {tensor.device for tensor in (bitmap, row_ids, starts, first_slots, num_rows)}) > 1:
+        raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")

@@ -15,10 +15,11 @@ from headrace.schemas.routing import shards_of_rows
 __all__ = ["Bucketized", "block_bucketize", "block_bucketize_reference"]
 
 # As in bucketize.cu.
-_WARPS = 4
+_THREADS = 128
 _MAX_SHARDS = 2048
 _TILE_ROWS = 1024
-_THREADS = 32 * _WARPS
+# Where a warp has 64 lanes, it takes two tiles.
+_TILES_OF_BLOCK = _THREADS // 32
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -111,7 +112,7 @@ def launch_block_bucketize(
     """Return what `block_bucketize` does, with its kernels: (bounds, row ids, positions, weights)."""
     num_rows = row_ids.numel()
     num_tiles = -(-num_rows // _TILE_ROWS)
-    blocks = -(-num_tiles // _WARPS)
+    blocks = -(-num_tiles // _TILES_OF_BLOCK)
     common = (row_ids, num_rows, block_rows, seed, num_shards, num_tiles)
     # By shard and then by tile; so the running sum of all is where each tile's rows of each shard begin.
     counts = row_ids.new_empty(num_shards * num_tiles)

@@ -7,7 +7,6 @@ first needed; where that fails, `KernelsUnavailableError` says why, and the oper
 from __future__ import annotations
 
 import ctypes
-import threading
 from importlib import resources
 from typing import Any, Protocol
 
@@ -21,14 +20,12 @@ __all__ = [
     "KernelsUnavailableError",
     "Launcher",
     "compile_family",
-    "cuda_module",
     "num_blocks",
 ]
 
-FAMILIES = ("bitmap", "row_packing", "row_digests", "bucketize", "quantize")
+FAMILIES = ("bitmap", "bucketize", "dirty_cut", "quantize", "row_digests", "row_packing")
 """The files under `kernels/cuda`, without their ending."""
 
-_HEADER = "common.cuh"
 # No contraction to fused multiply-adds: quantized rows are the same bytes as on a CPU.
 _OPTIONS = ("--std=c++17", "--fmad=false")
 _MAX_BLOCKS = 2**16
@@ -61,10 +58,11 @@ def num_blocks(num_items: int, items_per_block: int) -> int:
     return min(_MAX_BLOCKS, -(-num_items // items_per_block))
 
 
-def source_of(family: str) -> tuple[bytes, bytes]:
-    """Return (source, header) of a family."""
+def source_of(family: str) -> tuple[bytes, dict[str, bytes]]:
+    """Return (source of a family, all headers by name, in the names' order)."""
     folder = resources.files("headrace.kernels.cuda")
-    return folder.joinpath(f"{family}.cu").read_bytes(), folder.joinpath(_HEADER).read_bytes()
+    headers = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith(".cuh")}
+    return folder.joinpath(f"{family}.cu").read_bytes(), dict(sorted(headers.items()))
 
 
 def compile_family(family: str, architecture: str, cache: BinaryCache) -> bytes:
@@ -83,16 +81,16 @@ def compile_family(family: str, architecture: str, cache: BinaryCache) -> bytes:
         version = _checked(nvrtc, nvrtc.nvrtcVersion())
     except RuntimeError as exc:  # cuda-bindings is there, the library is not
         raise KernelsUnavailableError(f"NVRTC cannot be loaded ({exc}): pip install 'headrace[cuda]'") from exc
-    source, header = source_of(family)
+    source, headers = source_of(family)
     options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={architecture}")]
-    key = binary_key([source, header, *options, repr(version).encode()])
-    return cache.get(key, lambda: _compile(nvrtc, family, source, header, options))
+    key = binary_key([source, *headers.values(), *options, repr(version).encode()])
+    return cache.get(f"{key}.cubin", lambda: _compile(nvrtc, family, source, headers, options))
 
 
-def _compile(nvrtc: Any, family: str, source: bytes, header: bytes, options: list[bytes]) -> bytes:
-    program = _checked(
-        nvrtc, nvrtc.nvrtcCreateProgram(source, f"{family}.cu".encode(), 1, [header], [_HEADER.encode()])
-    )
+def _compile(nvrtc: Any, family: str, source: bytes, headers: dict[str, bytes], options: list[bytes]) -> bytes:
+    names = [name.encode() for name in headers]
+    created = nvrtc.nvrtcCreateProgram(source, f"{family}.cu".encode(), len(names), list(headers.values()), names)
+    program = _checked(nvrtc, created)
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -125,8 +123,6 @@ class CudaModule:
         Raises:
             KernelsUnavailableError: They cannot be compiled or loaded.
         """
-        if torch.version.hip is not None:
-            raise KernelsUnavailableError("the kernels are CUDA's, and this torch is built for ROCm")
         self._driver = _import("driver")
         self._device = device
         major, minor = torch.cuda.get_device_capability(device)
@@ -167,26 +163,6 @@ class CudaModule:
 
     def _call(self, name: str, *args: Any) -> Any:
         return _checked(self._driver, getattr(self._driver, name)(*args), name)
-
-
-_modules: dict[tuple[str, torch.device], CudaModule] = {}
-_modules_lock = threading.Lock()
-
-
-def cuda_module(family: str, device: torch.device) -> CudaModule:
-    """Return a family's kernels on a device, compiled and loaded at the first call.
-
-    Args:
-        family: One of `FAMILIES`.
-        device: A CUDA device with its index, as a tensor's `device` is.
-
-    Raises:
-        KernelsUnavailableError: They cannot be compiled or loaded.
-    """
-    with _modules_lock:
-        if (family, device) not in _modules:
-            _modules[family, device] = CudaModule(family, device, BinaryCache())
-        return _modules[family, device]
 
 
 def _import(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which way an operation takes: CPU code, a CUDA kernel, or torch's own operations; and says so, once."""
+"""Which way an operation takes: CPU code, a GPU's kernel, or torch's own operations; and says so, once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,36 @@ import threading
 
 import torch
 
-from headrace.kernels.cuda_module import KernelsUnavailableError, Launcher, cuda_module
+from headrace.kernels.binary_cache import BinaryCache
+from headrace.kernels.cuda_module import CudaModule, KernelsUnavailableError, Launcher
+from headrace.kernels.hip_module import HipModule
 
-__all__ = ["launcher_for"]
+__all__ = ["gpu_module", "launcher_for"]
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 # Ways that were said already; and families that cannot be had, so that compiling is not tried at each call.
 _said: set[tuple[str, torch.device]] = set()
 _missing: dict[tuple[str, torch.device], str] = {}
+_modules: dict[tuple[str, torch.device], Launcher] = {}
+_modules_lock = threading.Lock()
+
+
+def gpu_module(family: str, device: torch.device) -> Launcher:
+    """Return a family's kernels on a GPU of NVIDIA's or AMD's, compiled and loaded at the first call.
+
+    Args:
+        family: One of `cuda_module.FAMILIES`.
+        device: A device that torch calls `cuda`, with its index, as a tensor's `device` is.
+
+    Raises:
+        KernelsUnavailableError: They cannot be compiled or loaded.
+    """
+    module = CudaModule if torch.version.hip is None else HipModule
+    with _modules_lock:
+        if (family, device) not in _modules:
+            _modules[family, device] = module(family, device, BinaryCache())
+        return _modules[family, device]
 
 
 def launcher_for(operation: str, family: str, device: torch.device) -> Launcher | None:
@@ -36,7 +57,7 @@ def launcher_for(operation: str, family: str, device: torch.device) -> Launcher 
             try:
                 if device.type != "cuda":
                     raise KernelsUnavailableError(f"there are none for {device.type}")
-                launcher = cuda_module(family, device)
+                launcher = gpu_module(family, device)
             except KernelsUnavailableError as exc:
                 reason = _missing[family, device] = str(exc)
         if (operation, device) not in _said:

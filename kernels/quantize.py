@@ -34,8 +34,6 @@ _WARP_LANES = 32
 def quantize(rows: Tensor, precision: Precision) -> Tensor:
     """Return rows in fewer bits: the bytes of `row_quantization.quantize_rows_reference`.
 
-    Where a row's least value is a zero, and it has zeros of both signs, the sign of its bias may be another.
-
     Args:
         rows: `[n, dim]`, floating, any device and strides; float64 goes through float32.
         precision: Of the result.

@@ -33,7 +33,10 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 """What columns begin at multiples of, as in the streamer's staging buffers."""
 
-# As in row_packing.cu.
+PACKED_COLUMN_WORDS = 10
+"""Numbers of 64 bits of a `PackedColumn` in packed_column.cuh."""
+
+# As in packed_column.cuh.
 _PACK_THREADS = 256
 _UNIT_BYTES = 16
 _TILE_BYTES = 1024 * _UNIT_BYTES
@@ -206,7 +209,7 @@ def launch_pack_rows(
             address, stride, word_bytes = 0, 0, 0
             if source is not None:
                 address, stride = source.data_ptr(), source.stride(0) * source.element_size()
-                word_bytes = _word_bytes(address, stride, row_bytes)
+                word_bytes = word_bytes_of(address, stride, row_bytes)
             size_bytes = ids.numel() * row_bytes
             rows = its_sources[0].shape[0]
             if size_bytes:
@@ -215,13 +218,26 @@ def launch_pack_rows(
                 )
             num_tiles += -(-size_bytes // _TILE_BYTES)
             at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, _to_device(jobs, out.device), len(jobs))
+    launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, to_device(jobs, out.device), len(jobs))
+
+
+def launch_planned_packing(launcher: Launcher, columns: int, num_columns: int, out_bytes: int) -> None:
+    """Pack what a kernel has planned: columns whose tiles are at most all of the buffer's, and one more each.
+
+    Args:
+        launcher: Of the family `row_packing`.
+        columns: Address of `PackedColumn`s on the device.
+        num_columns: How many.
+        out_bytes: Of the buffer.
+    """
+    num_tiles = -(-out_bytes // _TILE_BYTES) + num_columns
+    launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, columns, num_columns)
 
 
 def launch_unpack_rows(launcher: Launcher, out_table: Tensor, row_ids: Tensor, packed: Tensor) -> None:
     """Do what `unpack_rows` does, with its kernel."""
     row_bytes, stride = _row_bytes(packed), out_table.stride(0) * out_table.element_size()
-    word_bytes = _word_bytes(out_table.data_ptr() | packed.data_ptr(), stride, row_bytes)
+    word_bytes = word_bytes_of(out_table.data_ptr() | packed.data_ptr(), stride, row_bytes)
     launcher.launch(
         "unpack_rows_kernel",
         num_blocks(packed.numel() * packed.element_size() // word_bytes, _UNPACK_THREADS),
@@ -328,7 +344,7 @@ def _row_bytes(source: Tensor) -> int:
     return math.prod(source.shape[1:]) * source.element_size()
 
 
-def _word_bytes(address: int, stride: int, row_bytes: int) -> int:
+def word_bytes_of(address: int, stride: int, row_bytes: int) -> int:
     """Return the longest access, a power of two up to 16, that fits an address, and rows of such lengths."""
     return math.gcd(_UNIT_BYTES, address, stride, row_bytes)
 
@@ -337,7 +353,7 @@ def _write(out: Tensor, place: PackedColumn, values: Tensor) -> None:
     out[place.offset : place.end] = values.contiguous().flatten().view(torch.uint8)
 
 
-def _to_device(numbers: list[list[int]], device: torch.device) -> Tensor:
+def to_device(numbers: list[list[int]], device: torch.device) -> Tensor:
     """Return int64[n, m]; on a GPU without waiting for it."""
     table = torch.tensor(numbers, dtype=torch.int64)
     # Pinned memory is not used again before the copy is done: torch's allocator sees to that.

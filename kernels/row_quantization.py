@@ -8,8 +8,8 @@ A row of `dim` columns in the two integer layouts, little-endian:
 A column reads as `q * scale + bias`, rounded once (as a fused multiply-add), in float32. The bias is the row's least
 value, the scale a 255th or 15th of its range. `quantize_rows_reference` and `dequantize_rows_reference` are the
 definition, in plain operations on tensors; `quantize_rows` and `dequantize_rows` give the same bytes with the kernels
-that come with torch. For finite rows they are also the bytes of FBGEMM's own operators, so any kernel that takes such
-rows takes these.
+that come with torch. For finite rows they are also the bytes of FBGEMM's own operators, but that a bias of zero is
+always +0 (FBGEMM's has the sign of one of the row's zeros), so any kernel that takes such rows takes these.
 
 What FBGEMM leaves open, and what is here: a row that holds a NaN or an infinity, or whose range or least value is more
 than the scale or bias can hold, reads as NaN in all its columns. FBGEMM makes of a NaN some number of the row.
@@ -85,7 +85,7 @@ def quantize_rows(rows: torch.Tensor, precision: Precision) -> torch.Tensor:
         # torch packs even numbers of columns. One that is there already does not change the row's range.
         packed = _ops.embedding_bag_4bit_prepack(torch.cat([rows, rows[:, :1]], dim=1))
         packed[:, _num_codes(rows.shape[1], precision) - 1] &= 0x0F
-    return _spoil(packed, rows, precision)
+    return _spoil(_without_minus_zero(packed, precision), rows, precision)
 
 
 def dequantize_rows(packed: torch.Tensor, precision: Precision, dim: int) -> torch.Tensor:
@@ -199,10 +199,10 @@ def quantize_rows_reference(rows: torch.Tensor, precision: Precision) -> torch.T
     # Divisors are tensors: torch multiplies by the reciprocal of a plain number, which rounds otherwise.
     num_steps, one = torch.tensor(float(_NUM_STEPS[precision])), torch.tensor(1.0)
     if precision == "int8":
-        scale, bias = (highest - lowest) / num_steps, lowest
+        scale, bias = (highest - lowest) / num_steps, lowest + 0.0  # which makes +0 of -0
         inverse = num_steps / ((highest - lowest) + _INT8_EPSILON)
     else:
-        bias = lowest.half()
+        bias = lowest.half() + 0.0
         scale = ((highest - bias.float()) / num_steps).half()
         scale = torch.where(scale == 0, one.half(), scale)
         inverse = one / scale.float()
@@ -248,6 +248,14 @@ def _unpack_codes(packed: torch.Tensor, precision: Precision, dim: int) -> torch
     if precision == "int8":
         return codes
     return torch.stack([codes & 0x0F, codes >> 4], dim=2).flatten(1)[:, :dim]
+
+
+def _without_minus_zero(packed: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """Make a bias of -0 +0, in place: which of a row's zeros is its least value depends on the order of looking."""
+    is_zero = _scale_and_bias(packed, precision)[:, 1] == 0
+    if bool(is_zero.any()):
+        packed[is_zero, -_SCALE_DTYPES[precision].itemsize :] = 0
+    return packed
 
 
 def _spoil(packed: torch.Tensor, rows: torch.Tensor, precision: Precision) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""CUDA C++ sources, one kernel family a file; compiled at run time by `headrace.kernels.cuda_module`."""
+"""Sources of the kernels, one family a file: CUDA C++ that HIP takes too, compiled when a GPU first needs them."""

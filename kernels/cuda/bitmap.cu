@@ -1,25 +1,22 @@
 // Marks rows dirty in a bitmap, and takes them out of it in ascending order.
 //
 // The bitmap is little-endian words of 64 bits; row r is bit r % 64 of word r / 64.
-#include "common.cuh"
+#include "block_sums.cuh"
+#include "dirty_words.cuh"
 
-constexpr int TAKE_THREADS = 256;
-constexpr int WORDS_PER_THREAD = 4;
-constexpr int TILE_WORDS = TAKE_THREADS * WORDS_PER_THREAD;  // `bitmap.py` has the same number
-constexpr int TAKE_WARPS = TAKE_THREADS / WARP_LANES;
-// From so many rows of a warp's 8192 on, its lanes write each word's rows together.
-constexpr int DENSE_WARP_ROWS = 1024;
+__device__ inline void mark_row(uint64* bitmap, int64 num_words, int64 row) {
+    uint32* halves = (uint32*)bitmap;
+    require(row / 64 < num_words);
+    const uint32 bit = 1u << (row % 32);
+    // Hot rows are marked again and again, and nothing clears a bit meanwhile: a read is cheaper than an atomic.
+    if (!(halves[row / 32] & bit)) atomicOr(&halves[row / 32], bit);
+}
 
 template <typename Id>
 __device__ void mark_dirty(uint64* bitmap, int64 num_words, const Id* row_ids, int64 num_ids) {
-    uint32* halves = (uint32*)bitmap;
     for (int64 i = first_of_grid(); i < num_ids; i += grid_stride()) {
         const int64 row = row_ids[i];
-        if (row < 0) continue;
-        require(row / 64 < num_words);
-        const uint32 bit = 1u << (row % 32);
-        // Hot rows are marked again and again, and nothing clears a bit meanwhile: a read is cheaper than an atomic.
-        if (!(halves[row / 32] & bit)) atomicOr(&halves[row / 32], bit);
+        if (row >= 0) mark_row(bitmap, num_words, row);
     }
 }
 
@@ -31,11 +28,31 @@ HEADRACE_KERNEL mark_dirty_int64_kernel(uint64* bitmap, int64 num_words, const i
     mark_dirty(bitmap, num_words, row_ids, num_ids);
 }
 
-// What a tile has told the ones behind it: nothing yet, the number of its own rows, or that of all rows up to its end.
-// One 64-bit word holds both the kind and the number, so that no reader sees one without the other.
-constexpr uint64 OWN = 1ull << 62, UP_TO_HERE = 2ull << 62, NUMBER = OWN - 1;
+// An int32 or an int64 as it comes.
+__device__ inline int64 number_at(const void* numbers, int64 number_bytes, int64 at) {
+    return number_bytes == 4 ? ((const int*)numbers)[at] : ((const int64*)numbers)[at];
+}
 
-// Returns the rows of all tiles before `tile`; called by one whole warp. 32 tiles are looked at together, backwards
+// Feature f has the ids from starts[f] to starts[f + 1], which are `starts_stride` numbers apart; its table's rows begin
+// at bit first_slots[f], and where that is negative its ids are passed over.
+HEADRACE_KERNEL mark_dirty_features_kernel(
+    uint64* bitmap, int64 num_words, const void* row_ids, int64 num_ids, int64 id_bytes, const void* starts,
+    int64 start_bytes, int64 starts_stride, const int64* first_slots, const int64* num_rows, int64 num_features) {
+    for (int64 i = first_of_grid(); i < num_ids; i += grid_stride()) {
+        int64 low = -1, high = num_features;  // the last start that is not above i
+        while (low < high) {
+            const int64 middle = (low + high + 1) / 2;
+            if (number_at(starts, start_bytes, middle * starts_stride) <= i) low = middle;
+            else high = middle - 1;
+        }
+        const int64 row = number_at(row_ids, id_bytes, i);
+        if (low < 0 || low == num_features || row < 0 || first_slots[low] < 0) continue;
+        require(row < num_rows[low]);
+        mark_row(bitmap, num_words, first_slots[low] + row);
+    }
+}
+
+// Returns the rows of all tiles before `tile`; called by one whole warp. A tile a lane is looked at, backwards
 // until one knows the rows of all before it. It ends because tiles are numbered in the order in which their blocks
 // start: those before this one are running, or done.
 //
@@ -48,9 +65,9 @@ __device__ int64 rows_before(volatile uint64* progress, int64 tile) {
         do {
             told = UP_TO_HERE;  // so that a look beyond the first tile ends there
             if (mine >= 0) told = progress[mine];
-        } while (__ballot_sync(ALL_LANES, told < OWN));
-        const uint32 knowing = __ballot_sync(ALL_LANES, told >= UP_TO_HERE);
-        const int last = knowing ? __ffs(knowing) - 1 : WARP_LANES;
+        } while (lanes_where(told < OWN));
+        const LaneMask knowing = lanes_where(told >= UP_TO_HERE);
+        const int last = knowing ? lowest_lane(knowing) : WARP_LANES;
         total += sum_over_warp(lane_of_thread() <= last ? (int64)(told & NUMBER) : 0);
         if (knowing) return total;
     }
@@ -58,20 +75,9 @@ __device__ int64 rows_before(volatile uint64* progress, int64 tile) {
 
 // Returns the place of a thread's first row, counted over the whole bitmap.
 __device__ int64 place_of_thread(int num_rows, volatile uint64* progress, int64 tile, int64 num_tiles, int64* total) {
-    __shared__ int warp_rows[TAKE_WARPS];
     __shared__ int64 tile_start;
-    int up_to = num_rows;
-    for (int apart = 1; apart < WARP_LANES; apart *= 2) {
-        const int below = __shfl_up_sync(ALL_LANES, up_to, apart);
-        if (lane_of_thread() >= apart) up_to += below;
-    }
-    if (lane_of_thread() == WARP_LANES - 1) warp_rows[warp_of_thread()] = up_to;
-    __syncthreads();
-    int before = 0, in_tile = 0;
-    for (int warp = 0; warp < TAKE_WARPS; ++warp) {
-        if (warp < warp_of_thread()) before += warp_rows[warp];
-        in_tile += warp_rows[warp];
-    }
+    int in_tile;
+    const int before = sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
     if (warp_of_thread() == 0) {
         if (threadIdx.x == 0 && tile) progress[tile] = OWN | (uint64)in_tile;
         const int64 start = tile ? rows_before(progress, tile) : 0;
@@ -82,38 +88,11 @@ __device__ int64 place_of_thread(int num_rows, volatile uint64* progress, int64 
         }
     }
     __syncthreads();
-    return tile_start + before + up_to - num_rows;
-}
-
-// Returns which rows of a word are taken: all, or the lowest when `room` is for fewer.
-__device__ inline uint64 lowest_rows(uint64 word, int64 room) {
-    if (room >= __popcll(word)) return word;
-    uint64 left = word;
-    for (int64 n = 0; n < room; ++n) left &= left - 1;
-    return word & ~left;
-}
-
-__device__ inline void write_rows(uint64 word, int64 first_row, int64* out) {
-    for (; word; word &= word - 1) *out++ = first_row + __ffsll(word) - 1;
-}
-
-// Writes the rows of a warp's words, each word by all lanes: neighbours write neighbours.
-__device__ void write_rows_together(const uint64* words, int64 first_row, int64 place, int64* row_ids) {
-    for (int part = 0; part < WORDS_PER_THREAD; ++part) {
-        for (int from = 0; from < WARP_LANES; ++from) {
-            const uint64 word = __shfl_sync(ALL_LANES, words[part], from);
-            const int64 row = __shfl_sync(ALL_LANES, first_row, from) + 64 * part;
-            const int64 start = __shfl_sync(ALL_LANES, place, from);
-            for (int bit = lane_of_thread(); bit < 64; bit += WARP_LANES) {
-                if (word >> bit & 1) row_ids[start + __popcll(word & ((1ull << bit) - 1))] = row + bit;
-            }
-        }
-        place += __popcll(words[part]);
-    }
+    return tile_start + before;
 }
 
 // Takes the lowest rows of the bitmap, at most `max_rows`, in one pass: `row_ids` gets them, the bitmap loses them.
-// REQUIRES: progress[0 .. num_tiles] are zero; the last one numbers the blocks. The bitmap is aligned to 16 bytes.
+// REQUIRES: progress[0 .. num_tiles] are zero; the last one numbers the blocks.
 // `counts[0]` is the number of rows taken. `counts[1]` is scratch.
 HEADRACE_KERNEL take_dirty_kernel(
     uint64* bitmap, int64 num_words, uint64* progress, int64 num_tiles, int64 max_rows, int64* row_ids, int64* counts) {
@@ -124,7 +103,8 @@ HEADRACE_KERNEL take_dirty_kernel(
     const int64 first_word = tile * TILE_WORDS + (int64)threadIdx.x * WORDS_PER_THREAD;
     uint64 words[WORDS_PER_THREAD];
     int num_rows = 0;
-    if (first_word + WORDS_PER_THREAD <= num_words) {
+    // A slice of a bitmap may begin at any word.
+    if (first_word + WORDS_PER_THREAD <= num_words && (uint64)bitmap % 16 == 0) {
         const uint4 low = *(const uint4*)(bitmap + first_word), high = *(const uint4*)(bitmap + first_word + 2);
         words[0] = (uint64)low.y << 32 | low.x, words[1] = (uint64)low.w << 32 | low.z;
         words[2] = (uint64)high.y << 32 | high.x, words[3] = (uint64)high.w << 32 | high.z;

@@ -5,19 +5,6 @@
 
 __device__ inline bool is_finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
 
-#ifdef __CUDA_ARCH__
-__device__ inline uint16 half_bits(float value) {
-    uint16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-__device__ inline float half_value(uint16 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-#endif
-
 // Rows have any number of bytes, so what follows the codes may lie at any address.
 __device__ inline void store_bytes(uint8* out, uint32 bits, int num_bytes) {
     for (int i = 0; i < num_bytes; ++i) out[i] = (uint8)(bits >> 8 * i);
@@ -38,13 +25,14 @@ struct Scaling {
     __device__ Scaling(float lowest, float highest) {
         if (BITS == 8) {
             const float scale = (highest - lowest) / 255.0f;
-            bias = lowest;
+            bias = lowest + 0.0f;  // which makes +0 of -0
             inverse = 255.0f / ((highest - lowest) + 1e-8f);
             fits = is_finite(scale) && is_finite(bias);
             scale_bits = __float_as_uint(fits ? scale : __uint_as_float(0x7fc00000u));
             bias_bits = __float_as_uint(fits ? bias : __uint_as_float(0x7fc00000u));
         } else {
-            const uint16 half_bias = half_bits(lowest);
+            uint16 half_bias = half_bits(lowest);
+            if (half_value(half_bias) == 0.0f) half_bias = 0;  // not -0
             bias = half_value(half_bias);
             uint16 half_scale = half_bits((highest - bias) / 15.0f);
             if (half_value(half_scale) == 0.0f) half_scale = 0x3c00;  // 1
@@ -77,10 +65,10 @@ __device__ void quantize_rows(const float* rows, int64 num_rows, int64 dim, uint
             all_finite = all_finite && is_finite(values[i]);
         }
         for (int apart = WARP_LANES / 2; apart; apart /= 2) {
-            lowest = fminf(lowest, __shfl_xor_sync(ALL_LANES, lowest, apart));
-            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, apart));
+            lowest = fminf(lowest, shuffle_xor(lowest, apart));
+            highest = fmaxf(highest, shuffle_xor(highest, apart));
         }
-        if (__ballot_sync(ALL_LANES, !all_finite)) lowest = __uint_as_float(0x7f800000u);  // then it does not fit
+        if (lanes_where(!all_finite)) lowest = __uint_as_float(0x7f800000u);  // then it does not fit
         const Scaling<BITS> scaling(lowest, highest);
         int64 done = 0;
         if (dim % WORD_CODES == 0) {  // then rows and codes are aligned to words

@@ -1,23 +1,5 @@
 // Gathers rows of many tables, with their states, into one buffer in one launch; and writes packed rows back.
-#include "common.cuh"
-
-constexpr int PACK_THREADS = 256;
-constexpr int UNITS_PER_THREAD = 4;
-constexpr int UNIT_BYTES = 16;
-constexpr int TILE_UNITS = PACK_THREADS * UNITS_PER_THREAD;  // `row_packing.py` has the same number
-
-// One column of one table; as `row_packing.py` fills it. `word_bytes` is the longest access that the source's address
-// and the lengths of its rows allow: 16, 8, 4, 2 or 1. 0 means that the row ids themselves are the column.
-struct PackedColumn {
-    int64 first_tile;
-    const uint8* source;
-    int64 source_rows, source_stride;
-    const int64* row_ids;
-    int64 num_rows, row_bytes;
-    uint8* out;
-    int64 word_bytes;
-    int64 row_offset;
-};
+#include "packed_column.cuh"
 
 __device__ inline const uint8* source_row(const PackedColumn& column, uint32 row) {
     const int64 id = column.row_ids[row];
@@ -47,7 +29,7 @@ __device__ void copy_whole_units(const PackedColumn& column, uint32 first_unit, 
 // by word and stored at once, but for the column's last, which may be shorter.
 template <typename Word>
 __device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
-    constexpr int UNIT_WORDS = UNIT_BYTES / sizeof(Word);
+    constexpr int UNIT_WORDS = UNIT_BYTES / sizeof(Word), HALF_WORDS = UNIT_WORDS / 2, WORD_BITS = 8 * sizeof(Word);
     const uint32 row_words = (uint32)(column.row_bytes / sizeof(Word));
     const int64 num_words = column.num_rows * row_words;
     for (int i = 0; i < UNITS_PER_THREAD; ++i) {
@@ -57,10 +39,7 @@ __device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32
         uint32 row = (uint32)(first_word / row_words);
         uint32 at = (uint32)(first_word - (int64)row * row_words);
         const Word* source = (const Word*)source_row(column, row);
-        union {
-            uint4 unit;
-            Word words[UNIT_WORDS];
-        } built;
+        uint64 halves[2] = {0, 0};  // built by shifts: an array of words would not be kept in registers everywhere
         const int64 left = num_words - first_word;
 #pragma unroll
         for (int k = 0; k < UNIT_WORDS; ++k) {
@@ -69,14 +48,16 @@ __device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32
                 source = (const Word*)source_row(column, ++row);
                 at = 0;
             }
-            built.words[k] = source[at++];
+            halves[k / HALF_WORDS] |= (uint64)source[at++] << k % HALF_WORDS * WORD_BITS;
         }
         if (left >= UNIT_WORDS) {
-            ((uint4*)column.out)[unit] = built.unit;
+            ((uint4*)column.out)[unit] = uint4{
+                (uint32)halves[0], (uint32)(halves[0] >> 32), (uint32)halves[1], (uint32)(halves[1] >> 32)};
         } else {
 #pragma unroll
             for (int k = 0; k < UNIT_WORDS; ++k) {
-                if (k < left) ((Word*)column.out)[first_word + k] = built.words[k];
+                const uint64 half = halves[k / HALF_WORDS];
+                if (k < left) ((Word*)column.out)[first_word + k] = (Word)(half >> k % HALF_WORDS * WORD_BITS);
             }
         }
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_inputs import LAUNCHERS, launcher_of
+from kernel_inputs import LAUNCHERS, WARP_LAUNCHERS, launcher_of, moved
 
 from headrace.kernels import bitmap as bm
 
@@ -46,7 +46,7 @@ def test_cpu_is_the_definition(
     assert bm.take_dirty(fast)[0].tolist() == expected[taken.numel() :]
 
 
-@pytest.mark.parametrize("device", LAUNCHERS)
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 @settings(max_examples=25, deadline=None)
 @given(
     num_rows=SIZES,
@@ -57,10 +57,10 @@ def test_cpu_is_the_definition(
 )
 @example(num_rows=200_001, num_ids=300_000, dtype=torch.int32, max_rows=100_000, seed=0)  # dense
 def test_kernels_are_the_definition(
-    device: str, num_rows: int, num_ids: int, dtype: torch.dtype, max_rows: int | None, seed: int
+    device: str, lanes: int, num_rows: int, num_ids: int, dtype: torch.dtype, max_rows: int | None, seed: int
 ) -> None:
     """The kernels mark and take what the definition does, also when they take a part."""
-    launcher = launcher_of("bitmap", device)
+    launcher = launcher_of("bitmap", device, lanes)
     ids = _ids(num_rows, num_ids, dtype, seed)
     bitmap, plain = bm.make_bitmap(num_rows, device), bm.make_bitmap(num_rows)
     bm.launch_mark_dirty(launcher, bitmap, ids.to(device))
@@ -72,6 +72,97 @@ def test_kernels_are_the_definition(
     assert taken.numel() == room and int(count) == expected.numel()
     assert torch.equal(taken[: int(count)].cpu(), expected)
     assert torch.equal(bitmap.cpu(), plain)
+
+
+@st.composite
+def _features(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
+    """Return (bitmap, row ids, starts, first slots, rows) of features of some tables, one after the other."""
+    num_rows = draw(st.lists(st.sampled_from([1, 64, 65, 1000]), max_size=6))
+    lengths = [draw(st.sampled_from([0, 0, 1, 5, 300])) for _ in num_rows]
+    before, behind, stride = draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    seed = draw(st.integers(0, 2**31))
+    ids = [_ids(rows, length, torch.int64, seed) for rows, length in zip(num_rows, lengths, strict=True)]
+    around = torch.full((before,), 10**6), torch.full((behind,), 10**6)  # of no feature
+    row_ids = torch.cat([around[0], *ids, around[1]]).to(draw(st.sampled_from([torch.int32, torch.int64])))
+    bounds = torch.tensor([0, *lengths]).cumsum(0) + before
+    starts = bounds.repeat_interleave(stride).to(draw(st.sampled_from([torch.int32, torch.int64])))[::stride]
+    slots, end = [], 64 * draw(st.integers(0, 2))
+    for rows in num_rows:
+        slots.append(draw(st.sampled_from([-1, end, end])))
+        end += -(-rows // 64) * 64
+    return bm.make_bitmap(end), row_ids, starts, torch.tensor(slots).long(), torch.tensor(num_rows).long()
+
+
+@settings(max_examples=80, deadline=None)
+@given(_features())
+def test_features_are_marked_as_defined(features: tuple[torch.Tensor, ...]) -> None:
+    """Each streamed feature's ids are marked at its table's slots, and the definition is that of a Python set."""
+    plain, row_ids, starts, first_slots, num_rows = features
+    fast = plain.clone()
+    bm.mark_dirty_features(fast, row_ids, starts, first_slots, num_rows)
+    bm.mark_dirty_features_reference(plain, row_ids, starts, first_slots, num_rows)
+    assert torch.equal(fast, plain)
+    bounds, ids = starts.tolist(), row_ids.tolist()
+    expected = {
+        slot + row
+        for feature, slot in enumerate(first_slots.tolist())
+        for row in ids[bounds[feature] : bounds[feature + 1]]
+        if slot >= 0 and row >= 0
+    }
+    assert bm.take_dirty(fast)[0].tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
+@settings(max_examples=40, deadline=None)
+@given(_features())
+def test_feature_kernel_is_the_definition(device: str, features: tuple[torch.Tensor, ...]) -> None:
+    """One launch marks all features, of any types and strides of the starts."""
+    there, plain = [moved(tensor, device) for tensor in features], features[0].clone()
+    bm.mark_dirty_features_reference(plain, *features[1:])
+    bm.launch_mark_dirty_features(launcher_of("bitmap", device), *there)
+    assert torch.equal(there[0].cpu(), plain)
+
+
+def test_a_row_beyond_its_features_table_is_an_error() -> None:
+    """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
+    bitmap, row_ids, starts = bm.make_bitmap(200), torch.tensor([1, 2, 65, 3]), torch.tensor([0, 2, 4])
+    args = starts, torch.tensor([64, 0]), torch.tensor([70, 65])
+    for mark in (bm.mark_dirty_features, bm.mark_dirty_features_reference):
+        with pytest.raises(IndexError, match="row 65"):
+            mark(bitmap, row_ids, *args)
+        assert not bitmap.any()
+    with pytest.raises(IndexError, match="trap"):
+        bm.launch_mark_dirty_features(launcher_of("bitmap", "cpu"), bitmap, row_ids, *args)
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
+def test_a_slice_of_a_bitmap_is_a_bitmap(device: str) -> None:
+    """Rows are marked in a slice that begins at any word, and taken from it."""
+    bitmap = bm.make_bitmap(64 * 3000, device)
+    launcher, ids = launcher_of("bitmap", device), torch.tensor([0, 70, 64 * 2000 + 5])
+    bm.launch_mark_dirty(launcher, bitmap[1:], ids.to(device))
+    taken, count = bm.launch_take_dirty(launcher, bitmap[1:], 10)
+    assert taken[: int(count)].tolist() == ids.tolist()
+    assert not bitmap.any()
+
+
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_a_tile_looks_back_over_many(device: str, lanes: int) -> None:
+    """A tile's place is behind the rows of those before it, up to one that knows all before itself."""
+    num_tiles, knowing, own, up_to_here = 150, 45, 2**62, -(2**63)
+    bitmap = bm.make_bitmap(num_tiles * 65_536)
+    bitmap[-1] = 0b1010
+    # What the others have told, and that the next block to start is the last tile's.
+    told = [own + 10**6] * knowing + [up_to_here + 1000] + [own + 3] * (num_tiles - knowing - 2) + [0]
+    state = torch.tensor([*told, num_tiles - 1, 0, 0]).to(device)
+    row_ids, bitmap = torch.full((2000,), -1, device=device), bitmap.to(device)
+    arguments = (bitmap, bitmap.numel(), state, num_tiles, 2000, row_ids, state[num_tiles + 1 :])
+    launcher_of("bitmap", device, lanes).launch("take_dirty_kernel", 1, 256, *arguments)
+    before = 1000 + 3 * (num_tiles - knowing - 2)
+    assert state[num_tiles - 1 :].tolist() == [up_to_here + before + 2, num_tiles, before + 2, before + 2]
+    last = num_tiles * 65_536 - 64
+    assert row_ids[before : before + 2].tolist() == [last + 1, last + 3]
+    assert (row_ids == -1).sum() == 1998 and not bitmap.any()
 
 
 def test_a_kernel_stops_at_a_row_beyond_the_bitmap() -> None:
@@ -96,9 +187,21 @@ def test_bad_arguments_are_named() -> None:
         bm.take_dirty(torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="negative"):
         bm.take_dirty(bm.make_bitmap(10), -1)
+    starts, numbers = torch.tensor([0, 1]), torch.tensor([0])
+    for args, said in (
+        ((torch.zeros(1), starts, numbers, numbers), "row_ids is"),
+        ((numbers, starts.short(), numbers, numbers), "starts is"),
+        ((numbers, starts, starts, numbers), r"first_slots is .* int64\[1\]"),
+        ((numbers, starts, numbers, numbers.int()), "num_rows is"),
+        ((numbers, starts.to("meta"), numbers, numbers), "several devices: cpu, meta"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            bm.mark_dirty_features(bm.make_bitmap(10), *args)
 
 
 def test_operators_are_registered_rightly() -> None:
     """The operators' schemas, and what they say to a tracer, are true."""
     torch.library.opcheck(bm._mark_dirty, (bm.make_bitmap(100), torch.tensor([5, -1])))
+    features = torch.tensor([0, 2]), torch.tensor([64]), torch.tensor([9])
+    torch.library.opcheck(bm._mark_dirty_features, (bm.make_bitmap(100), torch.tensor([5, -1]), *features))
     torch.library.opcheck(bm._take_dirty, (torch.full((3,), 5), 4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import LAUNCHERS, launcher_of, random_rows, same_bits
+from kernel_inputs import WARP_LAUNCHERS, launcher_of, random_rows, same_bits
 
 from headrace.kernels import bucketize as bz
 from headrace.schemas.routing import shards_of_rows
@@ -46,18 +46,18 @@ def test_cpu_is_the_definition(
         assert rows.tolist() == ids.numpy()[shards == shard].tolist()
 
 
-@pytest.mark.parametrize("device", LAUNCHERS)
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 @settings(max_examples=25, deadline=None)
 @given(SIZES, SHARDS, st.sampled_from([None, 1, 7, 1000]), WEIGHTS, st.integers(0, 2**64 - 1))
 def test_kernels_are_the_definition(
-    device: str, size: int, num_shards: int, block_rows: int | None, dtype: torch.dtype | None, seed: int
+    device: str, lanes: int, size: int, num_shards: int, block_rows: int | None, dtype: torch.dtype | None, seed: int
 ) -> None:
     """The kernels' order is the definition's, stable across groups, tiles and blocks."""
     ids, weights = _inputs(size, num_shards, block_rows, dtype, seed % 2**32)
     plain = bz.block_bucketize_reference(ids, num_shards, block_rows=block_rows, seed=seed, weights=weights)
     given_weights = (ids.new_empty(0) if weights is None else weights).to(device)
     bounds, row_ids, positions, moved = bz.launch_block_bucketize(
-        launcher_of("bucketize", device), ids.to(device), num_shards, block_rows or 0, seed, given_weights
+        launcher_of("bucketize", device, lanes), ids.to(device), num_shards, block_rows or 0, seed, given_weights
     )
     assert _same(bz.Bucketized(bounds, row_ids, positions, None if weights is None else moved), plain)
 

@@ -60,6 +60,19 @@ def test_nvrtc_compiles(family: str, architecture: str, tmp_path: Path) -> None:
 
 
 @_needs_nvrtc
+def test_a_changed_header_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A binary is kept for the headers that it was made with, each of them."""
+    cm.compile_family("bucketize", "sm_90", BinaryCache(tmp_path))
+    source, headers = cm.source_of("bucketize")
+    assert {"common.cuh", "shards.cuh"} <= set(headers)
+    for number, name in enumerate(headers):
+        changed = {**headers, name: headers[name] + b"// changed"}
+        monkeypatch.setattr(cm, "source_of", lambda family, changed=changed: (source, changed))
+        cm.compile_family("bucketize", "sm_90", BinaryCache(tmp_path))
+        assert len(list(tmp_path.iterdir())) == number + 2
+
+
+@_needs_nvrtc
 def test_what_does_not_compile_says_so(tmp_path: Path) -> None:
     """An architecture that the compiler does not know is an error with the compiler's words."""
     with pytest.raises(cm.KernelsUnavailableError, match=r"bitmap\.cu.*sm_1"):

@@ -33,7 +33,7 @@ def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
         tries.append(family)
         raise KernelsUnavailableError("no compiler")
 
-    monkeypatch.setattr(dispatch, "cuda_module", refuse)
+    monkeypatch.setattr(dispatch, "gpu_module", refuse)
     for operation in ("mark_dirty", "mark_dirty", "take_dirty"):
         assert dispatch.launcher_for(operation, "bitmap", CUDA) is None
     assert tries == ["bitmap"]
@@ -47,7 +47,7 @@ def test_a_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_a_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The way by a kernel is said at INFO."""
     launcher = _Launcher()
-    monkeypatch.setattr(dispatch, "cuda_module", lambda family, device: launcher)
+    monkeypatch.setattr(dispatch, "gpu_module", lambda family, device: launcher)
     with caplog.at_level(logging.INFO):
         assert dispatch.launcher_for("pack_rows", "row_packing", CUDA) is launcher
         assert dispatch.launcher_for("pack_rows", "row_packing", CUDA) is launcher
@@ -80,7 +80,7 @@ def test_without_kernels_the_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) 
     def refuse(family: str, device: torch.device) -> _Launcher:
         raise KernelsUnavailableError("no compiler")
 
-    monkeypatch.setattr(dispatch, "cuda_module", refuse)
+    monkeypatch.setattr(dispatch, "gpu_module", refuse)
     bitmap = bm.make_bitmap(1000, "cuda")
     bm.mark_dirty(bitmap, torch.tensor([5, -1, 999, 5], device="cuda"))
     rows, count = bm.take_dirty(bitmap)

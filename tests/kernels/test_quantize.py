@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DIMS, LAUNCHERS, launcher_of, same_bits
+from kernel_inputs import DIMS, WARP_LAUNCHERS, launcher_of, same_bits
 
 from headrace.kernels import quantize as qz
 from headrace.kernels import row_quantization as rq
 from headrace.kernels.row_quantization import PRECISIONS, Precision
 
-_KINDS = ("plain", "zero", "constant", "tiny", "large", "nan", "inf", "-inf", "huge", "both")
+_KINDS = ("plain", "zero", "zeros", "constant", "tiny", "large", "nan", "inf", "-inf", "huge", "both")
 
 
 def _rows(num_rows: int, dim: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -24,14 +24,16 @@ def _rows(num_rows: int, dim: int, seed: int, dtype: torch.dtype = torch.float32
         kind = _KINDS[(number + seed) % len(_KINDS)]
         if kind in ("zero", "constant"):
             row[:] = 0.0 if kind == "zero" else float(row[0])
+        elif kind == "zeros":  # the least value, of both signs
+            row[:] = row.abs() * torch.randint(-1, 2, (dim,), generator=generator).clamp(max=0).neg()
+            row[torch.rand(dim, generator=generator) < 0.3] = -0.0
         elif kind in ("tiny", "large"):
             row *= 1e-30 if kind == "tiny" else 1e6
         elif kind == "both":
             row[0], row[-1] = -3e38, 3e38
         elif kind != "plain":
             row[seed % dim] = 3e38 if kind == "huge" else float(kind)
-    # Zeros of one sign: which sign a bias gets out of both is open.
-    return rows.to(dtype) + 0.0
+    return rows.to(dtype)
 
 
 def _same_numbers(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -39,12 +41,14 @@ def _same_numbers(left: torch.Tensor, right: torch.Tensor) -> bool:
     return same_bits(left.nan_to_num(12345.0), right.nan_to_num(12345.0))
 
 
-@pytest.mark.parametrize("device", LAUNCHERS)
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([0, 1, 7, 8, 9, 40]), DIMS, st.sampled_from(["int8", "int4"]), st.integers(0, 2**32))
-def test_kernels_are_the_definition(device: str, num_rows: int, dim: int, precision: Precision, seed: int) -> None:
+def test_kernels_are_the_definition(
+    device: str, lanes: int, num_rows: int, dim: int, precision: Precision, seed: int
+) -> None:
     """Every row, finite or not, packs to the definition's bytes and reads as its numbers."""
-    launcher = launcher_of("quantize", device)
+    launcher = launcher_of("quantize", device, lanes)
     rows = _rows(num_rows, dim, seed)
     expected = rq.quantize_rows_reference(rows, precision)
     packed = qz.launch_quantize(launcher, rows.to(device), precision)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DIMS, DTYPES, LAUNCHERS, launcher_of, random_rows
+from kernel_inputs import DIMS, DTYPES, WARP_LAUNCHERS, launcher_of, random_rows
 
 from headrace.kernels import row_digests as rd
 from headrace.schemas.row_digest import digest_rows
@@ -26,11 +26,11 @@ def _defined(ids: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(digest_rows(ids.numpy(), arrays).view(np.int64))
 
 
-@pytest.mark.parametrize("device", [pytest.param("plain", id="on the CPU"), *LAUNCHERS])
+@pytest.mark.parametrize(("device", "lanes"), [pytest.param("plain", 0, id="on the CPU"), *WARP_LAUNCHERS])
 @settings(max_examples=50, deadline=None)
 @given(num_rows=st.sampled_from([0, 1, 7, 8, 9, 50]), kinds=_COLUMNS, seed=st.integers(0, 2**32))
 def test_digests_are_the_definitions(
-    device: str, num_rows: int, kinds: list[tuple[int, torch.dtype]], seed: int
+    device: str, lanes: int, num_rows: int, kinds: list[tuple[int, torch.dtype]], seed: int
 ) -> None:
     """Every way gives the digests that server and audit compute, for all types and widths."""
     ids, columns = _rows(num_rows, kinds, seed)
@@ -40,7 +40,7 @@ def test_digests_are_the_definitions(
         assert torch.equal(rd.row_digests(ids, columns), expected)
     else:
         there = [column.to(device) for column in columns]
-        digests = rd.launch_row_digests(launcher_of("row_digests", device), ids.to(device), there)
+        digests = rd.launch_row_digests(launcher_of("row_digests", device, lanes), ids.to(device), there)
         assert torch.equal(digests.cpu(), expected)
 
 

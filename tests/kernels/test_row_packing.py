@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DIMS, DTYPES, LAUNCHERS, launcher_of, poisoned, random_rows, same_bits
+from kernel_inputs import DIMS, DTYPES, LAUNCHERS, launcher_of, moved, poisoned, random_rows, same_bits
 
 from headrace.kernels import row_packing as rp
 
@@ -22,18 +22,11 @@ class _Tables:
 
     def to(self, device: str) -> _Tables:
         return _Tables(
-            [_moved(table, device) for table in self.weights],
+            [moved(table, device) for table in self.weights],
             [ids.to(device) for ids in self.row_ids],
-            [[_moved(state, device) for state in states] for states in self.states],
+            [[moved(state, device) for state in states] for states in self.states],
             self.offsets,
         )
-
-
-def _moved(source: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a copy with the same strides and the same place in its memory."""
-    memory = source.untyped_storage().to(device=device) if device != "cpu" else source.untyped_storage()
-    moved = torch.empty(0, dtype=source.dtype, device=device)
-    return moved.set_(memory, source.storage_offset(), source.shape, source.stride())
 
 
 @st.composite

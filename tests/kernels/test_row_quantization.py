@@ -21,12 +21,16 @@ def _rows(draw: st.DrawFn, *, only_finite: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     scale = 10.0 ** torch.empty(num_rows, 1).uniform_(-6, 3, generator=generator)
     rows = (torch.randn(num_rows, dim, generator=generator) + torch.randn(num_rows, 1, generator=generator)) * scale
-    kinds = ["plain", "plain", "zero", "constant", "tiny"]
+    kinds = ["plain", "plain", "zero", "zeros", "constant", "tiny"]
     kinds += [] if only_finite else ["nan", "inf", "-inf", "huge", "both"]
     for row in rows:
         kind = draw(st.sampled_from(kinds))
         if kind in ("zero", "constant"):
             row[:] = 0.0 if kind == "zero" else float(row[0])
+        elif kind == "zeros":  # the least value, of both signs
+            row.abs_()
+            row[torch.rand(dim, generator=generator) < 0.3] = 0.0
+            row[torch.rand(dim, generator=generator) < 0.3] = -0.0
         elif kind == "tiny":
             row *= 1e-30
         elif kind == "both":
@@ -82,7 +86,7 @@ def test_the_bound_is_not_loose(precision: Precision) -> None:
 @settings(max_examples=60, deadline=None)
 @given(_rows(only_finite=True))
 def test_packed_rows_are_fbgemms(rows: torch.Tensor) -> None:
-    """Finite rows pack to the bytes of torch's own and FBGEMM's operators, and read as the same numbers."""
+    """Finite rows pack to the bytes of torch's own and FBGEMM's operators, but for the sign of a bias of zero."""
     if not rows.numel():
         return
     ops, is_even = torch.ops.quantized, rows.shape[1] % 2 == 0
@@ -90,7 +94,24 @@ def test_packed_rows_are_fbgemms(rows: torch.Tensor) -> None:
     if is_even:
         expected["int4"] = ops.embedding_bag_4bit_prepack(rows)
     for precision, packed in expected.items():
+        bias = packed[:, -4 if precision == "int8" else -2 :]
+        bias[:, -1][(bias & torch.tensor([*[0xFF] * (bias.shape[1] - 1), 0x7F], dtype=torch.uint8) == 0).all(dim=1)] = 0
         assert torch.equal(rq.quantize_rows_reference(rows, precision), packed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", PACKED)
+@pytest.mark.parametrize("least", [0.0, -0.0, -1e-30])
+def test_a_bias_of_zero_has_one_sign(precision: Precision, least: float) -> None:
+    """Whatever zeros a row has, in whatever order, its bias is +0 once it is zero in the bias's type."""
+    zeros = [[least, 0.0, 1.0], [0.0, least, 1.0], [1.0, -0.0, least], [least] * 3]
+    rows = torch.tensor([[*row, *row, *row] for row in zeros])
+    packed = rq.quantize_rows(rows, precision)
+    assert _same_bits(packed, rq.quantize_rows_reference(rows, precision))
+    bias = (
+        packed[:, -4:].clone().view(torch.float32) if precision == "int8" else packed[:, -2:].clone().view(torch.half)
+    )
+    assert bool((bias[:, 0] == least).all()) or precision == "int4"
+    assert not bool(torch.signbit(bias[bias == 0]).any())
 
 
 @pytest.mark.torchrec

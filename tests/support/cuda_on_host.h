@@ -1,11 +1,15 @@
 // Runs CUDA kernels on the host, one thread after another, so that their code is tested where there is no GPU.
 //
 // Each thread of a block is a context of its own that gives way where it waits for others: at a barrier of the block or
-// at an exchange between the lanes of a warp. Blocks run one after another. So this finds wrong results, wrong addresses
-// and barriers that not all threads reach; it does not find races, and it says nothing of speed.
+// at an exchange between the lanes of a warp. Blocks run one after another. So this finds wrong results, wrong addresses,
+// accesses that are not aligned and barriers that not all threads reach; it does not find races, and it says nothing of
+// speed.
+//
+// HEADRACE_WARP_LANES, which the compiler is told, is 32 or 64: a warp of NVIDIA's GPUs, or one of AMD's.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
@@ -22,8 +26,8 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 namespace host {
-constexpr int LANES = 32, STACK_BYTES = 64 * 1024;
-enum Failure { NONE = 0, TRAPPED = 1, STUCK = 2 };
+constexpr int LANES = HEADRACE_WARP_LANES, STACK_BYTES = 64 * 1024;
+enum Failure { NONE = 0, TRAPPED = 1, STUCK = 2, MISALIGNED = 3 };
 
 struct Meeting {  // where a number of threads wait for each other
     int num_arrived = 0, generation = 0;
@@ -109,24 +113,25 @@ inline void __trap() { host::fail(host::TRAPPED); }
 inline void __syncthreads() { host::meet(host::block, host::threads.size()); }
 inline void __syncwarp() { host::exchange(0); }
 template <typename Value>
-Value __shfl_sync(unsigned, Value value, int lane) { return host::of_lane<Value>(host::exchange(value), lane); }
+Value __shfl_sync(uint64_t, Value value, int lane) { return host::of_lane<Value>(host::exchange(value), lane); }
 template <typename Value>
-Value __shfl_xor_sync(unsigned, Value value, int apart) {
+Value __shfl_xor_sync(uint64_t, Value value, int apart) {
     return host::of_lane<Value>(host::exchange(value), (threadIdx.x % host::LANES) ^ apart);
 }
 template <typename Value>
-Value __shfl_up_sync(unsigned, Value value, int apart) {
+Value __shfl_up_sync(uint64_t, Value value, int apart) {
     const int lane = threadIdx.x % host::LANES;
     return host::of_lane<Value>(host::exchange(value), lane < apart ? lane : lane - apart);
 }
-inline unsigned __ballot_sync(unsigned, bool holds) {
+inline uint64_t __ballot_sync(uint64_t, bool holds) {
     const uint64_t* told = host::exchange<int>(holds);
-    unsigned lanes = 0;
-    for (int lane = 0; lane < host::LANES; ++lane) lanes |= (unsigned)told[lane] << lane;
+    uint64_t lanes = 0;
+    for (int lane = 0; lane < host::LANES; ++lane) lanes |= told[lane] << lane;
     return lanes;
 }
 template <typename Value>
 Value atomicAdd(Value* at, Value value) { const Value was = *at; *at += value; return was; }
+inline int atomicMin(int* at, int value) { const int was = *at; *at = was < value ? was : value; return was; }
 inline unsigned atomicOr(unsigned* at, unsigned bits) { const unsigned was = *at; *at |= bits; return was; }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -165,11 +170,16 @@ extern "C" int launch_on_host(void* kernel, unsigned num_blocks, unsigned num_th
                  args[11]);
     };
     host::failure = host::NONE;
+    // Where an access is not aligned, what the compiler has put in stops with an illegal instruction; x86 would not.
+    struct sigaction stop = {}, before;
+    stop.sa_handler = [](int) { host::fail(host::MISALIGNED); };
+    sigaction(SIGILL, &stop, &before);
     host::threads.resize(num_threads);
     gridDim.x = num_blocks, blockDim.x = num_threads;
     for (unsigned i = 0; i < num_blocks && !host::failure; ++i) {
         blockIdx.x = i;
         host::run_block();
     }
+    sigaction(SIGILL, &before, nullptr);
     return host::failure;
 }

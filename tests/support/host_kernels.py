@@ -27,6 +27,8 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-Wno-unknown-pragmas",
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
 )
 
 
@@ -44,21 +46,34 @@ class HostKernels:
         failure = self._library.launch_on_host(function, blocks, threads, packed)
         if failure == 1:
             raise IndexError(f"{kernel} has stopped with a trap")
+        assert failure != 3, f"{kernel}: an access is not aligned"
         assert not failure, f"{kernel}: threads wait for others that do not come"
 
 
 @functools.cache
-def _build(family: str) -> HostKernels:
+def _build(family: str, lanes: int) -> HostKernels:
     with tempfile.TemporaryDirectory(prefix="host-kernels-") as folder:
         library = Path(folder) / f"{family}.so"
-        source = ("-x", "c++", "-include", _HERE / "cuda_on_host.h", _SOURCES / f"{family}.cu")
+        source = (
+            f"-DHEADRACE_WARP_LANES={lanes}",
+            "-x",
+            "c++",
+            "-include",
+            _HERE / "cuda_on_host.h",
+            _SOURCES / f"{family}.cu",
+        )
         done = subprocess.run(["g++", *_FLAGS, *source, "-o", library], capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         return HostKernels(ctypes.CDLL(str(library)))  # stays loaded when the file is gone
 
 
-def host_kernels(family: str) -> HostKernels:
-    """Return a family's kernels, compiled once a process; skips the test where there is no g++."""
+def host_kernels(family: str, lanes: int = 32) -> HostKernels:
+    """Return a family's kernels, compiled once a process; skips the test where there is no g++.
+
+    Args:
+        family: One of `FAMILIES`.
+        lanes: Of a warp: 32, or 64 as most of AMD's GPUs have it.
+    """
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed: kernels cannot be run on the host")
-    return _build(family)
+    return _build(family, lanes)

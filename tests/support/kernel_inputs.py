@@ -7,9 +7,20 @@ import torch
 from host_kernels import host_kernels
 from hypothesis import strategies as st
 
-from headrace.kernels.cuda_module import Launcher, cuda_module
+from headrace.kernels.cuda_module import Launcher
+from headrace.kernels.dispatch import gpu_module
 
-__all__ = ["DIMS", "DTYPES", "LAUNCHERS", "launcher_of", "poisoned", "random_rows", "same_bits"]
+__all__ = [
+    "DIMS",
+    "DTYPES",
+    "LAUNCHERS",
+    "WARP_LAUNCHERS",
+    "launcher_of",
+    "moved",
+    "poisoned",
+    "random_rows",
+    "same_bits",
+]
 
 DTYPES = (
     torch.float32,
@@ -24,13 +35,19 @@ DIMS = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 127, 128, 129, 255
 
 # The same kernels where they can run: by g++ on the host, and on a GPU where there is one.
 LAUNCHERS = [pytest.param("cpu", id="on the host"), pytest.param("cuda", id="on a GPU", marks=pytest.mark.gpu)]
+# For kernels that exchange between lanes: (device, lanes of a warp), of which a GPU has as many as it has.
+WARP_LAUNCHERS = [
+    pytest.param("cpu", 32, id="on the host"),
+    pytest.param("cpu", 64, id="on the host, 64 lanes"),
+    pytest.param("cuda", 0, id="on a GPU", marks=pytest.mark.gpu),
+]
 
 
-def launcher_of(family: str, device: str) -> Launcher:
-    """Return what launches a family's kernels for tensors on a device."""
+def launcher_of(family: str, device: str, lanes: int = 32) -> Launcher:
+    """Return what launches a family's kernels for tensors on a device; `lanes` of a warp, where the host plays it."""
     if device == "cpu":
-        return host_kernels(family)
-    return cuda_module(family, torch.device("cuda", torch.cuda.current_device()))
+        return host_kernels(family, lanes)
+    return gpu_module(family, torch.device("cuda", torch.cuda.current_device()))
 
 
 def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -38,6 +55,14 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     generator = torch.Generator().manual_seed(seed)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def moved(source: torch.Tensor, device: str) -> torch.Tensor:
+    """Return it on a device with the same strides and the same place in its memory; a copy where it is another."""
+    there = torch.empty(0, dtype=source.dtype, device=device)
+    return there.set_(
+        source.untyped_storage().to(device=device), source.storage_offset(), source.shape, source.stride()
+    )
 
 
 def poisoned(num_bytes: int) -> torch.Tensor:
