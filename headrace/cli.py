@@ -4,8 +4,9 @@ To add a command, add an entry to `_COMMANDS`. Its target is a plain function wh
 `typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code. Or it is a `typer.Typer` with
 commands of its own.
 
-Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted. A failure is one line on stderr, an
-interruption is silent. With `HEADRACE_DEBUG=1` in the environment both end in a traceback instead.
+Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone, as in
+`headrace status | head -1`. A failure is one line on stderr, the last two are silent. With `HEADRACE_DEBUG=1` in the
+environment failures and interruptions end in a traceback instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import inspect
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ __all__ = ["main"]
 _EXIT_ERROR = 1
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+# What a shell shows of a tool that SIGPIPE has ended. The signal itself stays ignored: servers write to sockets.
+_EXIT_BROKEN_PIPE = 141
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +77,7 @@ _COMMANDS = (
     _Entry(
         name="snapshot",
         target="headrace.scripts.snapshot:snapshot",
-        help="Make, list, check, fetch and remove snapshots of a server.",
+        help="Make, list, check, fetch, restore and remove snapshots of a server.",
     ),
     _Entry(
         name="expire",
@@ -168,7 +172,7 @@ def _load(entry: _Entry) -> Any:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"headrace {__version__}")
+        print(f"headrace {__version__}")
         raise typer.Exit
 
 
@@ -215,15 +219,18 @@ def _missing_dependency(module: str, entry: _Entry) -> str:
     return f"`headrace {entry.name}` needs {module}, which is not installed: {hint}"
 
 
-def _is_stdout_closed() -> bool:
-    """Say whether the reader of our output has gone, as in `headrace status | head -1`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is buffered cannot be written. The interpreter would try again on its way out, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+def _has_reader_gone() -> bool:
+    """Say whether nobody reads our output any more. A broken pipe may also be a socket, and that one must be seen."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are told unasked
+    return bool(poll.poll(0))
+
+
+def _drop_stdout() -> None:
+    """Send to nowhere what is buffered: the interpreter would try again on its way out, and complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
@@ -241,22 +248,14 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
                 raise HeadraceError(_missing_dependency(module, entry)) from exc
     except typer.Exit as exc:
         result = exc.exit_code
-    sys.stdout.flush()  # here, where a reader that has gone is still handled
     return result if isinstance(result, int) else 0
 
 
-def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] = _COMMANDS) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: What follows the program's name; None takes it from `sys.argv`.
-
-    Returns:
-        The exit code.
-    """
+def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
+    """Run the command and turn the errors that are no bugs of ours into one line and an exit code."""
     is_debug = os.environ.get("HEADRACE_DEBUG") == "1"
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments), _entries)
+        return _run(arguments, entries)
     except typer.TyperException as exc:
         context = getattr(exc, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
@@ -269,8 +268,42 @@ def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] =
         if is_debug:
             raise
         return _EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # A socket raises it too, and that one must be seen.
-        if not _is_stdout_closed():
+
+
+def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] = _COMMANDS) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; None takes it from `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        exit_code = _run_with_exit_code(list(sys.argv[1:] if arguments is None else arguments), _entries)
+    except SystemExit as exc:
+        # Rich answers a broken pipe in this way, having sent stdout to nowhere.
+        if not isinstance(exc.__context__, BrokenPipeError):
             raise
-        return _EXIT_ERROR
+        return _EXIT_BROKEN_PIPE
+    except BrokenPipeError:
+        if not _has_reader_gone():
+            raise
+        _drop_stdout()
+        return _EXIT_BROKEN_PIPE
+    return _flush(exit_code)
+
+
+def _flush(exit_code: int) -> int:
+    """Write what is buffered, here, where a failure can still be told; return the exit code that comes of it."""
+    if sys.stdout is None:  # closed by whoever has started us
+        return exit_code
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        return exit_code or _EXIT_BROKEN_PIPE
+    except OSError as exc:
+        _drop_stdout()
+        return _fail(f"the output cannot be written: {exc.strerror}", _EXIT_ERROR)
+    return exit_code

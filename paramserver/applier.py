@@ -23,23 +23,24 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.apply_backlog import Backlog, Entry, Window
 from headrace.paramserver.buffer_readers import BufferReaders
-from headrace.paramserver.identity_index import FoundRows, IdentitySearch, claims_of, in_store_order
+from headrace.paramserver.identity_index import FoundRows, IdentitySearch, in_store_order
+from headrace.paramserver.overlay import Overlay
 from headrace.paramserver.pending import Batch, Part, PendingRows, Run, coalesce, merge
 from headrace.paramserver.record_pool import RecordPool
-from headrace.paramserver.row_reader import RowsRead, ShardSource, read_rows, settle
+from headrace.paramserver.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.identity_claims import CLAIMS
-from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
 
 _log = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS = 5
 _T = TypeVar("_T")
 
 
@@ -77,36 +78,6 @@ class ApplierConfig:
         for name in ("window_bytes", "merge_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"applier setting {name} is {getattr(self, name)}, not above 0")
-
-
-@dataclass(slots=True)
-class _Entry:
-    batch: Batch
-    parts: list[tuple[PendingRows, Part]]
-    since_s: float
-
-
-@dataclass(slots=True)
-class _Window:
-    """Consecutive batches, coalesced.
-
-    Attributes:
-        first_seq: Of the first one.
-        seq: Of the last one.
-        meta: Theirs.
-        runs: Where each pends, and it.
-        since_s: When the first was submitted.
-    """
-
-    first_seq: int
-    seq: int
-    meta: dict[bytes, bytes]
-    runs: list[tuple[PendingRows, Run]]
-    since_s: float
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(run.size_bytes for _, run in self.runs)
 
 
 @dataclass(slots=True)
@@ -149,15 +120,15 @@ class Applier:
         self.pending_bytes = 0
         self.num_rows_submitted = self.num_rows_applied = 0
         self.failed: HeadraceError | None = None
-        self._queue: deque[_Entry] = deque()
-        self._queued_bytes = 0
-        self._windows: deque[_Window] = deque()
-        self._windows_bytes = 0
-        self._is_coalescing = False
-        self._due_seq = 0  # up to here rows wait for no others
-        self._newest_s = 0.0
-        self._pending: dict[tuple[int, ColumnShard], PendingRows] = {}
-        self._pending_claims: dict[int, PendingRows] = {}  # of tables with identities
+        self._overlay = Overlay()
+        self._backlog = Backlog(
+            newest_seq=store.applied_seq,
+            window_bytes=self._config.window_bytes,
+            merge_bytes=self._config.merge_bytes,
+            hold_s=self._config.hold_s,
+            quiet_s=self._config.quiet_s,
+            clock=clock,
+        )
         self._to_coalesce = asyncio.Event()
         self._to_write = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
@@ -201,26 +172,11 @@ class Applier:
         """
         self._check()
         assert batch.seq > self.submitted_seq, f"batch {batch.seq} after {self.submitted_seq}"
-        self._newest_s = self._clock()
-        entry = _Entry(batch, [], self._newest_s)
-        for delta in batch.deltas:
-            part = Part(delta, batch)
-            if part.ids.size:
-                rows = self._rows_of(delta.table_id, delta.layout)
-                rows.add(part)
-                entry.parts.append((rows, part))
-            if (claims := claims_of(delta, batch)) is not None:
-                rows = self._claims_in(delta.table_id)
-                rows.add(claims)
-                entry.parts.append((rows, claims))
-        self._queue.append(entry)
-        self._queued_bytes += batch.size_bytes
+        parts = self._overlay.add(batch)
         self.submitted_seq = batch.seq
         self.pending_bytes += batch.size_bytes
         self._held.append(batch)
-        if not self._config.hold_s:
-            self._due_seq = batch.seq
-        if len(self._queue) == 1 or self._is_window_due:
+        if self._backlog.add(batch, parts):
             self._wake()
 
     async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
@@ -237,7 +193,7 @@ class Applier:
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
-        sources, seq = self._sources_of(table_id, spec), self.submitted_seq
+        sources, seq = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id)), self.submitted_seq
         return await self._look(read_rows, table_id, spec, sources, row_ids, self._store.get, seq=seq)
 
     async def find(self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64]) -> FoundRows:
@@ -256,22 +212,11 @@ class Applier:
         """
         search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
         while not search.has_ended:
-            rows = self._claims_in(table_id)
             # Both views are of this moment: there is no await between them.
-            claims, sources = ShardSource(CLAIMS, rows.snapshot(), True), self._sources_of(table_id, spec)
+            claims = self._overlay.claims_source(table_id)
+            sources = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id))
             await self._look(search.attempt, table_id, spec, claims, sources, get)
         return search.result()
-
-    def _sources_of(self, table_id: int, spec: TableSpec) -> list[ShardSource]:
-        shards = dict.fromkeys(self._store.layouts(table_id), True)
-        shards.update((shard, False) for table, shard in self._pending if table == table_id and shard not in shards)
-        sources = []
-        for shard in shards or {spec.whole: False}:
-            rows = self._pending.get((table_id, shard))
-            layout = rows.layout if rows else RecordLayout(spec, shard)
-            # One that is being applied for the first time may get into RocksDB after this: the snapshot has its rows.
-            sources.append(ShardSource(layout, rows.snapshot() if rows else None, shards.get(shard, False)))
-        return sources
 
     async def _look(self, work: Callable[..., _T], *args: Any, **settings: Any) -> _T:
         """Call something that looks at sources, in a thread, while the buffers that they refer to are kept."""
@@ -379,24 +324,12 @@ class Applier:
             raise UnavailableError("the store is closing")
 
     def _apply_now(self, seq: int) -> None:
-        self._due_seq = max(self._due_seq, seq)
+        self._backlog.apply_now(seq)
         self._wake()
 
     def _wake(self) -> None:
         self._to_coalesce.set()
         self._to_write.set()
-
-    def _rows_of(self, table_id: int, layout: RecordLayout) -> PendingRows:
-        rows = self._pending.get((table_id, layout.shard))
-        if rows is None:
-            rows = self._pending[table_id, layout.shard] = PendingRows(table_id, layout)
-        return rows
-
-    def _claims_in(self, table_id: int) -> PendingRows:
-        rows = self._pending_claims.get(table_id)
-        if rows is None:
-            rows = self._pending_claims[table_id] = PendingRows(table_id, CLAIMS)
-        return rows
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -416,36 +349,18 @@ class Applier:
         self._wake_waiters()
 
     async def _coalesce_forever(self) -> None:
-        while self.failed is None and (self._queue or not self._is_closing):
-            if self._is_window_due:
-                self._is_coalescing = True
-                await self._coalesce_window(self._take_entries())
-                self._is_coalescing = False
+        backlog = self._backlog
+        while self.failed is None and (backlog.has_entries or not self._is_closing):
+            if backlog.is_window_due:
+                backlog.is_coalescing = True
+                await self._coalesce_window(backlog.take_entries(task.seq for task in self._tasks_at))
+                backlog.is_coalescing = False
                 self._to_write.set()
             else:
                 self._to_coalesce.clear()
                 await self._to_coalesce.wait()
 
-    @property
-    def _is_window_due(self) -> bool:
-        if not self._queue:
-            return False
-        return self._queued_bytes >= self._config.window_bytes or self._queue[0].batch.seq <= self._due_seq
-
-    def _take_entries(self) -> list[_Entry]:
-        # No window goes over a position at which somebody wants to see the store.
-        stop_seq = next((task.seq for task in self._tasks_at if task.seq >= self._queue[0].batch.seq), None)
-        entries: list[_Entry] = []
-        size = 0
-        while self._queue and (not entries or size + self._queue[0].batch.size_bytes <= self._config.window_bytes):
-            entries.append(self._queue.popleft())
-            size += entries[-1].batch.size_bytes
-            if entries[-1].batch.seq == stop_seq:
-                break
-        self._queued_bytes -= size
-        return entries
-
-    async def _coalesce_window(self, entries: list[_Entry]) -> None:
+    async def _coalesce_window(self, entries: list[Entry]) -> None:
         parts: dict[PendingRows, list[Part]] = {}
         meta: dict[bytes, bytes] = {}
         for entry in entries:
@@ -453,14 +368,13 @@ class Applier:
             for rows, part in entry.parts:
                 parts.setdefault(rows, []).append(part)
         runs = await self._loop.run_in_executor(self._coalesce_pool, self._coalesce, parts)
-        window = _Window(entries[0].batch.seq, entries[-1].batch.seq, meta, runs, entries[0].since_s)
+        window = Window(entries[0].batch.seq, entries[-1].batch.seq, meta, runs, entries[0].since_s)
         for rows, run in runs:
             rows.coalesced(run, len(parts[rows]))
         self.num_rows_submitted += sum(
             part.ids.size for rows, of_rows in parts.items() for part in of_rows if rows.layout is not CLAIMS
         )
-        self._windows.append(window)
-        self._windows_bytes += window.size_bytes
+        self._backlog.add_window(window)
         self.pending_bytes += window.size_bytes
         # The runs are copies: the frames may go as soon as no reader looks at them.
         for _ in entries:
@@ -474,37 +388,16 @@ class Applier:
             while self.failed is None and (self.applied_seq < self.submitted_seq or not self._is_closing):
                 if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
                     await self._run_task(self._tasks_at.popleft())
-                elif self._is_write_due:
-                    await self._write_windows(self._take_windows())
+                elif self._backlog.is_write_due:
+                    stop_seq = self._tasks_at[0].seq if self._tasks_at else None
+                    await self._write_windows(self._backlog.take_windows(stop_seq))
                 else:
                     await self._wait_for_work()
                 self._flush_if_due()
         finally:
             self._drop_tasks()
 
-    @property
-    def _is_write_due(self) -> bool:
-        if not self._windows:
-            return False
-        if self._windows_bytes >= self._config.merge_bytes:
-            return True
-        # What else is due is coalesced first, and written with it.
-        is_more_due = self._is_coalescing or (self._queue and self._queue[0].batch.seq <= self._due_seq)
-        return self._windows[0].first_seq <= self._due_seq and not is_more_due
-
-    def _take_windows(self) -> list[_Window]:
-        stop_seq = self._tasks_at[0].seq if self._tasks_at else None
-        windows: list[_Window] = []
-        size = 0
-        while self._windows and (not windows or size + self._windows[0].size_bytes <= self._config.merge_bytes):
-            windows.append(self._windows.popleft())
-            size += windows[-1].size_bytes
-            if windows[-1].seq == stop_seq:
-                break
-        self._windows_bytes -= size
-        return windows
-
-    async def _write_windows(self, windows: list[_Window]) -> None:
+    async def _write_windows(self, windows: list[Window]) -> None:
         runs: dict[PendingRows, list[Run]] = {}
         meta: dict[bytes, bytes] = {}
         for window in windows:
@@ -545,7 +438,8 @@ class Applier:
     async def _wait_for_work(self) -> None:
         """Return when there may be something to write or to flush, and see to it that nothing is held for too long."""
         self._to_write.clear()
-        deadlines = [] if self._hold_ends_s is None else [self._hold_ends_s]
+        hold_ends_s = self._backlog.hold_ends_s
+        deadlines = [] if hold_ends_s is None else [hold_ends_s]
         if self._store.durable_seq < self.applied_seq and self._flushing is None:
             deadlines.append(self._flushed_at_s + self._config.flush_interval_s)
         try:
@@ -553,16 +447,8 @@ class Applier:
                 await self._to_write.wait()
         except TimeoutError:
             pass  # that is what the clock is looked at for
-        if self._hold_ends_s is not None and self._hold_ends_s <= self._clock():
-            self._apply_now(self.submitted_seq)
-
-    @property
-    def _hold_ends_s(self) -> float | None:
-        """When rows have waited long enough for others; None when none wait."""
-        if self._due_seq >= self.submitted_seq or not (self._windows or self._queue):
-            return None
-        since_s = (self._windows[0] if self._windows else self._queue[0]).since_s
-        return min(since_s + self._config.hold_s, self._newest_s + self._config.quiet_s)
+        if self._backlog.apply_held():
+            self._wake()
 
     def _release_oldest(self) -> None:
         batch = self._held.popleft()

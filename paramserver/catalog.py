@@ -106,22 +106,27 @@ class Catalog:
         return table
 
     def check(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
-        """Return those specs that are not registered yet.
+        """Return those specs that are not registered yet, each once.
 
         Raises:
-            SpecMismatchError: A table of that name is registered with another spec.
+            SpecMismatchError: A table of that name is registered, or given as well, with another spec.
         """
-        new = []
+        new: dict[str, TableSpec] = {}
         for spec in specs:
             table = self._tables.get(spec.fqn)
             if table is None:
-                new.append(spec)
+                other = new.setdefault(spec.fqn, spec)
+                if other != spec:
+                    raise SpecMismatchError(
+                        f"table {spec.fqn!r} is given twice, and not alike: {other.describe_difference(spec)}"
+                    )
             elif table.spec != spec:
                 raise SpecMismatchError(
                     f"table {spec.fqn!r} is registered otherwise (registered ≠ yours): "
-                    f"{table.spec.describe_difference(spec)}"
+                    f"{table.spec.describe_difference(spec)}; what a table is stays: give yours another name, or serve "
+                    f"another directory"
                 )
-        return new
+        return list(new.values())
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
         """Register tables in order and return the metadata that keeps them; known tables are passed over."""

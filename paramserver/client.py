@@ -14,6 +14,7 @@ from headrace.paramserver.address import format_address
 from headrace.paramserver.frame_writer import FrameWriter
 from headrace.paramserver.frames import Frame, FrameReader, new_scratch
 from headrace.paramserver.tcp import keep_alive
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,
@@ -108,7 +109,7 @@ class ParamServerClient:
                     server_hostname=(server_hostname or host) if ssl_context is not None else None,
                 )
         except TimeoutError as exc:
-            raise UnavailableError(f"no connection to {address} within {timeout_s:g} s") from exc
+            raise UnavailableError(f"no connection to {address} within {format_seconds(timeout_s)}") from exc
         except ssl.SSLCertVerificationError as exc:
             raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
         except OSError as exc:
@@ -202,7 +203,7 @@ class ParamServerClient:
         try:
             header, frame = await self._protocol.exchange(seqid, segments, timeout_s)
         except TimeoutError as exc:
-            raise UnavailableError(f"{name} to {self.address}: no answer within {timeout_s:g} s") from exc
+            raise UnavailableError(f"{name} to {self.address}: no answer within {format_seconds(timeout_s)}") from exc
         try:
             return _result_of(name, header, frame, result_class)
         except ProtocolError as exc:

@@ -91,7 +91,10 @@ class DataDir:
         except OSError as exc:
             _fail(path, exc)
         if MANIFEST_NAME not in names:
-            foreign = sorted(name for name in names - _HARMLESS if not _is_empty_shard(path / name))
+            try:
+                foreign = sorted(name for name in names - _HARMLESS if not _is_empty_shard(path / name))
+            except OSError as exc:
+                _fail(path, exc)
             if foreign:
                 raise ConfigError(
                     f"--data {path}: holds {foreign[0]!r} and no {MANIFEST_NAME}: not a directory of Headrace's; "

@@ -183,8 +183,15 @@ def _check_finite(
         values = np.frombuffer(data, column.dtype.numpy).reshape(-1, column.width)
         if column.dtype.is_finite(values):
             continue
-        row = next(int(row_ids[i]) for i in range(row_ids.size) if not column.dtype.is_finite(values[i]))
-        raise NonFiniteError(f"table {table.spec.fqn!r}: {column.name} of row {row} is NaN or Inf")
+        # By halves: row after row, a large batch would hold up the loop for seconds.
+        first, end = 0, row_ids.size
+        while end - first > 1:
+            middle = (first + end) // 2
+            if column.dtype.is_finite(values[first:middle]):
+                first = middle
+            else:
+                end = middle
+        raise NonFiniteError(f"table {table.spec.fqn!r}: {column.name} of row {row_ids[first]} is NaN or Inf")
 
 
 def _dtype_name(value: int) -> str:

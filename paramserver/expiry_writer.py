@@ -58,7 +58,7 @@ class TombstoneWriter:
             OverloadedError: The shard has too much to write; nothing is changed.
             UnavailableError: The log has failed.
         """
-        session = await self._ingest.open_session(EXPIRY_RUN, EXPIRY_CLIENT, _EPOCH, 0, 0, [])
+        session, _ = await self._ingest.open_session(EXPIRY_RUN, EXPIRY_CLIENT, _EPOCH, 0, 0, [])
         request = idl.SetEmbeddingsRequest(
             run=EXPIRY_RUN,
             client=EXPIRY_CLIENT,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from headrace.paramserver.frames import PREFIX
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.messages import Segment, size_of_segments
 
@@ -159,7 +160,8 @@ class FrameWriter:
         except TimeoutError as exc:
             if transport is not None:
                 transport.abort()
-            raise UnavailableError(f"the peer did not take a frame within {self._timeout_s} s") from exc
+            assert self._timeout_s is not None
+            raise UnavailableError(f"the peer did not take a frame within {format_seconds(self._timeout_s)}") from exc
 
     def _open_transport(self) -> asyncio.WriteTransport:
         transport = self._transport

@@ -21,7 +21,14 @@ from headrace.paramserver.deltas import check_rows, decode_delta
 from headrace.paramserver.pending import Batch, RowDelta
 from headrace.paramserver.sessions import Session, Sessions
 from headrace.paramserver.update_log import Append, LogRecord, UpdateLog
-from headrace.schemas.errors import CorruptionError, HeadraceError, RequestError, StorageError, UnavailableError
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    RequestError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.row_records import MAX_EPOCH
@@ -119,7 +126,13 @@ class Ingest:
         applied, last = self._applier.applied_seq, self._log.last_seq
         if applied > last:
             raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
-        records = self._log.read(applied + 1)
+        try:
+            records = self._log.read(applied + 1)
+        except GoneError as exc:
+            raise CorruptionError(
+                f"the store has seq {applied} applied but the log begins at seq {self._log.first_seq}: "
+                f"records from seq {applied + 1} on are lost"
+            ) from exc
         count = 0
         while (record := await asyncio.to_thread(next, records, None)) is not None:
             if record.seq != self.submitted_seq + 1:
@@ -139,8 +152,10 @@ class Ingest:
         specs: list[TableSpec],
         *,
         claims_epoch: bool = False,
-    ) -> Session:
-        """Register tables and open or resume a writer's session; durable on return, as is all it has been promised.
+    ) -> tuple[Session, int]:
+        """Register tables and open or resume a writer's session; return it and the last batch of it that is durable.
+
+        The session itself may be ahead of that: another connection of the client may have brought more meanwhile.
 
         Cancellation: the registration is in the log or it is not; saying hello again is harmless.
 
@@ -158,7 +173,7 @@ class Ingest:
         if claims_epoch:
             self.sessions.check_unclaimed(epoch)
         new_specs = self.catalog.check(specs)
-        if new_specs or not self.sessions.is_open(run, client, epoch):
+        if new_specs or not self.sessions.is_open(run, client, epoch, rank, world_size):
             packed = [pack_spec(spec) for spec in new_specs]
             header = {
                 "kind": KIND_HELLO,
@@ -170,9 +185,13 @@ class Ingest:
             }
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
+        session = self.sessions.find(run, client)
+        assert session is not None
+        last_client_seq = session.last_client_seq  # before the wait: a batch that comes during it may never be durable
         if self._last_append is not None:
             await self._durable(self._last_append)
-        return self.sessions.open(run, client, epoch, rank, world_size)
+        self.sessions.fence(run, epoch)  # a newer one may have come meanwhile
+        return session, last_client_seq
 
     async def write(self, request: Any, frame: memoryview, hold: Callable[[], Callable[[], None]]) -> tuple[int, bool]:
         """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
@@ -206,7 +225,7 @@ class Ingest:
             raise RequestError(f"client {request.client!r} of {request.run!r} is no trainer: version_epoch is missing")
         if request.step < session.step and not is_conditional:
             raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
-        deltas = self._decode(request)
+        deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
         for delta in deltas:
             check_rows(delta, shard=self._shard, num_shards=self._num_shards)
         append = self._append(request.epoch, _batch_header(request), [frame])
@@ -225,10 +244,8 @@ class Ingest:
                 acking.add_done_callback(lambda _: acked.set_result(None))
         return append.seq, False
 
-    def _decode(self, request: Any) -> tuple[RowDelta, ...]:
-        return tuple(
-            decode_delta(self.catalog, delta, reject_non_finite=self._reject_non_finite) for delta in request.deltas
-        )
+    def _decode(self, request: Any, *, reject_non_finite: bool = False) -> tuple[RowDelta, ...]:
+        return tuple(decode_delta(self.catalog, delta, reject_non_finite=reject_non_finite) for delta in request.deltas)
 
     def _write_batch(
         self,
@@ -292,6 +309,7 @@ class Ingest:
                 session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
                 if not is_new:
                     raise RequestError(f"client seq {request.client_seq} is in the log twice")
+                # By no setting: what was accepted stays so, also where a later start would refuse it.
                 deltas = self._decode(request)
                 return self._write_batch(record.seq, request, session, deltas, len(record.body), _nothing_to_release)
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
@@ -323,15 +341,24 @@ class Ingest:
         if error is not None:
             if not isinstance(error, HeadraceError):
                 raise error
-            for batch in self._undurable:
-                batch.release()
-            self._undurable.clear()
-            self._fail(error)
+            self._end(error)
             return
-        while self._undurable and self._undurable[0].seq <= seq:
-            self._submit(self._undurable.popleft())
+        try:
+            while self._undurable and self._undurable[0].seq <= seq:
+                self._submit(self._undurable[0])
+                self._undurable.popleft()
+        except HeadraceError as exc:
+            self._end(exc)  # durable, but nothing will show it to readers
+            return
         progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
         progress.set_result(None)
+
+    def _end(self, error: HeadraceError) -> None:
+        """Let go of what will not be submitted any more."""
+        for batch in self._undurable:
+            batch.release()
+        self._undurable.clear()
+        self._fail(error)
 
     def _submit(self, batch: Batch) -> None:
         self._applier.submit(batch)
@@ -343,6 +370,8 @@ class Ingest:
             await asyncio.shield(durable)
         except HeadraceError as exc:
             raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+        if self._failure.done():  # a read would not find what an ack promises that it does
+            raise UnavailableError(f"the shard has failed: {self._failure.result()}")
 
 
 def _batch_header(request: Any) -> dict[str, Any]:

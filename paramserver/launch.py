@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from headrace.paramserver.data_dir import is_in_use
 from headrace.paramserver.settings import flag_of
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import UnavailableError
 
 __all__ = ["ServerProcess"]
@@ -152,7 +153,9 @@ class ServerProcess:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
             self.kill()
-            raise UnavailableError(f"the server (pid {self.pid}) did not stop within {timeout_s:g} s") from exc
+            raise UnavailableError(
+                f"the server (pid {self.pid}) did not stop within {format_seconds(timeout_s)}"
+            ) from exc
 
     def kill(self, *, timeout_s: float = 60.0) -> None:
         """Kill the supervisor with SIGKILL and wait until its shard processes, which then end by themselves, are gone.
@@ -166,7 +169,9 @@ class ServerProcess:
         deadline_s = time.monotonic() + timeout_s
         while is_in_use(self.data_dir):
             if time.monotonic() > deadline_s:
-                raise UnavailableError(f"{self.data_dir} is in use {timeout_s:g} s after its server was killed")
+                raise UnavailableError(
+                    f"{self.data_dir} is in use {format_seconds(timeout_s)} after its server was killed"
+                )
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -199,7 +204,9 @@ class ServerProcess:
                     f"the server ended with exit code {self._process.returncode}: {self._last_line()}"
                 )
             if time.monotonic() > deadline_s:
-                raise UnavailableError(f"the server is not ready after {timeout_s:g} s: {self._last_line()}")
+                raise UnavailableError(
+                    f"the server is not ready after {format_seconds(timeout_s)}: {self._last_line()}"
+                )
             time.sleep(_POLL_S)
         self.address = self._read_ready()["address"]
 

@@ -39,7 +39,7 @@ def bind_listeners(
     Raises:
         ConfigError: The host is unknown, not this machine's or not loopback, or a port is taken or not allowed.
     """
-    family, address = _resolve(host)
+    family, address = _resolve(host, "--host")
     check_bind(address.partition("%")[0], is_protected=is_protected, allow_insecure=insecure_bind)
     if port + num_shards - 1 > 65535:
         raise ConfigError(f"--port {port}: {num_shards} shards would need ports up to {port + num_shards - 1}")
@@ -47,12 +47,14 @@ def bind_listeners(
         sockets = []
         for shard in range(num_shards):
             sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            _bind(sock, host, address, port + shard if port else 0, f"shard {shard}", "--port")
+            _bind(sock, host, address, port + shard if port else 0, f"shard {shard}", "--port", "--host")
             sockets.append(sock)
         yield sockets
 
 
-def bind_listener(host: str, port: int, *, taker: str, flag: str, is_open: bool) -> socket.socket:
+def bind_listener(
+    host: str, port: int, *, taker: str, flag: str, is_open: bool, host_flag: str = "--host"
+) -> socket.socket:
     """Bind one listening socket, which the caller closes.
 
     Args:
@@ -61,6 +63,7 @@ def bind_listener(host: str, port: int, *, taker: str, flag: str, is_open: bool)
         taker: Who listens, for messages: `the replica`.
         flag: Where the port was given, for messages.
         is_open: Other addresses than loopback are fine.
+        host_flag: Where the host was given, for messages.
 
     Returns:
         The socket: non-blocking, listening, not inheritable.
@@ -68,26 +71,26 @@ def bind_listener(host: str, port: int, *, taker: str, flag: str, is_open: bool)
     Raises:
         ConfigError: See `bind_listeners`.
     """
-    family, address = _resolve(host)
+    family, address = _resolve(host, host_flag)
     check_bind(address.partition("%")[0], is_protected=is_open, allow_insecure=False)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        _bind(sock, host, address, port, taker, flag)
+        _bind(sock, host, address, port, taker, flag, host_flag)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
+def _resolve(host: str, flag: str) -> tuple[socket.AddressFamily, str]:
     try:
         family, *_, sockaddr = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as exc:
-        raise ConfigError(f"--host {host}: {getattr(exc, 'strerror', None) or exc}") from exc
+        raise ConfigError(f"{flag} {host}: {getattr(exc, 'strerror', None) or exc}") from exc
     return family, str(sockaddr[0])
 
 
-def _bind(sock: socket.socket, host: str, address: str, port: int, taker: str, flag: str) -> None:
+def _bind(sock: socket.socket, host: str, address: str, port: int, taker: str, flag: str, host_flag: str) -> None:
     # A restart must not wait for the last connections' TIME_WAIT. On Linux this lets no two sockets listen on a port.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sock.family == socket.AF_INET6:
@@ -104,5 +107,5 @@ def _bind(sock: socket.socket, host: str, address: str, port: int, taker: str, f
         if exc.errno == errno.EACCES:
             raise ConfigError(f"{flag}: port {port} is not allowed to this user; choose one from 1024 up") from exc
         if exc.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"--host {host}: {address} is not an address of this machine") from exc
-        raise ConfigError(f"--host {host} {flag} {port}: {exc.strerror}") from exc
+            raise ConfigError(f"{host_flag} {host}: {address} is not an address of this machine") from exc
+        raise ConfigError(f"{host_flag} {host} {flag} {port}: {exc.strerror}") from exc

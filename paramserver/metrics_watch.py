@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from types import TracebackType
@@ -41,7 +41,7 @@ from headrace.paramserver.update_feed import UpdateFeed
 from headrace.paramserver.update_log import LogMetrics, UpdateLog
 from headrace.schemas.errors import HeadraceError
 
-__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardWatch", "Watched", "block_cache_of"]
+__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardWatch", "Watched", "block_cache_of", "count_rows"]
 
 _LOOK_INTERVAL_S = 0.25
 # Positions remembered; when there are more, the last one stands for those that follow.
@@ -50,7 +50,7 @@ _MAX_TARGETS = 256
 _FSYNC_BOUNDS_S = tuple(1e-4 * 2**i for i in range(17))
 # The store holds rows back for up to two seconds by design, so shorter bounds would tell nothing.
 _APPLY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-# RocksDB's list of files is walked for each table.
+# RocksDB's list of all its files is walked for it.
 _ROWS_MAX_AGE_S = 10.0
 _CACHE_COUNTS = re.compile(r"^rocksdb\.block\.cache\.(hit|miss) COUNT : (\d+)$", re.MULTILINE)
 
@@ -201,7 +201,8 @@ class ShardWatch:
         # In a thread: RocksDB's lists of files, the file system and the snapshots may be slow.
         now_s = self._clock_s()
         if now_s - self._rows_at_s >= _ROWS_MAX_AGE_S or any(t.table_id not in self._rows for t in tables):
-            self._rows = await asyncio.to_thread(_count_rows, watched.store, tables)
+            rows = await asyncio.to_thread(count_rows, watched.store, tables)
+            self._rows = {table.table_id: num_rows for table, num_rows in zip(tables, rows, strict=True)}
             self._rows_at_s = now_s
         slow = await asyncio.to_thread(_slow_part, watched)
         lag_s = self.look()
@@ -260,12 +261,13 @@ class ShardWatch:
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
 
-def _count_rows(store: RowStore, tables: list[Table]) -> dict[int, int]:
-    rows = {}
-    for table in tables:
-        estimate = store.num_rows_estimate(table.table_id)
-        rows[table.table_id] = min(estimate, table.spec.num_rows) if table.spec.num_rows else estimate
-    return rows
+def count_rows(store: RowStore, tables: Sequence[Table]) -> list[int]:
+    """Return about how many rows each table has on a shard.
+
+    Thread: any; it goes through all files of RocksDB's.
+    """
+    estimates = store.num_rows_estimates([table.table_id for table in tables])
+    return [min(estimate, table.spec.num_rows or estimate) for estimate, table in zip(estimates, tables, strict=True)]
 
 
 def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:

@@ -21,6 +21,7 @@ from headrace.paramserver.identity_reader import IDENTITY_BYTES, combine, decode
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -125,7 +126,9 @@ class EmbeddingReader:
         except BaseException as exc:
             await _close_all({first, *links})
             if isinstance(exc, TimeoutError):
-                raise UnavailableError(_why(f"no answer from {address} within {timeout_s:g} s", links)) from exc
+                raise UnavailableError(
+                    _why(f"no answer from {address} within {format_seconds(timeout_s)}", links)
+                ) from exc
             raise
 
     async def get(
@@ -151,6 +154,8 @@ class EmbeddingReader:
             RowRangeError: An id is negative or beyond the table.
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
+
+        Cancellation: harmless.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -162,7 +167,9 @@ class EmbeddingReader:
                 query = _Query(spec, with_states, with_versions)
                 return await self._get(query, ids)
         except TimeoutError as exc:
-            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+            raise UnavailableError(
+                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
+            ) from exc
 
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
         """Return the rows that identities are mapped to, int64[n]; -1 where no row has the identity.
@@ -181,6 +188,8 @@ class EmbeddingReader:
             RequestError: The table has no identities.
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
+
+        Cancellation: harmless.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -188,7 +197,9 @@ class EmbeddingReader:
                 spec = await self._spec_with_identities(fqn)
                 return await self._find(spec, np.ascontiguousarray(identities, np.int64).reshape(-1))
         except TimeoutError as exc:
-            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+            raise UnavailableError(
+                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
+            ) from exc
 
     async def get_by_identity(
         self,
@@ -209,6 +220,8 @@ class EmbeddingReader:
 
         Raises:
             HeadraceError: As of `find_rows` and `get`.
+
+        Cancellation: harmless.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -222,7 +235,9 @@ class EmbeddingReader:
                 )
                 return rows
         except TimeoutError as exc:
-            raise UnavailableError(_why(f"no answer about {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+            raise UnavailableError(
+                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
+            ) from exc
 
     @property
     def links(self) -> list[ShardLink]:
@@ -257,6 +272,8 @@ class EmbeddingReader:
             UnknownTableError: No shard knows the table.
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
+
+        Cancellation: harmless.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -269,7 +286,10 @@ class EmbeddingReader:
                 await _gather(work)
                 return digest
         except TimeoutError as exc:
-            raise UnavailableError(_why(f"no digests of {fqn!r} within {timeout_s:g} s", self._shards)) from exc
+            assert timeout_s is not None
+            raise UnavailableError(
+                _why(f"no digests of {fqn!r} within {format_seconds(timeout_s)}", self._shards)
+            ) from exc
 
     async def _digest(
         self, digest: TableDigest, link: ShardLink, span: tuple[int, int], with_presence: bool, only_weights: bool
@@ -301,19 +321,23 @@ class EmbeddingReader:
 
         Raises:
             UnavailableError: A shard did not answer in time.
+
+        Cancellation: harmless.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await _gather([retry(link.status) for link in self._shards])
         except TimeoutError as exc:
-            raise UnavailableError(_why(f"no status within {timeout_s:g} s", self._shards)) from exc
+            raise UnavailableError(_why(f"no status within {format_seconds(timeout_s)}", self._shards)) from exc
 
     async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
         """Return the newest values that a table has once (an optimizer's count of steps), by name.
 
         Raises:
             UnavailableError: A shard did not answer in time.
+
+        Cancellation: harmless.
         """
         newest: dict[str, tuple[int, int, np.generic]] = {}
         for status in await self.status(timeout_s=timeout_s):
@@ -327,7 +351,10 @@ class EmbeddingReader:
         return {name: value for name, (_, _, value) in newest.items()}
 
     async def close(self) -> None:
-        """Close all connections. Again is harmless."""
+        """Close all connections. Again is harmless.
+
+        Cancellation: some connections may stay open until it is called again.
+        """
         await _close_all(set(self._shards))
 
     async def __aenter__(self) -> Self:

@@ -28,6 +28,7 @@ from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.replay_source import ReplayBatch, ReplaySource, SourceLog
 from headrace.paramserver.security import Token
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, ProtocolError, SequenceGapError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -261,8 +262,8 @@ class ShardWriter:
                 if now_s - self._failed_since_s > self._target.timeout_s:
                     address = format_address(self._host, self._port)
                     raise UnavailableError(
-                        f"{address} has taken nothing for {self._target.timeout_s:g} s ({exc}); start the same replay "
-                        "again, and it goes on from there"
+                        f"{address} has taken nothing for {format_seconds(self._target.timeout_s)} ({exc}); start the "
+                        "same replay again, and it goes on from there"
                     ) from exc
             await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -17,6 +17,7 @@ from headrace.paramserver.frame_writer import FrameWriter
 from headrace.paramserver.frames import SMALL_FRAME_BYTES, Frame, FrameReader, new_scratch
 from headrace.paramserver.rpc_deadlines import Deadlines
 from headrace.paramserver.rpc_dispatch import Dispatcher, Peer, RefusalLog, Request, ServerStats
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
@@ -86,6 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         self._admission = context.strangers
         self._account: Account  # from connection_made to connection_lost
         self._waiter: Waiter | None = None
+        self._waits_in = context.strangers  # the admission that `_waiter` stands in line at
         self._waiter_timer: asyncio.TimerHandle | None = None
         self._writer = FrameWriter(timeout_s=self._limits.write_timeout_s)
         self._reader: FrameReader[Ticket] = FrameReader(
@@ -193,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
         admitted = self._admission.admit(self._account, size_bytes, self._granted)
         if isinstance(admitted, Ticket):
             return admitted
-        self._waiter = admitted
+        self._waiter, self._waits_in = admitted, self._admission
         self._waiter_timer = self._loop.call_later(self._limits.admission_timeout_s, self._give_up)
         return None
 
@@ -207,7 +209,9 @@ class Connection(asyncio.BufferedProtocol):
         self._stop_waiting()
         wait_s = self._limits.admission_timeout_s
         self._resume(
-            OverloadedError(f"no room for this request within {wait_s:g} s", retry_after_s=self._limits.retry_after_s)
+            OverloadedError(
+                f"no room for this request within {format_seconds(wait_s)}", retry_after_s=self._limits.retry_after_s
+            )
         )
 
     def _stop_waiting(self) -> None:
@@ -216,11 +220,8 @@ class Connection(asyncio.BufferedProtocol):
         waiter, timer = self._waiter, self._waiter_timer
         self._waiter = self._waiter_timer = None
         timer.cancel()
-        self._waiter_admission(waiter).cancel(waiter)
-
-    def _waiter_admission(self, waiter: Waiter) -> Admission:
-        # A hello may have moved this connection to another account while a request waited.
-        return self._admission if waiter.account is self._account else self._context.strangers
+        # Not `_admission`: a hello may have moved this connection to another while a request waited.
+        self._waits_in.cancel(waiter)
 
     def _resume(self, verdict: Ticket | HeadraceError | None = None) -> None:
         self._deadlines.touch()
@@ -365,5 +366,5 @@ class Connection(asyncio.BufferedProtocol):
         if is_frame_late:
             self._context.stats.num_timed_out += 1
             wait_s = self._limits.frame_timeout_s
-            self._context.refusals.warn("slow", self.peer.address, f"no whole frame within {wait_s:g} s")
+            self._context.refusals.warn("slow", self.peer.address, f"no whole frame within {format_seconds(wait_s)}")
         self.abort()

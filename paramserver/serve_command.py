@@ -113,7 +113,12 @@ def _bind_metrics(config: ServerConfig) -> Iterator[ServerMonitor | None]:
         return
     # Whoever names another address than loopback has chosen to; there is nothing to protect with.
     with bind_listener(
-        config.metrics_host, config.metrics_port, taker="the metrics page", flag="--metrics-port", is_open=True
+        config.metrics_host,
+        config.metrics_port,
+        taker="the metrics page",
+        flag="--metrics-port",
+        is_open=True,
+        host_flag="--metrics-host",
     ) as sock:
         yield ServerMonitor(sock)
 

@@ -8,8 +8,7 @@ the log restores it, and the store keeps it in the same atomic batch as the rows
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgpack
@@ -38,7 +37,6 @@ class Session:
         exact_step: Last step whose cut is exact; -1 before the first.
         time_us: The trainer's wall clock at `step`, microseconds since 1970.
         ended_client_seq: The batch that ended `step`; 0 before the first.
-        seen_s: Monotonic time of the last sign of life; not kept over a restart.
         num_connections: Connections that have said hello as this client.
     """
 
@@ -52,7 +50,6 @@ class Session:
     exact_step: int = -1
     time_us: int = 0
     ended_client_seq: int = 0
-    seen_s: float = 0.0
     num_connections: int = 0
 
     @property
@@ -77,18 +74,17 @@ class Session:
 class Sessions:
     """All sessions of a shard. Not thread-safe: the shard's loop owns it."""
 
-    def __init__(self, meta: Mapping[bytes, bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, meta: Mapping[bytes, bytes]) -> None:
         """Read the sessions back from the store's metadata.
 
         Args:
             meta: All of the store's metadata.
-            clock: Monotonic seconds.
 
         Raises:
             CorruptionError: An entry cannot be read.
         """
-        self._clock = clock
         self._sessions: dict[tuple[str, str], Session] = {}
+        self._epochs: dict[str, int] = {}  # the one that holds each run: looked up for every batch
         self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
         for key, value in meta.items():
             if not key.startswith(_META_PREFIX):
@@ -97,7 +93,11 @@ class Sessions:
                 session = Session(*msgpack.unpackb(value))
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a session: {exc}") from exc
-            self._sessions[session.run, session.client] = session
+            self._keep(session)
+
+    def _keep(self, session: Session) -> None:
+        self._sessions[session.run, session.client] = session
+        self._epochs[session.run] = max(session.epoch, self.epoch_of(session.run))
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -105,11 +105,11 @@ class Sessions:
     @property
     def highest_epoch(self) -> int:
         """Highest epoch of any run or of any row's version; 0 before the first."""
-        return max([self._version_epoch, *(session.epoch for session in self._sessions.values())])
+        return max([self._version_epoch, *self._epochs.values()])
 
     def epoch_of(self, run: str) -> int:
         """Return the epoch that holds a run; 0 before its first hello."""
-        return max((session.epoch for session in self._sessions.values() if session.run == run), default=0)
+        return self._epochs.get(run, 0)
 
     def find(self, run: str, client: str) -> Session | None:
         """Return a client's session, of whatever epoch; None when it has never said hello."""
@@ -162,15 +162,14 @@ class Sessions:
         session = self._sessions.get((run, client))
         if session is None or session.epoch != epoch:
             session = Session(run, client, epoch, rank, world_size)
-            self._sessions[run, client] = session
+            self._keep(session)
         session.rank, session.world_size = rank, world_size
-        session.seen_s = self._clock()
         return session
 
-    def is_open(self, run: str, client: str, epoch: int) -> bool:
-        """Return whether the client has said hello in this epoch."""
+    def is_open(self, run: str, client: str, epoch: int, rank: int, world_size: int) -> bool:
+        """Return whether the client has said this very hello."""
         session = self._sessions.get((run, client))
-        return session is not None and session.epoch == epoch
+        return session is not None and (session.epoch, session.rank, session.world_size) == (epoch, rank, world_size)
 
     def accept(self, run: str, client: str, epoch: int, client_seq: int) -> tuple[Session, bool]:
         """Return (session, whether the batch is new) for a batch that arrived.
@@ -188,7 +187,6 @@ class Sessions:
             raise RequestError(f"client {client!r} of run {run!r} has not said hello in epoch {epoch}")
         if client_seq < 1:
             raise RequestError(f"client seq {client_seq} is below 1")
-        session.seen_s = self._clock()
         expected = session.last_client_seq + 1
         if client_seq > expected:
             raise SequenceGapError(

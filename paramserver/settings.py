@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ _T = TypeVar("_T")
 _KEY = "headrace.setting"
 _BYTES_BY_UNIT = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SECONDS_BY_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
+_QUANTITY = re.compile(r"(?P<number>[0-9]{1,19}(?:\.[0-9]{1,19})?) ?(?P<unit>[A-Za-z]*)")
+# YAML knows whole numbers that no float can hold, and that Python does not print.
+_MAX_NUMBER = 2**100
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -132,6 +134,7 @@ def merge(
     environ: Mapping[str, str],
     prefix: str,
     file: Path | None = None,
+    flag: Callable[[str], str] = flag_of,
 ) -> _T:
     """Return an instance filled from flags, environment, file and defaults, the first that has a value.
 
@@ -141,24 +144,22 @@ def merge(
         environ: The environment. A name that begins with `prefix` and is no setting is an error.
         prefix: Such as `HEADRACE_SERVE_`; the rest of a variable's name is the field's in capitals.
         file: YAML file: a mapping of field names.
+        flag: How an error calls what `flags` holds, given the field's name.
 
     Raises:
         ConfigError: A key is unknown or a value is wrong, naming where it stands; or a value is missing.
     """
     known_by_name = {field.name: known for field, known in settings_of(cls)}
     values: dict[str, Any] = {}
-    sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), _from_flags(flags))
+    given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
+    sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), given)
     for source in sources:
         for name, where, raw in source:
             values[name] = _parse(known_by_name[name], raw, where)
     for field, _ in settings_of(cls):
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise ConfigError(f"{flag_of(field.name)} is missing")
+            raise ConfigError(f"{flag(field.name)} is missing")
     return cls(**values)
-
-
-def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    return ((name, flag_of(name), raw) for name, raw in flags.items() if raw is not None)
 
 
 def _from_environ(
@@ -250,7 +251,8 @@ def _parse_bytes(raw: Any) -> Any:
 
 def _parse_seconds(raw: Any) -> Any:
     seconds = _parse_quantity(raw, _SECONDS_BY_UNIT)
-    return float(seconds) if isinstance(seconds, int) and not isinstance(seconds, bool) else seconds
+    is_whole = isinstance(seconds, int) and not isinstance(seconds, bool)
+    return float(seconds) if is_whole and abs(seconds) <= _MAX_NUMBER else seconds
 
 
 def _parse_quantity(raw: Any, units: Mapping[str, float]) -> Any:
@@ -302,6 +304,8 @@ def _problem(known: Setting, value: Any) -> str | None:
     # A bool is an int to Python, and not to anyone who writes `port: true`.
     if not isinstance(value, types) or (isinstance(value, bool) and known.kind is not Kind.SWITCH):
         return f"{str(value)!r} is not {what}"
+    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        return "a number beyond 2^100 is none that makes sense"
     if isinstance(value, int | float):
         return _out_of_bounds(known, value)
     if known.choices and value not in known.choices:

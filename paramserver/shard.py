@@ -25,19 +25,21 @@ from headrace.paramserver.identity_index import index_stored_rows
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_format import fact
 from headrace.paramserver.loop_probe import LoopProbe
-from headrace.paramserver.metrics_watch import ShardWatch, Watched
+from headrace.paramserver.metrics_watch import ShardWatch, Watched, count_rows
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshot_maker import SnapshotMaker
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.tracing import span
 from headrace.paramserver.update_feed import UpdateFeed
 from headrace.paramserver.update_log import UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import GoneError, HeadraceError, ProtocolMismatchError, RequestError, UnauthorizedError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.tables import TableSpec
 
 __all__ = ["Shard", "open_shard", "trim_log"]
 
@@ -49,6 +51,8 @@ _HOLD_S = 2.0
 # Parts of the backlog: frames are coalesced while rows wait to be written and as many are being written.
 _WINDOW_PART, _MERGE_PART = 16, 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
+# A row of a reply: epoch, step and time; and row id, epoch and step of an identity.
+_VERSION_BYTES = _FOUND_BYTES = 3 * 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 
@@ -135,7 +139,7 @@ class Shard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
-            session = await self._ingest.open_session(
+            session, last_client_seq = await self._ingest.open_session(
                 request.run,
                 request.client,
                 request.epoch,
@@ -144,7 +148,6 @@ class Shard:
                 specs,
                 claims_epoch=bool(request.claims_epoch),
             )
-            last_client_seq = session.last_client_seq
             self._bind(call.peer, session)
         config = self._config
         return idl.HelloReply(
@@ -181,6 +184,7 @@ class Shard:
         table = self._ingest.catalog.find(request.fqn)
         row_ids = decode_row_ids(table, request.row_ids)
         spec, seq = table.spec, self._ingest.submitted_seq
+        self._check_reply(table, row_ids.size, _row_reply_bytes(spec, request.with_states, request.with_versions))
         rows = await self._applier.read(table.table_id, spec, row_ids)
         reply = idl.GetEmbeddingsReply(presence=rows.presence, weights=rows.weights, states=[], seq=seq)
         if request.with_states:
@@ -203,6 +207,7 @@ class Shard:
         """Return the rows that have identities, as the acked batches have left them, applied or not."""
         table = self._ingest.catalog.find(request.fqn)
         identities = decode_identities(table, request.identities)
+        self._check_reply(table, identities.size, _FOUND_BYTES)
         found = await self._applier.find(table.table_id, table.spec, identities)
         return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
 
@@ -294,7 +299,9 @@ class Shard:
 
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows of this shard."""
-        sessions, catalog, server = self._ingest.sessions, self._ingest.catalog, self.server
+        sessions, tables, server = self._ingest.sessions, list(self._ingest.catalog), self.server
+        # In a thread: it goes through all files of RocksDB's.
+        num_rows = await asyncio.to_thread(count_rows, self._store, tables)
         return idl.StatusReply(
             server_id=self._config.server_id,
             shard=self._config.shard,
@@ -311,7 +318,7 @@ class Shard:
             tables=[
                 idl.TableStatus(
                     spec=spec_to_idl(table.spec),
-                    num_rows_estimate=self._num_rows_of(table),
+                    num_rows_estimate=estimate,
                     scalars=[
                         idl.StoredScalar(
                             scalar=idl.TableScalar(name=scalar.name, dtype=int(scalar.dtype), data=scalar.data),
@@ -321,7 +328,7 @@ class Shard:
                         for scalar in table.scalars.values()
                     ],
                 )
-                for table in catalog
+                for table, estimate in zip(tables, num_rows, strict=True)
             ],
             clients=[
                 idl.ClientStatus(
@@ -335,6 +342,7 @@ class Shard:
                     world_size=session.world_size,
                     exact_step=session.exact_step,
                     ended_client_seq=session.ended_client_seq,
+                    time_us=session.time_us,
                 )
                 for session in sessions
             ],
@@ -349,14 +357,28 @@ class Shard:
             peer.session.num_connections -= 1
             peer.session = None
 
-    def _num_rows_of(self, table: Table) -> int:
-        estimate = self._store.num_rows_estimate(table.table_id)
-        return min(estimate, table.spec.num_rows) if table.spec.num_rows else estimate
+    def _check_reply(self, table: Table, num_rows: int, row_bytes: int) -> None:
+        """Refuse what no frame could answer before it takes the memory of an answer, which may be any length."""
+        limit = self._config.max_frame_bytes
+        if num_rows * row_bytes > limit:
+            raise RequestError(
+                f"table {table.spec.fqn!r}: {num_rows} rows of {row_bytes} bytes, the longest frame {limit}: ask for "
+                "less at once"
+            )
 
     def _bind(self, peer: Peer, session: Session) -> None:
         self.disconnected(peer)
+        if not peer.is_connected:
+            return  # it has gone while its hello became durable, and takes no leave any more
         peer.session = session
         session.num_connections += 1
+
+
+def _row_reply_bytes(spec: TableSpec, with_states: bool, with_versions: bool) -> int:
+    """Return what a row takes in a `GetEmbeddingsReply`."""
+    states = sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states) if with_states else 0
+    versions = _VERSION_BYTES if with_versions else 0
+    return 1 + spec.dim * spec.dtype.size_bytes + states + versions + 8 * spec.has_identities
 
 
 @contextlib.asynccontextmanager

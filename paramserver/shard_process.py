@@ -47,6 +47,7 @@ _STDIN_FD = 0
 _LAST_GRACE_S = 10.0
 # Files that a shard's log and store may have open at once.
 _FILES_OF_STORE = 4096
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def main(*arguments: str) -> int:
@@ -58,6 +59,8 @@ def main(*arguments: str) -> int:
     faulthandler.enable()
     # What is imported stays: a collection that goes through all of it again would be a pause of the event loop.
     gc.freeze()
+    # How long the event loop waits for a thread that runs Python, and does not let go of the GIL by itself.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     metrics_fd = int(arguments[1]) if arguments else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiofiles
+
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
@@ -109,8 +111,8 @@ async def fetch_snapshot(
     try:
         await link.refresh()
         manifest = SnapshotManifest.decode(await _fetch_manifest(link, name))
-        if files.folder_of(manifest.name).exists():
-            return files.manifest_of(manifest.name)
+        if (published := await asyncio.to_thread(_published, files, manifest.name)) is not None:
+            return published
         done, total = 0, manifest.size_bytes
         folder = files.new_folder(manifest.name)
         for path, file in manifest.files().items():
@@ -220,13 +222,16 @@ async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotF
     """Bring one file, going on where an earlier call has stopped; once more from the beginning if it is damaged."""
     target = folder / path
     for attempt in range(2):
-        size_bytes = await asyncio.to_thread(_prepare, target, expected.size_bytes)
-        while size_bytes < expected.size_bytes:
-            reply = await _piece(link, name, path, size_bytes)
-            if not reply.data:
-                raise CorruptionError(f"{link.address}: {path} of snapshot {name!r} ends at {size_bytes} bytes")
-            await asyncio.to_thread(_append, target, reply.data)
-            size_bytes += len(reply.data)
+        await asyncio.to_thread(_prepare, target, expected.size_bytes)
+        try:
+            async with aiofiles.open(target, "ab") as file:
+                while (size_bytes := await file.tell()) < expected.size_bytes:
+                    reply = await _piece(link, name, path, size_bytes)
+                    if not reply.data:
+                        raise CorruptionError(f"{link.address}: {path} of snapshot {name!r} ends at {size_bytes} bytes")
+                    await file.write(reply.data)
+        except OSError as exc:
+            raise StorageError(f"{target}: {exc.strerror or exc}") from exc
         try:
             await asyncio.to_thread(_settle, target, expected)
             return
@@ -245,25 +250,16 @@ async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:
         raise UnavailableError(f"{link.address}: no piece of snapshot {name!r} within {_PATIENCE_S:g} s") from exc
 
 
-def _prepare(path: Path, size_bytes: int) -> int:
-    """Return how much of a file is there already."""
+def _published(files: SnapshotFiles, name: str) -> SnapshotManifest | None:
+    return files.manifest_of(name) if files.folder_of(name).exists() else None
+
+
+def _prepare(path: Path, size_bytes: int) -> None:
+    """Make a file's place; what is there already stays, unless it is longer than the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = path.stat().st_size if path.exists() else 0
-        if found > size_bytes:
+        if path.exists() and path.stat().st_size > size_bytes:
             path.unlink()
-            found = 0
-        if not found:
-            path.touch()
-        return found
-    except OSError as exc:
-        raise StorageError(f"{path}: {exc.strerror or exc}") from exc
-
-
-def _append(path: Path, data: memoryview) -> None:
-    try:
-        with open(path, "ab") as file:
-            file.write(data)
     except OSError as exc:
         raise StorageError(f"{path}: {exc.strerror or exc}") from exc
 

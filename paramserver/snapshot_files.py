@@ -29,10 +29,21 @@ from headrace.schemas.snapshot_manifest import (
     shard_folder,
 )
 
-__all__ = ["SnapshotFiles", "check_file", "fsync_path", "hash_file", "hash_folder", "part_folder", "verify_snapshot"]
+__all__ = [
+    "SnapshotFiles",
+    "check_file",
+    "fsync_path",
+    "hash_file",
+    "hash_folder",
+    "link_or_copy",
+    "part_folder",
+    "verify_snapshot",
+]
 
 _NEW, _GONE = ".new-", ".gone-"
 _CHUNK_BYTES = 4 << 20
+# Files of rows: RocksDB writes them once. All others are copied, as it may append to them.
+_ROW_FILES = ".sst"
 # What lies about unpublished for longer than this was left by somebody who is gone.
 _STALE_S = 86_400.0
 
@@ -121,6 +132,7 @@ class SnapshotFiles:
             fsync_path(folder)
             folder.rename(target)
             fsync_path(self.path)
+            fsync_path(self.path.parent)  # of the first snapshot, which has made the directory of them all
 
     def discard(self, name: str) -> None:
         """Remove what has been made of a snapshot that is not published."""
@@ -246,6 +258,21 @@ def hash_folder(folder: Path) -> tuple[SnapshotFile, ...]:
         fsync_path(folder)
         fsync_path(folder.parent)
     return tuple(files)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a store of one's own a file of a snapshot, which is not changed whatever is done in that store.
+
+    Raises:
+        OSError: The disk failed, or the file is not there.
+    """
+    if source.suffix == _ROW_FILES:
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass  # another file system, one without hard links, or what the copy will say
+    shutil.copyfile(source, target)
 
 
 def fsync_path(path: Path) -> None:

@@ -16,6 +16,7 @@ from headrace.paramserver.applier import Applier
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.store import RowStore
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import OverloadedError, RequestError, StorageError, UnavailableError
 from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
 from headrace.schemas.tables import TableSpec
@@ -110,7 +111,7 @@ class SnapshotMaker:
             watermark = self._ingest.sessions.watermark_of(request.epoch)
             raise UnavailableError(
                 f"epoch {request.epoch} has not stood exactly at a step from {request.min_step} on within "
-                f"{request.wait_ms / 1000:g} s; its watermark on shard {self._shard} is {watermark}"
+                f"{format_seconds(request.wait_ms / 1000)}; its watermark on shard {self._shard} is {watermark}"
             ) from exc
         finally:
             self._ingest.on_accepted = None

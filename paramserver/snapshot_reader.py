@@ -22,7 +22,8 @@ import numpy.typing as npt
 from headrace.paramserver.catalog import Catalog, Scalar, Table
 from headrace.paramserver.row_reader import ShardSource, read_rows
 from headrace.paramserver.snapshot_files import part_folder
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.table_file_reader import TableFileReader
 from headrace.schemas.errors import ConfigError, CorruptionError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.row_keys import decode_row_ids, key_prefix

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,12 +21,13 @@ import rocksdict
 
 from headrace.paramserver.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.pending import MergedRun, Run
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["RowStore", "StoreConfig", "default_block_cache_bytes", "rocks_options"]
+__all__ = ["RowStore"]
 
 # ON DISK: never rename. Metadata keys that begin so are the store's own; the callers' may not.
 _OWN_META = b"store/"
@@ -45,67 +45,6 @@ _MAX_LEVEL_0_FILES = 20
 _STALL_POLL_S = 0.005
 
 _T = TypeVar("_T")
-
-
-def default_block_cache_bytes(num_shards: int = 1) -> int:
-    """Return the block cache of one shard: a fourth of the machine's memory over all shards, 32 MiB to 8 GiB each."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(machine // (4 * num_shards), 32 << 20), 8 << 30)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreConfig:
-    """Settings of a shard's RocksDB.
-
-    Attributes:
-        block_cache_bytes: Memory for blocks, indexes and filters; what does not fit is read from files.
-        write_buffer_bytes: Memory of one memtable; up to three exist. Larger ones are flushed less often and leave
-            fewer files to compact.
-        block_bytes: Bytes that one point lookup reads and checks, and that the cache holds as one. Larger blocks need a
-            smaller index.
-        bloom_bits_per_key: 10 lets one lookup in a hundred read a block in vain; each bit costs 1/8 byte a row.
-        compression: `none` or `lz4`. Trained floats hardly shrink, and reading them back costs time.
-        max_background_jobs: Threads that flush and compact.
-        rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs a row.
-        file_bytes: Rows of at least so many bytes go to RocksDB as a file, fewer through its memtable. A file costs a
-            third of the time a row, but a few milliseconds to take in, and a later compaction.
-    """
-
-    block_cache_bytes: int = field(default_factory=default_block_cache_bytes)
-    write_buffer_bytes: int = 64 << 20
-    block_bytes: int = 8 << 10
-    bloom_bits_per_key: int = 10
-    compression: str = "none"
-    max_background_jobs: int = 2
-    rows_per_write: int = 2048
-    file_bytes: int = 16 << 20
-
-    def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ConfigError: One is out of range.
-        """
-        for name, low, high in (
-            ("block_cache_bytes", 1 << 20, 1 << 50),
-            ("write_buffer_bytes", 1 << 16, 1 << 40),
-            ("block_bytes", 1 << 10, 1 << 22),
-            ("bloom_bits_per_key", 1, 30),
-            ("max_background_jobs", 2, 256),
-            ("rows_per_write", 1, 1 << 20),
-            ("file_bytes", 0, 1 << 50),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"store setting {name} is {value}, not in {low}..{high}")
-        if self.compression not in _COMPRESSION:
-            raise ConfigError(f"store setting compression is {self.compression!r}, not none or lz4")
-
-
-_COMPRESSION: dict[str, Callable[[], Any]] = {
-    "none": rocksdict.DBCompressionType.none,
-    "lz4": rocksdict.DBCompressionType.lz4,
-}
 
 
 class RowStore:
@@ -333,6 +272,8 @@ class RowStore:
             block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key, buffer=self._write_buffer
         )
         try:
+            # Where RocksDB could not remove the name under which it took the last file in, it is a file of the store.
+            self._incoming.unlink(missing_ok=True)
             size_bytes = writer.write(self._incoming, runs)
         except OSError as exc:
             raise StorageError(f"store {self.path}: writing rows: {exc.strerror}") from exc
@@ -462,17 +403,21 @@ class RowStore:
 
     def num_rows_estimate(self, table_id: int) -> int:
         """Return about how many rows a table has: overwritten ones may count more than once, deleted ones count."""
-        first, end = key_prefix(table_id), key_prefix(table_id + 1)
-        total = self._unflushed_rows[table_id]
+        return self.num_rows_estimates([table_id])[0]
+
+    def num_rows_estimates(self, table_ids: Sequence[int]) -> list[int]:
+        """Return `num_rows_estimate` of each table; RocksDB is asked once, whose list is one of all files."""
+        totals = [self._unflushed_rows[table_id] for table_id in table_ids]
+        bounds = [(key_prefix(table_id), key_prefix(table_id + 1)) for table_id in table_ids]
         for file in self._call(self._open_db.live_files):
             start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
-            if start_key >= end or end_key < first:
-                continue
             # A file holds several tables only where one ends and the next begins: their ids are numbered in one row.
             low, high = (int.from_bytes(key[:4], "big") for key in (start_key, end_key))
-            num_tables = high - max(low, 1) + 1
-            total += int(file["num_entries"]) // max(num_tables, 1)
-        return total
+            num_rows = int(file["num_entries"]) // max(high - max(low, 1) + 1, 1)
+            for at, (first, end) in enumerate(bounds):
+                if start_key < end and end_key >= first:
+                    totals[at] += num_rows
+        return totals
 
     def scan(
         self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None
@@ -558,36 +503,3 @@ def _error_of(path: Path, exc: Exception) -> HeadraceError:
     if text.startswith("Corruption"):
         return CorruptionError(f"store {path} is damaged: {text}")
     return StorageError(f"store {path}: {text}")
-
-
-def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
-    """Return RocksDB's options for a store.
-
-    Args:
-        config: Settings.
-        is_direct: Flush and compact past the page cache; only where `supports_direct_io`.
-    """
-    table = rocksdict.BlockBasedOptions()
-    table.set_block_cache(rocksdict.Cache(config.block_cache_bytes))
-    table.set_block_size(config.block_bytes)
-    table.set_bloom_filter(config.bloom_bits_per_key, False)
-    table.set_format_version(5)
-    # Indexes and filters in the cache, so that its size bounds them too; those of the newest files stay there.
-    table.set_cache_index_and_filter_blocks(True)
-    table.set_pin_l0_filter_and_index_blocks_in_cache(True)
-    options = rocksdict.Options(raw_mode=True)
-    options.create_if_missing(True)
-    options.set_block_based_table_factory(table)
-    options.set_compression_type(_COMPRESSION[config.compression]())
-    options.set_write_buffer_size(config.write_buffer_bytes)
-    options.set_max_write_buffer_number(3)
-    options.set_max_background_jobs(config.max_background_jobs)
-    # Files go to the disk as they are written: one large sync would hold up the update log's.
-    options.set_bytes_per_sync(1 << 20)
-    # Past the page cache, which is for what lookups read.
-    options.set_use_direct_io_for_flush_and_compaction(is_direct)
-    options.set_max_open_files(512)
-    options.enable_statistics()  # hits and misses of the block cache, for the metrics
-    options.set_keep_log_file_num(4)
-    options.set_max_log_file_size(16 << 20)
-    return options

@@ -3,27 +3,16 @@
 No update log and no memtable is on the way: each shard's rows go to files of RocksDB's format, which RocksDB takes in
 at the end, all at once, at its lowest level. So they are written once, and never compacted until they are updated.
 
-    .NAME.backfill/ready/shard-0000/incoming/000001.sst …   while it is made; counts for nothing
-    .NAME.backfill/ready/shard-0000/{log,store}             when all rows are in
-    .NAME.backfill/ready/headrace.json                      then
-    NAME                                                    is `ready`, renamed
+    shard-0000/incoming/000001.sst …   until all rows are in
+    shard-0000/store                   then
 
-A directory without `headrace.json` is none that a server starts on. So after a crash NAME is there whole or not at all;
-what lies in `.NAME.backfill` the next attempt removes.
-
-The log begins at seq 2, with the tables' registration, and the store says that it has applied it. A store that is lost
-is then missed: the log says that something came before.
+`new_data_dir.py` has the rest of the directory.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,31 +21,27 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
-from headrace.paramserver.catalog import INDEXED_PREFIX, Catalog, Table, pack_spec
-from headrace.paramserver.data_dir import MANIFEST_NAME, DataDir
-from headrace.paramserver.file_update_log import FileUpdateLog
-from headrace.paramserver.ingest import KIND_HELLO
+from headrace.paramserver.catalog import INDEXED_PREFIX, Catalog, Scalar, Table
+from headrace.paramserver.new_data_dir import FIRST_SEQ, NewDataDir
 from headrace.paramserver.pending import Run
 from headrace.paramserver.row_chunk import RowChunk
 from headrace.paramserver.sessions import Sessions
 from headrace.paramserver.snapshot_files import fsync_path
-from headrace.paramserver.store import RowStore, StoreConfig, rocks_options
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file import TableFileWriter
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
+from headrace.schemas.errors import StorageError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["StoreBuilder", "check_target"]
+__all__ = ["StoreBuilder"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-_EPOCH, _CLIENT = 1, "backfill"
-_FIRST_SEQ = 2
 _STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20)
 # Rows of all shards that wait to be written, about; each file is a shard's part of it.
 _BUFFER_BYTES = 128 << 20
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StoreBuilder:
@@ -69,7 +54,14 @@ class StoreBuilder:
     """
 
     def __init__(
-        self, target: Path, *, num_shards: int, specs: Sequence[TableSpec], run: str, buffer_bytes: int = _BUFFER_BYTES
+        self,
+        target: Path,
+        *,
+        num_shards: int,
+        specs: Sequence[TableSpec],
+        run: str,
+        work: str = "backfill",
+        buffer_bytes: int = _BUFFER_BYTES,
     ) -> None:
         """Begin.
 
@@ -78,6 +70,7 @@ class StoreBuilder:
             num_shards: Of the server.
             specs: Its tables, in the order in which their rows will come.
             run: Name of the session that stands for whoever has brought the rows.
+            work: What makes the directory, in a word.
             buffer_bytes: Memory for rows that are not written yet, about; they take twice as much while they are.
 
         Raises:
@@ -85,9 +78,6 @@ class StoreBuilder:
             StorageError: The disk failed.
         """
         self.num_rows = 0
-        self._target = target.absolute()
-        self._aside = self._target.parent / f".{self._target.name}.backfill"
-        self._ready = self._aside / "ready"
         self._run = run
         self._catalog = Catalog({})
         self._meta = self._catalog.add(specs)
@@ -95,26 +85,12 @@ class StoreBuilder:
         self._table: Table | None = None
         self._finished_tables: set[str] = set()
         self._last_row = -1
-        check_target(self._target)
-        self._lock_fd = -1
-        with _mapped_errors(self._aside):
-            self._claim()
+        self._directory = NewDataDir(target, num_shards=num_shards, work=work)
+        with self._directory.mapped_errors():
             self._shards = [
-                _ShardFiles(self._ready / f"shard-{shard:04d}", buffer_bytes // num_shards)
+                _ShardFiles(self._directory.shard_path(shard), buffer_bytes // num_shards)
                 for shard in range(num_shards)
             ]
-
-    def _claim(self) -> None:
-        self._aside.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            raise ConfigError(f"--data {self._target}: another backfill is making it just now") from exc
-        for path in self._aside.iterdir():  # of one that was killed
-            shutil.rmtree(path)
 
     def add(self, fqn: str, chunk: RowChunk) -> None:
         """Add rows: a table's all before the next one's, ascending.
@@ -130,25 +106,57 @@ class StoreBuilder:
         if not chunk.row_ids.size:
             return
         self._last_row = int(chunk.row_ids[-1])
-        self._max_epoch = max(self._max_epoch, int(np.max(chunk.epochs)))
-        records = chunk.records(table.layout_of(table.spec.whole))
-        self.num_rows += chunk.row_ids.size
-        with _mapped_errors(self._aside):
+        self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
+
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array) -> None:
+        """Add rows as a store has them, deleted ones too; otherwise as `add`.
+
+        Args:
+            fqn: Table.
+            row_ids: int64[n].
+            records: `RecordLayout(spec, spec.whole).dtype`[n].
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        table = self._table
+        if table is None or table.spec.fqn != fqn:
+            table = self._begin_table(fqn)
+        if row_ids.size:
+            assert int(row_ids[0]) > self._last_row, "rows come in the order of their ids"
+            self._last_row = int(row_ids[-1])
+            self._put(table, row_ids, records)
+
+    def set_scalars(self, fqn: str, scalars: Iterable[Scalar]) -> None:
+        """Keep values that a table has once, on every shard."""
+        for scalar in scalars:
+            value = (scalar.name, scalar.dtype, scalar.data)
+            self._meta |= self._catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
+            self.raise_epoch(scalar.epoch)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Have trainers take epochs above this one, as above those of all rows."""
+        self._max_epoch = max(self._max_epoch, epoch)
+
+    def _put(self, table: Table, row_ids: _Ids, records: _Array) -> None:
+        self.raise_epoch(int(np.max(records["epoch"])))
+        self.num_rows += row_ids.size
+        with self._directory.mapped_errors():
             if len(self._shards) == 1:
-                self._shards[0].add(table, chunk.row_ids, records)
+                self._shards[0].add(table, row_ids, records)
                 return
-            shards = shards_of_rows(table_seed(fqn), chunk.row_ids, len(self._shards))
+            shards = shards_of_rows(table_seed(table.spec.fqn), row_ids, len(self._shards))
             for number, files in enumerate(self._shards):
                 rows = np.flatnonzero(shards == number)
                 if rows.size:
-                    files.add(table, chunk.row_ids[rows], records[rows])
+                    files.add(table, row_ids[rows], records[rows])
 
     def _begin_table(self, fqn: str) -> Table:
         assert fqn not in self._finished_tables, f"rows of {fqn!r} after those of another table"
         if self._table is not None:
             self._finished_tables.add(self._table.spec.fqn)
         self._table, self._last_row = self._catalog.find(fqn), -1
-        with _mapped_errors(self._aside):
+        with self._directory.mapped_errors():
             for files in self._shards:
                 files.flush()
         return self._table
@@ -160,27 +168,15 @@ class StoreBuilder:
             ConfigError: Somebody has made it meanwhile.
             StorageError: The disk failed; it is not there.
         """
-        header = {
-            **{"kind": KIND_HELLO, "run": self._run, "client": _CLIENT, "rank": 0, "world_size": 0},
-            "tables": [pack_spec(table.spec) for table in self._catalog],
-        }
         # The index of identities is made by the first start.
         meta = {key: value for key, value in self._meta.items() if not key.startswith(INDEXED_PREFIX)}
         sessions = Sessions({})
-        meta |= sessions.open(self._run, _CLIENT, _EPOCH, 0, 0).pack() | sessions.raise_version_epoch(self._max_epoch)
-        with _mapped_errors(self._aside):
+        meta |= self._directory.open_session(sessions, self._run).pack()
+        meta |= sessions.raise_version_epoch(self._max_epoch)
+        with self._directory.mapped_errors():
             for files in self._shards:
                 files.finish(list(self._catalog), meta)
-                asyncio.run(_write_log(files.path / "log", header))
-                fsync_path(files.path)
-            skeleton = self._aside / "skeleton"
-            with DataDir.claim(skeleton, num_shards=len(self._shards)) as directory:
-                directory.prepare()
-            (skeleton / MANIFEST_NAME).rename(self._ready / MANIFEST_NAME)
-            fsync_path(self._ready)
-            check_target(self._target)
-            self._ready.rename(self._target)
-            fsync_path(self._target.parent)
+        self._directory.publish(self._run, [table.spec for table in self._catalog])
 
     def __enter__(self) -> Self:
         return self
@@ -188,10 +184,7 @@ class StoreBuilder:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._lock_fd >= 0:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._directory.__exit__(kind, exc, traceback)
 
 
 class _ShardFiles:
@@ -200,7 +193,7 @@ class _ShardFiles:
     def __init__(self, path: Path, buffer_bytes: int) -> None:
         self.path = path
         self._incoming = path / "incoming"
-        self._incoming.mkdir(parents=True)
+        self._incoming.mkdir()
         self._buffer_bytes = buffer_bytes
         self._table: Table | None = None
         self._waiting: list[tuple[_Ids, _Array]] = []
@@ -236,7 +229,7 @@ class _ShardFiles:
         try:
             # Without rows it only learns what column shards there are.
             blanks = [_blank_run(table) for table in tables]
-            store.write_runs(blanks, meta=meta, applied_seq=_FIRST_SEQ)
+            store.write_runs(blanks, meta=meta, applied_seq=FIRST_SEQ)
         finally:
             store.close()
         if self._files:
@@ -260,45 +253,3 @@ class _ShardFiles:
 def _blank_run(table: Table) -> Run:
     layout = table.layout_of(table.spec.whole)
     return Run(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype), None)
-
-
-async def _write_log(path: Path, header: dict[str, Any]) -> None:
-    """Make a log that begins at `_FIRST_SEQ`."""
-    for seq in range(1, _FIRST_SEQ + 1):
-        # Each opening begins a new segment, so that the ones before can be removed.
-        log = FileUpdateLog.open(path)
-        try:
-            await log.append(epoch=_EPOCH, header=header, body=[]).durable
-            if seq == _FIRST_SEQ:
-                log.trim(_FIRST_SEQ)
-                assert (log.first_seq, log.last_seq) == (_FIRST_SEQ, _FIRST_SEQ)
-        finally:
-            await log.close()
-
-
-def check_target(target: Path) -> None:
-    """Check that a directory can be made whole in one step.
-
-    Raises:
-        ConfigError: There is something already.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            f"--data {target}: there is something already; a directory is backfilled only when it is new, a server "
-            "with --server"
-        )
-    if not target.parent.is_dir():
-        raise ConfigError(f"--data {target}: there is no directory {target.parent}")
-
-
-@contextlib.contextmanager
-def _mapped_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except HeadraceError:
-        raise
-    except PermissionError as exc:
-        raise ConfigError(f"{exc.filename or path}: not writable") from exc
-    except OSError as exc:
-        full = "the disk is full; " if exc.errno in _FULL else ""
-        raise StorageError(f"{path}: {full}{exc.strerror or exc}; nothing was made") from exc

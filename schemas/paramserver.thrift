@@ -291,6 +291,8 @@ struct ClientStatus {
   9: optional i64 exact_step,
   /** The batch that ended `step`; 0 before the first. */
   10: optional i64 ended_client_seq,
+  /** The trainer's clock at `step`, microseconds since 1970: tells two ends of one step apart. */
+  11: optional i64 time_us,
 }
 
 /** How far behind its server a replica is in what one of the server's shards has. */

@@ -21,10 +21,11 @@ from rich.table import Table
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT, MAX_SHARDS
+from headrace.paramserver.new_data_dir import check_target
 from headrace.paramserver.replay import ReplayTarget
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
-from headrace.paramserver.store_builder import StoreBuilder, check_target
+from headrace.paramserver.store_builder import StoreBuilder
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
 from headrace.scripts.backfill_send import BackfillCounts, BackfillSender, RowPace, ask_server

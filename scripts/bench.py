@@ -28,6 +28,7 @@ _BENCHES = (
     ("export", "headrace.scripts.bench_export:export", "How fast a snapshot becomes files, beside the disk."),
     ("kernels", "headrace.scripts.bench_kernels:kernels", "How fast rows are marked, packed, digested and routed."),
     ("freshness", "headrace.scripts.bench_freshness:freshness", "How late a replica shows an update, beside a floor."),
+    ("all", "headrace.scripts.bench_all:all_benches", "All of these and the sweeps, as a report with charts."),
 )
 
 # Sections of a Google docstring are for who calls the function, not for who types the command.

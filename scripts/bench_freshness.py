@@ -29,10 +29,10 @@ from headrace.scripts.bench_report import (
     conclude,
     show_progress,
 )
+from headrace.scripts.bench_report_targets import MAX_P50_VS_FLOOR
 
 __all__ = ["FreshnessConfig", "FreshnessResult", "delays_of", "freshness", "run"]
 
-MAX_P50_VS_FLOOR = 5.0
 _ROW_OVERHEAD_BYTES = 8  # its id
 
 OnStage = Callable[[str], None]

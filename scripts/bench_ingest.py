@@ -19,7 +19,7 @@ from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
-from headrace.paramserver.store import StoreConfig
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.idl import idl
 from headrace.scripts.bench_peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
 from headrace.scripts.bench_report import (
@@ -34,7 +34,7 @@ from headrace.scripts.bench_report import (
 from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig, median
 from headrace.scripts.bench_writer import WriteResult, WriterProcess
 
-__all__ = ["IngestConfig", "IngestResult", "ingest", "peak_memory_bytes", "run", "serve"]
+__all__ = ["SHARD_STORE", "IngestConfig", "IngestResult", "ingest", "peak_memory_bytes", "run", "serve"]
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _MEMTABLE_BYTES = 192 << 20
@@ -201,7 +201,7 @@ def _steps_of(
     ids: str, config: IngestConfig, rows: BenchRows, writer: WriterProcess, result: IngestResult
 ) -> Iterator[_Step]:
     def rocksdb(place: Path) -> None:
-        result.add(f"rocksdb_{ids}", rows.num_rows, time_rocksdb(rows, place, _STORE))
+        result.add(f"rocksdb_{ids}", rows.num_rows, time_rocksdb(rows, place, SHARD_STORE))
 
     def headrace(place: Path) -> None:
         written = _write(writer, place, config.num_batches, result)
@@ -216,7 +216,8 @@ def _steps_of(
         yield _Step(f"Redis, {ids} ids", redis)
 
 
-_STORE = StoreConfig(block_cache_bytes=_BLOCK_CACHE_BYTES, write_buffer_bytes=_MEMTABLE_BYTES // 3)
+SHARD_STORE = StoreConfig(block_cache_bytes=_BLOCK_CACHE_BYTES, write_buffer_bytes=_MEMTABLE_BYTES // 3)
+"""The options of the store of a shard of `serve`, for RocksDB by itself."""
 
 
 def _write(
@@ -247,10 +248,10 @@ async def _snapshot(address: str, at_seq: int) -> None:
 
 
 @contextmanager
-def serve(data_dir: Path, **settings: Any) -> Iterator[ServerProcess]:
-    """Run a server of one shard as the benches measure it; it is gone at the end, killed if it was not stopped."""
+def serve(data_dir: Path, *, shards: int = 1, **settings: Any) -> Iterator[ServerProcess]:
+    """Run a server as the benches measure it; it is gone at the end, killed if it was not stopped."""
     settings = {"block_cache_bytes": _BLOCK_CACHE_BYTES, "memtable_bytes": _MEMTABLE_BYTES, **settings}
-    server = ServerProcess.start(data_dir, shards=1, **settings)
+    server = ServerProcess.start(data_dir, shards=shards, **settings)
     try:
         yield server
     finally:

@@ -20,6 +20,8 @@ import typer
 
 from headrace.kernels.bitmap import make_bitmap, mark_dirty, take_dirty
 from headrace.kernels.bucketize import block_bucketize, block_bucketize_reference
+from headrace.kernels.cut_plan import CutPlan, CutTable
+from headrace.kernels.dirty_cut import cut_dirty, cut_dirty_reference
 from headrace.kernels.quantize import dequantize, quantize
 from headrace.kernels.row_digests import row_digests, row_digests_reference
 from headrace.kernels.row_packing import layout_of, pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
@@ -28,7 +30,10 @@ from headrace.scripts.bench_kernels_gpu import GPU_FIGURES, measure_gpu
 from headrace.scripts.bench_report import JsonOption, RoundsOption, check_json, conclude, show_progress
 from headrace.scripts.bench_rows import median
 
-__all__ = ["KernelsConfig", "kernels", "measure_cpu"]
+__all__ = ["NUM_STAGES", "KernelsConfig", "kernels", "measure_cpu", "run"]
+
+NUM_STAGES = 13
+"""How often `on_stage` is called."""
 
 _DIM = 128
 _NUM_SHARDS = 8
@@ -112,14 +117,25 @@ def kernels(
     config = KernelsConfig(num_rounds=rounds)
     if small:
         config = KernelsConfig(num_rounds=rounds, num_rows=100_000, num_steps=4, step_ids=1000)
-    with show_progress("kernels", 12) as on_stage:
-        figures = measure_cpu(config, on_stage)
-        if torch.cuda.is_available():
-            on_stage("GPU")
-            gpu = measure_gpu(torch.device("cuda", torch.cuda.current_device()), rounds)
-        else:
-            gpu = dict.fromkeys(GPU_FIGURES)
-    conclude({"cpu": figures, "gpu": gpu}, json_path)
+    with show_progress("kernels", NUM_STAGES) as on_stage:
+        figures = run(config, on_stage=on_stage)
+    conclude(figures, json_path)
+
+
+def run(config: KernelsConfig, *, on_stage: Callable[[str], None]) -> dict[str, Any]:
+    """Return the figures of the CPU and, null where there is none, of the GPU.
+
+    Args:
+        config: How much.
+        on_stage: Told what comes next.
+    """
+    figures = measure_cpu(config, on_stage)
+    if torch.cuda.is_available():
+        on_stage("GPU")
+        gpu = measure_gpu(torch.device("cuda", torch.cuda.current_device()), config.num_rounds)
+    else:
+        gpu = dict.fromkeys(GPU_FIGURES)
+    return {"cpu": figures, "gpu": gpu}
 
 
 def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[_Case]:
@@ -139,6 +155,7 @@ def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[_Case]:
         plain=lambda: (row_digests_reference(row_ids, columns),),
     )
     yield from _bucketize(config, rng)
+    yield _cut(weights, state, row_ids)
     precisions: tuple[Precision, ...] = ("int8", "int4")
     for precision in precisions:
         yield from _quantize(values, precision)
@@ -202,6 +219,36 @@ def _bucketize(config: KernelsConfig, rng: np.random.Generator) -> Iterator[_Cas
             return tuple(column for column in done if column is not None)
 
         yield _Case(name=f"bucketize_by_{name}", fast=fast, plain=plain)
+
+
+def _cut(weights: torch.Tensor, state: torch.Tensor, row_ids: torch.Tensor) -> _Case:
+    table = CutTable(
+        first_slot=0, num_rows=weights.shape[0], row_offset=0, seed=1, columns=(weights, state.unsqueeze(1))
+    )
+    plan = CutPlan([table], _NUM_SHARDS)
+    dirty = make_bitmap(table.num_rows)
+    mark_dirty(dirty, row_ids)
+    size_bytes = max(plan.min_out_bytes, table.packed_bytes(row_ids.numel()))
+
+    def written() -> tuple[torch.Tensor, ...]:
+        out = torch.zeros(size_bytes, dtype=torch.uint8)
+        return dirty.clone(), torch.zeros(1, dtype=torch.int64), out, torch.zeros(plan.header_words, dtype=torch.int64)
+
+    kept = written(), written()
+
+    def fast() -> tuple[torch.Tensor, ...]:
+        bitmap, cursor, out, header = kept[0]
+        bitmap.copy_(dirty)
+        cut_dirty(bitmap, cursor, plan, out, header)
+        return kept[0]
+
+    def plain() -> tuple[torch.Tensor, ...]:
+        bitmap, cursor, out, header = kept[1]
+        bitmap.copy_(dirty)
+        cut_dirty_reference(bitmap, cursor, plan.tables, _NUM_SHARDS, out, header)
+        return kept[1]
+
+    return _Case(name="cut_dirty", fast=fast, plain=plain)
 
 
 def _quantize(values: torch.Tensor, precision: Precision) -> Iterator[_Case]:

@@ -15,7 +15,7 @@ import rocksdict
 from headrace.paramserver.direct_file import supports_direct_io
 from headrace.paramserver.replica.disk_stores import DiskStores
 from headrace.paramserver.replica.disk_table import DiskTable
-from headrace.paramserver.store import StoreConfig, rocks_options
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.bench_lookup_writer import BATCH_ROWS, TableConfig, ZipfIds
 from headrace.scripts.bench_peers import redis_server

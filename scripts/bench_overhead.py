@@ -30,14 +30,13 @@ from headrace.scripts.bench_report import (
     conclude,
     show_progress,
 )
+from headrace.scripts.bench_report_targets import MAX_STEP_TIME_RATIO, MAX_TRAINING_THREAD_SHARE
 from headrace.scripts.bench_rows import median
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.staging import NUM_STAGING_BUFFERS
 
 __all__ = ["OverheadConfig", "OverheadResult", "overhead", "run"]
 
-MAX_STEP_TIME_RATIO = 1.05
-MAX_TRAINING_THREAD_SHARE = 0.04
 _MIB = 2**20
 
 OnStage = Callable[[str], None]

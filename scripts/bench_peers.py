@@ -19,10 +19,10 @@ from typing import Any, cast
 import rocksdict
 
 from headrace.paramserver.direct_file import supports_direct_io
-from headrace.paramserver.store import StoreConfig, rocks_options
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
-from headrace.scripts.bench_rows import SPEC, BenchRows
+from headrace.scripts.bench_rows import BenchRows
 
 __all__ = ["REDIS_HINT", "has_redis", "redis_server", "time_fsync", "time_redis", "time_rocksdb"]
 
@@ -63,7 +63,8 @@ def time_rocksdb(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
 
     RocksDB has the options of a shard's store; what is in its memtables at the end counts as written.
     """
-    batches = [(encode_keys(1, SPEC.whole, ids), rows.records(number)) for number, ids in enumerate(rows.ids)]
+    (spec,) = rows.specs
+    batches = [(encode_keys(1, spec.whole, ids), rows.records(number)) for number, ids in enumerate(rows.ids)]
     options = cast(Any, rocksdict.WriteOptions())
     options.disable_wal = True
     db = rocksdict.Rdict(str(folder / "rocksdb"), rocks_options(config, is_direct=supports_direct_io(folder)))

@@ -58,6 +58,11 @@ class RecoveryConfig:
         """How often `on_stage` is called."""
         return 2 * self.num_rounds
 
+    @property
+    def num_batches(self) -> int:
+        """Batches that make such a log."""
+        return max(1, self.log_bytes // _BATCH_BYTES)
+
 
 @dataclass(kw_only=True, slots=True)
 class RecoveryResult:
@@ -127,7 +132,7 @@ def run(config: RecoveryConfig, *, on_stage: Callable[[str], None]) -> RecoveryR
     result = RecoveryResult()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder)))
-        num_batches = max(1, config.log_bytes // _BATCH_BYTES)
+        num_batches = config.num_batches
         writer = stack.enter_context(WriterProcess(RowsConfig(ids="uniform", num_batches=num_batches)))
         for number in range(config.num_rounds):
             with tempfile.TemporaryDirectory(dir=folder) as place:

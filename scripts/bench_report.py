@@ -20,7 +20,16 @@ from rich.table import Table
 from headrace.paramserver.machine_memory import machine_memory_bytes
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FolderOption", "JsonOption", "RoundsOption", "check_folder", "check_json", "conclude", "show_progress"]
+__all__ = [
+    "FolderOption",
+    "JsonOption",
+    "RoundsOption",
+    "check_folder",
+    "check_json",
+    "conclude",
+    "machine_facts",
+    "show_progress",
+]
 
 # As a shell reports a process that SIGTERM has ended.
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -81,7 +90,7 @@ def show_progress(name: str, num_stages: int) -> Iterator[Callable[[str], None]]
 
 def conclude(result: dict[str, Any], path: Path | None) -> None:
     """Print the figures, and write them to the file if there is one."""
-    result = {**result, "machine": _machine()}
+    result = {**result, "machine": machine_facts()}
     table = Table(show_header=False, box=None)
     for name, value in _flatten(result):
         table.add_row(name, value)
@@ -109,7 +118,8 @@ def _show(value: Any) -> str:
     return "not measured" if value is None else str(value)
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Return what figures of this machine have to name."""
     return {
         "cores": os.cpu_count(),
         "memory_bytes": machine_memory_bytes(),

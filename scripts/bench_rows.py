@@ -7,7 +7,7 @@ look makes no difference to anyone, because nothing compresses them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +16,24 @@ import numpy.typing as npt
 
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["DIM", "SPEC", "WIRE_ROW_BYTES", "BenchRows", "RowsConfig", "hello_request", "median", "reader_hello"]
+__all__ = ["WIRE_ROW_BYTES", "BenchRows", "RowsConfig", "hello_request", "median", "reader_hello"]
 
-DIM = 128
+_DIM = 128
 _NUM_ROWS = 10_000_000
 _LOOKUPS_PER_STEP = 4096
 _ZIPF_EXPONENT = 1.05
-SPEC = TableSpec(
-    fqn="bench.weight",
-    num_rows=_NUM_ROWS,
-    dim=DIM,
-    dtype=DType.FLOAT32,
-    states=(StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
-)
-_WEIGHT_BYTES, _STATE_BYTES = 4 * DIM, 4
-WIRE_ROW_BYTES = 8 + _WEIGHT_BYTES + _STATE_BYTES
-"""What a row is on the wire and in the update log, but for some bytes a batch."""
-_RUN, _CLIENT, _EPOCH = "bench", "rank0", 1
-# Batches take their values from one pool of this many rows, at different places: it stays out of the caches as a
+_STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+_STATE_BYTES = 4
+WIRE_ROW_BYTES = 8 + 4 * _DIM + _STATE_BYTES
+"""What a row of 128 columns is on the wire and in the update log, but for some bytes a batch."""
+_RUN, _EPOCH = "bench", 1
+# Batches take their values from one pool of this many batches, at different places: it stays out of the caches as a
 # trainer's staging buffer does, and a bench needs no memory for more.
-_POOL_ROWS = 16 * _LOOKUPS_PER_STEP
+_POOL_BATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,19 +42,43 @@ class RowsConfig:
 
     Attributes:
         ids: `uniform`, or `zipf` with exponent 1.05.
-        num_batches: Batches of 4096 lookups each.
+        num_batches: Batches.
         seed: Of the random numbers.
+        dim: Columns of a table, float32, beside which a row has a rowwise state.
+        num_rows: Rows of each table.
+        num_lookups: Ids that a batch draws.
+        num_tables: Tables; a batch has an equal share of its rows in each.
     """
 
     ids: str
     num_batches: int
     seed: int = 0
+    dim: int = _DIM
+    num_rows: int = _NUM_ROWS
+    num_lookups: int = _LOOKUPS_PER_STEP
+    num_tables: int = 1
+
+    @property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The tables."""
+        names = ["bench.weight"] if self.num_tables == 1 else [f"bench{n}.weight" for n in range(self.num_tables)]
+        return tuple(
+            TableSpec(fqn=fqn, num_rows=self.num_rows, dim=self.dim, dtype=DType.FLOAT32, states=(_STATE,))
+            for fqn in names
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row is on the wire and in the update log, but for some bytes a batch."""
+        return 8 + 4 * self.dim + _STATE_BYTES
 
 
 class BenchRows:
     """The batches of a bench.
 
     Attributes:
+        config: What they were drawn by.
+        specs: The tables.
         ids: int64[n] for each batch, ascending, each once.
         num_rows: Rows of all batches.
     """
@@ -68,64 +87,87 @@ class BenchRows:
         """Draw them."""
         rng = np.random.default_rng(config.seed)
         draw = _draw_uniform if config.ids == "uniform" else _draw_zipf
-        self.ids: list[npt.NDArray[np.int64]] = [np.unique(draw(rng)) for _ in range(config.num_batches)]
+        self.config, self.specs = config, config.specs
+        self.ids: list[npt.NDArray[np.int64]] = [np.unique(draw(rng, config)) for _ in range(config.num_batches)]
         self.num_rows = sum(ids.size for ids in self.ids)
-        self._weights = np.frombuffer(rng.bytes(_POOL_ROWS * _WEIGHT_BYTES), f"V{_WEIGHT_BYTES}")
-        self._states = np.frombuffer(rng.bytes(_POOL_ROWS * _STATE_BYTES), f"V{_STATE_BYTES}")
+        self._pool_rows = _POOL_BATCHES * config.num_lookups
+        self._weights = np.frombuffer(rng.bytes(self._pool_rows * 4 * config.dim), f"V{4 * config.dim}")
+        self._states = np.frombuffer(rng.bytes(self._pool_rows * _STATE_BYTES), f"V{_STATE_BYTES}")
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of all rows as they travel."""
-        return self.num_rows * WIRE_ROW_BYTES
+        return self.num_rows * self.config.row_bytes
 
     def columns(self, number: int) -> dict[str, memoryview]:
         """Return weights and states of a batch, by field of the record's layout, as views."""
         size = self.ids[number].size
-        first = number * _LOOKUPS_PER_STEP % (_POOL_ROWS - size)
-        return {
-            "weights": self._weights[first : first + size].view(np.uint8).data,
-            "state:momentum1": self._states[first : first + size].view(np.uint8).data,
-        }
+        first = number * self.config.num_lookups % (self._pool_rows - size)
+        return self._columns(first, first + size)
 
     def records(self, number: int) -> list[bytes]:
-        """Return the values that a store keeps for a batch's rows."""
-        layout = RecordLayout(SPEC, SPEC.whole)
+        """Return the values that a store keeps for a batch's rows. REQUIRES: one table."""
+        (spec,) = self.specs
+        layout = RecordLayout(spec, spec.whole)
         return layout.encode(self.columns(number), epoch=_EPOCH, step=number, time_us=number)
 
     def plain_values(self, number: int) -> list[bytes]:
-        """Return weights and state of each row, 516 bytes, for a store that knows no versions."""
-        columns = self.columns(number)
-        size = self.ids[number].size
-        joined = np.empty(size, [("weights", f"V{_WEIGHT_BYTES}"), ("state", f"V{_STATE_BYTES}")])
-        joined["weights"] = np.frombuffer(columns["weights"], f"V{_WEIGHT_BYTES}")
+        """Return weights and state of each row as one value, for a store that knows no versions."""
+        columns, dim = self.columns(number), self.config.dim
+        joined = np.empty(self.ids[number].size, [("weights", f"V{4 * dim}"), ("state", f"V{_STATE_BYTES}")])
+        joined["weights"] = np.frombuffer(columns["weights"], f"V{4 * dim}")
         joined["state"] = np.frombuffer(columns["state:momentum1"], f"V{_STATE_BYTES}")
-        values: list[bytes] = joined.view(f"V{_WEIGHT_BYTES + _STATE_BYTES}").tolist()
+        values: list[bytes] = joined.view(f"V{4 * dim + _STATE_BYTES}").tolist()
         return values
 
-    def request(self, number: int, *, client_seq: int) -> Any:
-        """Return the `idl.SetEmbeddingsRequest` of a batch."""
-        columns = self.columns(number)
-        state = idl.StateColumn(name="momentum1", dtype=int(DType.FLOAT32), width=1, data=columns["state:momentum1"])
-        delta = idl.TableDelta(
-            fqn=SPEC.fqn,
-            fingerprint=SPEC.fingerprint,
-            column_offset=0,
-            width=DIM,
-            row_ids=self.ids[number].view(np.uint8).data,
-            weights=columns["weights"],
-            states=[state],
-        )
+    def request(self, number: int, *, client_seq: int, rank: int = 0, shard: int = 0, num_shards: int = 1) -> Any:
+        """Return the `idl.SetEmbeddingsRequest` of a batch, or of its rows that are a shard's.
+
+        Args:
+            number: Of the batch.
+            client_seq: Of the request, on its shard; also its step.
+            rank: Of the client.
+            shard: Where it goes.
+            num_shards: Of the server.
+        """
         return idl.SetEmbeddingsRequest(
             run=_RUN,
-            client=_CLIENT,
+            client=f"rank{rank}",
             epoch=_EPOCH,
             client_seq=client_seq,
-            step=number,
+            step=client_seq,
             time_us=number,
             ends_step=True,
             is_exact_cut=True,
-            deltas=[delta],
+            deltas=list(self._deltas(number, shard, num_shards)),
         )
+
+    def _deltas(self, number: int, shard: int, num_shards: int) -> Iterator[Any]:
+        first = number * self.config.num_lookups % (self._pool_rows - self.ids[number].size)
+        for spec, ids in zip(self.specs, np.array_split(self.ids[number], len(self.specs)), strict=True):
+            if num_shards > 1:
+                ids = ids[shards_of_rows(table_seed(spec.fqn), ids, num_shards) == shard]
+            if not ids.size:
+                continue
+            # Which values a row gets makes no difference; that they lie side by side does.
+            columns = self._columns(first, first + ids.size)
+            first += ids.size
+            data = columns["state:momentum1"]
+            yield idl.TableDelta(
+                fqn=spec.fqn,
+                fingerprint=spec.fingerprint,
+                column_offset=0,
+                width=spec.dim,
+                row_ids=ids.view(np.uint8).data,
+                weights=columns["weights"],
+                states=[idl.StateColumn(name=_STATE.name, dtype=int(_STATE.dtype), width=1, data=data)],
+            )
+
+    def _columns(self, first: int, last: int) -> dict[str, memoryview]:
+        return {
+            "weights": self._weights[first:last].view(np.uint8).data,
+            "state:momentum1": self._states[first:last].view(np.uint8).data,
+        }
 
     def message(self, number: int) -> bytes:
         """Return the whole message that carries a batch, which is what the update log keeps of it."""
@@ -133,17 +175,17 @@ class BenchRows:
         return b"".join(encode_message("setEmbeddings", CALL, number, args))
 
 
-def hello_request() -> Any:
-    """Return the hello of the bench's writer."""
+def hello_request(rows: RowsConfig, *, rank: int = 0, world_size: int = 1) -> Any:
+    """Return the hello of one of the bench's writers."""
     return idl.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         role=idl.Role.WRITER,
         run=_RUN,
-        client=_CLIENT,
+        client=f"rank{rank}",
         epoch=_EPOCH,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)],
+        rank=rank,
+        world_size=world_size,
+        tables=[spec_to_idl(spec) for spec in rows.specs],
     )
 
 
@@ -161,20 +203,20 @@ def reader_hello() -> Any:
     )
 
 
-def _draw_uniform(rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    return rng.integers(0, _NUM_ROWS, _LOOKUPS_PER_STEP)
+def _draw_uniform(rng: np.random.Generator, config: RowsConfig) -> npt.NDArray[np.int64]:
+    return rng.integers(0, config.num_rows, config.num_lookups)
 
 
-def _draw_zipf(rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    ranks = np.searchsorted(_zipf_cdf(), rng.random(_LOOKUPS_PER_STEP))
+def _draw_zipf(rng: np.random.Generator, config: RowsConfig) -> npt.NDArray[np.int64]:
+    ranks = np.searchsorted(_zipf_cdf(config.num_rows), rng.random(config.num_lookups))
     # Hot rows lie anywhere in a table: an odd factor without a common one with the size permutes all ids.
-    ids: npt.NDArray[np.int64] = (ranks * 7_368_787) % _NUM_ROWS
+    ids: npt.NDArray[np.int64] = (ranks * 7_368_787) % config.num_rows
     return ids
 
 
 @functools.cache
-def _zipf_cdf() -> npt.NDArray[np.float64]:
-    weights = np.arange(1, _NUM_ROWS + 1, dtype=np.float64) ** -_ZIPF_EXPONENT
+def _zipf_cdf(num_rows: int) -> npt.NDArray[np.float64]:
+    weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -_ZIPF_EXPONENT
     cdf: npt.NDArray[np.float64] = np.cumsum(weights)
     cdf /= cdf[-1]
     return cdf

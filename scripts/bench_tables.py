@@ -14,7 +14,8 @@ import numpy.typing as npt
 from headrace.paramserver.catalog import Catalog, pack_spec
 from headrace.paramserver.data_dir import DataDir
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import rocksdict
 
-from headrace.paramserver.store import StoreConfig, rocks_options
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.backfill import BackfillConfig, build_directory

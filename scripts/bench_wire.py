@@ -20,10 +20,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from headrace.scripts.bench_wire_peers import WRITE_BYTES
+from headrace.scripts.bench_wire_peers import LONG_WRITE, WRITE_BYTES, WriteShape
 from headrace.scripts.bench_wire_process import WireProcess
 
-__all__ = ["GRPC_HINT", "WireConfig", "WireResult", "measure", "wire"]
+__all__ = ["GRPC_HINT", "WireConfig", "WirePair", "WireResult", "contenders", "measure", "wire", "wire_pair"]
 
 GRPC_HINT = "gRPC is left out: pip install 'headrace[bench]'"
 # As a streamer sends and a reader asks: several calls at once. thriftpy2 can have one.
@@ -55,7 +55,7 @@ class WireConfig:
     @property
     def num_stages(self) -> int:
         """How often `on_stage` is called."""
-        names = _contenders()
+        names = contenders()
         stages = len(names) + len(_pipelined(names)) + len(_readers(names))
         return self.num_rounds * stages + self.num_idle_clients
 
@@ -111,16 +111,16 @@ def measure(config: WireConfig, on_stage: OnStage) -> WireResult:
         on_stage: Told what comes next, `config.num_stages` times.
     """
     result = WireResult()
-    names = _contenders()
+    names = contenders()
     with ExitStack() as stack:
-        pairs = {name: stack.enter_context(_pair(name)) for name in names}
+        pairs = {name: stack.enter_context(wire_pair(name)) for name in names}
         for pair in pairs.values():
             pair.write(8, 2)  # what is done once: connections, pools, caches
         for number in range(config.num_rounds):
             for name in names:
                 on_stage(f"writes, round {number + 1}: {name}")
                 num_calls = max(config.num_writes // 5, 1) if name == "thriftpy2" else config.num_writes
-                seconds, cpu_s = pairs[name].write(num_calls, _WRITES_IN_FLIGHT)
+                seconds, cpu_s = pairs[name].write(num_calls)
                 result.writes.setdefault(name, []).append(num_calls * WRITE_BYTES / seconds)
                 result.write_cpu.setdefault(name, []).append(cpu_s / num_calls)
             for name in _pipelined(names):
@@ -140,7 +140,7 @@ def _measure_idle(config: WireConfig, on_stage: OnStage) -> tuple[int, int]:
     num_idle = min(config.num_idle, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _SPARE_FILES)
     share = num_idle // config.num_idle_clients
     with ExitStack() as stack:
-        server = stack.enter_context(WireProcess.start("serve", "headrace"))
+        server = stack.enter_context(WireProcess.start("serve", "headrace", *_words(LONG_WRITE)))
         port = str(server.ask()["port"])
         clients = [stack.enter_context(WireProcess.start("idle", port)) for _ in range(config.num_idle_clients)]
         clients[0].ask(num_connections=1)  # what the first connection costs is no connection's
@@ -152,30 +152,43 @@ def _measure_idle(config: WireConfig, on_stage: OnStage) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class WirePair:
+    """The processes of a contender, connected.
+
+    Attributes:
+        server: Its server's.
+        client: Its client's.
+    """
+
     server: WireProcess
     client: WireProcess
 
-    def write(self, num_calls: int, in_flight: int) -> tuple[float, float]:
-        """Return the seconds, and the processor seconds of both processes."""
+    def write(self, num_calls: int, in_flight: int = _WRITES_IN_FLIGHT) -> tuple[float, float]:
+        """Return the seconds, and the processor seconds of both processes, of so many writes."""
         before = self.server.ask()
         answer = self.client.ask(do="write", num_calls=num_calls, in_flight=in_flight)
         return answer["seconds"], answer["cpu_s"] + self.server.ask()["cpu_s"] - before["cpu_s"]
 
     def read(self, num_calls: int) -> float:
-        """Return the seconds."""
+        """Return the seconds of so many reads."""
         return float(self.client.ask(do="read", num_calls=num_calls, in_flight=_READS_IN_FLIGHT)["seconds"])
 
 
 @contextmanager
-def _pair(name: str) -> Iterator[_Pair]:
+def wire_pair(name: str, shape: WriteShape = LONG_WRITE) -> Iterator[WirePair]:
+    """Run server and client of one of `contenders()`, for writes of a shape."""
     with ExitStack() as stack:
-        server = stack.enter_context(WireProcess.start("serve", name))
-        client = stack.enter_context(WireProcess.start("drive", name, str(server.ask()["port"])))
-        yield _Pair(server, client)
+        server = stack.enter_context(WireProcess.start("serve", name, *_words(shape)))
+        client = stack.enter_context(WireProcess.start("drive", name, str(server.ask()["port"]), *_words(shape)))
+        yield WirePair(server, client)
 
 
-def _contenders() -> list[str]:
+def _words(shape: WriteShape) -> tuple[str, str]:
+    return str(shape.num_rows), str(shape.dim)
+
+
+def contenders() -> list[str]:
+    """Return the names of those that are installed, ours first."""
     return ["headrace", "loopback", "thriftpy2", *(["grpc"] if _has_grpc() else [])]
 
 

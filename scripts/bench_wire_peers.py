@@ -9,8 +9,10 @@ A contender is a module-level pair `serve_X`, `XClient`; `SERVERS` and `CLIENTS`
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -24,25 +26,46 @@ from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 from headrace.schemas.messages import CALL, encode_message, size_of_segments
 
-__all__ = ["CLIENTS", "SERVERS", "WRITE_BYTES", "Client", "hello_request"]
+__all__ = ["CLIENTS", "LONG_WRITE", "SERVERS", "WRITE_BYTES", "Client", "WriteShape", "hello_request"]
 
 _HOST = "127.0.0.1"
 _TARGET_BYTES = 4 * 2**20
 _DIM, _READ_ROWS = 128, 32
-_ROW_BYTES = 8 + 4 * _DIM
-_WRITE_ROWS = _TARGET_BYTES // _ROW_BYTES
 _ACK = b"12345678"
 
 
-def _write_request() -> Any:
-    """Return a setEmbeddings request of 4 MiB: row ids and float32 weights of one table."""
+@dataclass(frozen=True, slots=True)
+class WriteShape:
+    """What a write carries, besides row ids.
+
+    Attributes:
+        num_rows: Rows.
+        dim: Columns, float32.
+    """
+
+    num_rows: int
+    dim: int
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the message, the same for every contender."""
+        args = idl.ParameterServer.setEmbeddings_args(request=_write_request(self))
+        return size_of_segments(encode_message("setEmbeddings", CALL, 1, args))
+
+
+LONG_WRITE = WriteShape(_TARGET_BYTES // (8 + 4 * _DIM), _DIM)
+"""A write of 4 MiB."""
+
+
+def _write_request(shape: WriteShape) -> Any:
+    """Return a setEmbeddings request: row ids and float32 weights of one table."""
     delta = idl.TableDelta(
         fqn="bench.weight",
         fingerprint=1,
         column_offset=0,
-        width=_DIM,
-        row_ids=np.arange(_WRITE_ROWS, dtype="<i8").tobytes(),
-        weights=np.random.default_rng(1).standard_normal((_WRITE_ROWS, _DIM), np.float32).tobytes(),
+        width=shape.dim,
+        row_ids=np.arange(shape.num_rows, dtype="<i8").tobytes(),
+        weights=np.random.default_rng(1).standard_normal((shape.num_rows, shape.dim), np.float32).tobytes(),
         states=[],
     )
     return idl.SetEmbeddingsRequest(
@@ -75,10 +98,8 @@ def hello_request(role: int = idl.Role.WRITER) -> Any:
     )
 
 
-WRITE_BYTES = size_of_segments(
-    encode_message("setEmbeddings", CALL, 1, idl.ParameterServer.setEmbeddings_args(request=_write_request()))
-)
-"""Bytes of one write's message, the same for every contender."""
+WRITE_BYTES = LONG_WRITE.message_bytes
+"""Bytes of the message of a write of 4 MiB."""
 
 
 class Client(Protocol):
@@ -139,7 +160,7 @@ class _CountingService:
         pass
 
 
-async def _serve_ours() -> int:
+async def _serve_ours(shape: WriteShape) -> int:
     server = ThriftServer(_CountingService(), limits=ServerLimits())
     sock = socket.create_server((_HOST, 0), backlog=1024)
     port: int = sock.getsockname()[1]
@@ -148,15 +169,15 @@ async def _serve_ours() -> int:
 
 
 class _OurClient:
-    def __init__(self, client: ParamServerClient) -> None:
+    def __init__(self, client: ParamServerClient, shape: WriteShape) -> None:
         self._client = client
-        self._request = _write_request()
+        self._request = _write_request(shape)
 
     @classmethod
-    async def connect(cls, port: int) -> _OurClient:
+    async def connect(cls, port: int, shape: WriteShape) -> _OurClient:
         client = await ParamServerClient.connect(_HOST, port)
         await client.hello(hello_request())
-        return cls(client)
+        return cls(client, shape)
 
     async def write(self, num_calls: int, in_flight: int) -> None:
         await _repeat(lambda: self._client.set_embeddings(self._request), num_calls, in_flight)
@@ -173,8 +194,8 @@ class _OurClient:
 
 
 class _LoopbackServer(asyncio.BufferedProtocol):
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(WRITE_BYTES))
+    def __init__(self, size_bytes: int) -> None:
+        self._buffer = memoryview(bytearray(size_bytes))
         self._filled = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -185,21 +206,22 @@ class _LoopbackServer(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        if self._filled == WRITE_BYTES:
+        if self._filled == len(self._buffer):
             self._filled = 0
             self._transport.write(_ACK)
 
 
-async def _serve_loopback() -> int:
-    server = await asyncio.get_running_loop().create_server(_LoopbackServer, _HOST, 0)
+async def _serve_loopback(shape: WriteShape) -> int:
+    make = functools.partial(_LoopbackServer, shape.message_bytes)
+    server = await asyncio.get_running_loop().create_server(make, _HOST, 0)
     return int(server.sockets[0].getsockname()[1])
 
 
 class _LoopbackClient(asyncio.BufferedProtocol):
     _PIECE_BYTES = 256 * 2**10
 
-    def __init__(self) -> None:
-        self._message = memoryview(np.random.default_rng(1).bytes(WRITE_BYTES))
+    def __init__(self, size_bytes: int) -> None:
+        self._message = memoryview(np.random.default_rng(1).bytes(size_bytes))
         self._buffer = memoryview(bytearray(64))
         self._num_acked = 0
         self._acked = asyncio.Event()
@@ -207,8 +229,9 @@ class _LoopbackClient(asyncio.BufferedProtocol):
         self._is_full = False
 
     @classmethod
-    async def connect(cls, port: int) -> _LoopbackClient:
-        _, protocol = await asyncio.get_running_loop().create_connection(cls, _HOST, port)
+    async def connect(cls, port: int, shape: WriteShape) -> _LoopbackClient:
+        make = functools.partial(cls, shape.message_bytes)
+        _, protocol = await asyncio.get_running_loop().create_connection(make, _HOST, port)
         return protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -235,7 +258,7 @@ class _LoopbackClient(asyncio.BufferedProtocol):
         for number in range(num_calls):
             await self._wait_acked(number + 1 - in_flight)
             # In pieces, because Python 3.11's transport copies what the kernel does not take at once.
-            for start in range(0, WRITE_BYTES, self._PIECE_BYTES):
+            for start in range(0, len(self._message), self._PIECE_BYTES):
                 self._transport.write(self._message[start : start + self._PIECE_BYTES])
                 if self._is_full:
                     await self._drained
@@ -274,7 +297,7 @@ def _thriftpy_stack() -> dict[str, Any]:
     return {"trans_factory": TAsyncFramedTransportFactory(), "proto_factory": protocol()}
 
 
-async def _serve_thriftpy2() -> int:
+async def _serve_thriftpy2(shape: WriteShape) -> int:
     with socket.create_server((_HOST, 0)) as sock:  # it takes no port 0
         port: int = sock.getsockname()[1]
     server = make_server(
@@ -292,13 +315,13 @@ async def _serve_thriftpy2() -> int:
 
 
 class _ThriftpyClient:
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, shape: WriteShape) -> None:
         self._client = client
-        self._request = _write_request()
+        self._request = _write_request(shape)
 
     @classmethod
-    async def connect(cls, port: int) -> _ThriftpyClient:
-        return cls(await make_client(idl.ParameterServer, _HOST, port, timeout=None, **_thriftpy_stack()))
+    async def connect(cls, port: int, shape: WriteShape) -> _ThriftpyClient:
+        return cls(await make_client(idl.ParameterServer, _HOST, port, timeout=None, **_thriftpy_stack()), shape)
 
     # One after the other: it can have only one in flight on a connection.
 
@@ -320,13 +343,13 @@ class _ThriftpyClient:
 _GRPC_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-async def _serve_grpc() -> int:
+async def _serve_grpc(shape: WriteShape) -> int:
     import grpc
 
-    reply = _read_reply().weights
+    reply, write_bytes = _read_reply().weights, shape.message_bytes
 
     async def write(request: bytes, context: Any) -> bytes:
-        return _ACK if len(request) == WRITE_BYTES else b""
+        return _ACK if len(request) == write_bytes else b""
 
     async def read(request: bytes, context: Any) -> bytes:
         return cast(bytes, reply)
@@ -341,19 +364,19 @@ async def _serve_grpc() -> int:
 
 
 class _GrpcClient:
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, shape: WriteShape) -> None:
         self._channel = channel
         self._write = channel.unary_unary("/bench/write")
         self._read = channel.unary_unary("/bench/read")
-        self._message = np.random.default_rng(1).bytes(WRITE_BYTES)
+        self._message = np.random.default_rng(1).bytes(shape.message_bytes)
 
     @classmethod
-    async def connect(cls, port: int) -> _GrpcClient:
+    async def connect(cls, port: int, shape: WriteShape) -> _GrpcClient:
         import grpc
 
         channel = grpc.aio.insecure_channel(f"{_HOST}:{port}", options=_GRPC_OPTIONS)
         await channel.channel_ready()
-        return cls(channel)
+        return cls(channel, shape)
 
     async def write(self, num_calls: int, in_flight: int) -> None:
         await _repeat(lambda: self._write(self._message), num_calls, in_flight)
@@ -369,7 +392,7 @@ class _GrpcClient:
 # Servers that would stop when they are collected.
 _KEPT: list[Any] = []
 
-SERVERS: dict[str, Callable[[], Awaitable[int]]] = {
+SERVERS: dict[str, Callable[[WriteShape], Awaitable[int]]] = {
     "headrace": _serve_ours,
     "loopback": _serve_loopback,
     "thriftpy2": _serve_thriftpy2,
@@ -377,7 +400,7 @@ SERVERS: dict[str, Callable[[], Awaitable[int]]] = {
 }
 """By name: starts a server on the running loop and returns its port."""
 
-CLIENTS: dict[str, Callable[[int], Awaitable[Client]]] = {
+CLIENTS: dict[str, Callable[[int, WriteShape], Awaitable[Client]]] = {
     "headrace": _OurClient.connect,
     "loopback": _LoopbackClient.connect,
     "thriftpy2": _ThriftpyClient.connect,

@@ -22,7 +22,7 @@ from typing import Any
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
-from headrace.scripts.bench_wire_peers import CLIENTS, SERVERS, hello_request
+from headrace.scripts.bench_wire_peers import CLIENTS, SERVERS, WriteShape, hello_request
 
 __all__ = ["WireProcess", "main"]
 
@@ -79,21 +79,21 @@ class WireProcess:
 
 
 def main(arguments: list[str]) -> None:
-    """Run `serve NAME`, `drive NAME PORT` or `idle PORT`."""
+    """Run `serve NAME ROWS DIM`, `drive NAME PORT ROWS DIM` or `idle PORT`; rows and columns are those of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     match arguments:
-        case ["serve", name]:
-            asyncio.run(_serve(name))
-        case ["drive", name, port]:
-            asyncio.run(_drive(name, int(port)))
+        case ["serve", name, *shape]:
+            asyncio.run(_serve(name, WriteShape(*map(int, shape))))
+        case ["drive", name, port, *shape]:
+            asyncio.run(_drive(name, int(port), WriteShape(*map(int, shape))))
         case ["idle", port]:
             asyncio.run(_idle(int(port)))
 
 
-async def _serve(name: str) -> None:
-    port = await SERVERS[name]()
+async def _serve(name: str, shape: WriteShape) -> None:
+    port = await SERVERS[name](shape)
 
     async def answer(order: dict[str, Any]) -> dict[str, Any]:
         return {"port": port, "memory_bytes": _memory_bytes(), "cpu_s": time.process_time()}
@@ -104,8 +104,8 @@ async def _serve(name: str) -> None:
     os._exit(0)
 
 
-async def _drive(name: str, port: int) -> None:
-    client = await CLIENTS[name](port)
+async def _drive(name: str, port: int, shape: WriteShape) -> None:
+    client = await CLIENTS[name](port, shape)
 
     async def answer(order: dict[str, Any]) -> dict[str, Any]:
         started_s, started_cpu_s = time.perf_counter(), time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.config import DEFAULT_PORT, MAX_SHARDS
 from headrace.paramserver.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshot_restore import restore_snapshot
 from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -32,7 +34,9 @@ from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 __all__ = ["snapshot"]
 
 snapshot = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Make, list, check, fetch and remove snapshots of a server."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Make, list, check, fetch, restore and remove snapshots of a server.",
 )
 
 _Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")]
@@ -118,7 +122,7 @@ def verify(
         raise ConfigError(f"{directory}: no snapshots")
     for folder in folders:
         with _progress(f"Checking {folder.name}") as (progress, task):
-            progress.update(task, total=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+            progress.update(task, total=_size_of(folder))
             manifest = verify_snapshot(folder, on_progress=partial(progress.advance, task))
         print(
             f"{manifest.name}: {len(manifest.files())} files, {decimal(manifest.size_bytes)}: all checksums are right."
@@ -167,6 +171,35 @@ def fetch(
             )
         )
     _print(manifest, as_json=False)
+
+
+@snapshot.command()
+def restore(
+    directory: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT", help="Directory of one snapshot.", show_default=False)
+    ],
+    *,
+    data: Annotated[
+        Path, typer.Option("--data", help="Directory of a server to make.", metavar="DIR", show_default=False)
+    ],
+    shards: Annotated[
+        int | None,
+        typer.Option(help="Its shards; those of the snapshot by default.", min=1, max=MAX_SHARDS, show_default=False),
+    ] = None,
+) -> None:
+    """Make a server's directory of a snapshot, checked, for `headrace serve`. It is there whole or not at all.
+
+    The snapshot stays as it is. With another number of shards the rows are dealt anew, which takes longer.
+    """
+    with _progress(f"Checking {directory.name}") as (progress, task):
+        progress.update(task, total=_size_of(directory))
+        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=partial(progress.advance, task))
+    _print(manifest, as_json=False)
+    print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _files(directory: Path) -> SnapshotFiles:

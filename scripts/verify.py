@@ -20,6 +20,7 @@ from headrace.paramserver.reader import EmbeddingReader, Rows
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.status_client import AuthorityFlag, TokenFlag
 from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnknownTableError
 from headrace.schemas.row_digest import BUCKET_ROWS
 
@@ -117,7 +118,7 @@ def verify(
     try:
         results = asyncio.run(compare())
     except TimeoutError as exc:
-        raise ConfigError(f"not done within {timeout_s:g} s; give it more with --timeout-s") from exc
+        raise ConfigError(f"not done within {format_seconds(timeout_s)}; give it more with --timeout-s") from exc
     seconds = time.perf_counter() - begin_s
     if save is not None:
         _save(save, results)

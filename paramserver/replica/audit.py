@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,18 @@ from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.precision import precision_of
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.table_digest import TableDigest
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["ReplicaAuditReport", "ReplicaTableAudit", "audit_table", "digest_table", "why_left_out"]
+__all__ = [
+    "ReplicaAuditReport",
+    "ReplicaTableAudit",
+    "audit_copy",
+    "digest_copy",
+    "digest_table",
+    "why_left_out",
+]
 
 # Rows that are held up together: a shard looks at some hundred thousand rows a second.
 _ROWS_AT_ONCE = 4 * BUCKET_ROWS
@@ -122,7 +129,53 @@ def digest_table(table: ReplicaTable, *, first_row: int = 0, end_row: int | None
     return digest
 
 
-async def audit_table(copy: Followed, fqn: str) -> ReplicaTableAudit:
+async def audit_copy(copy: Followed, config: ReplicaConfig, fqns: Sequence[str] | None) -> ReplicaAuditReport:
+    """Compare a copy that follows a server with what the server's shards have.
+
+    Args:
+        copy: Caught up.
+        config: Settings of the replica.
+        fqns: Tables; None for all that can be compared.
+
+    Raises:
+        UnknownTableError: The copy has no such table.
+        RequestError: A table that was asked for cannot be compared.
+        UnavailableError: A shard does not answer.
+        HeadraceError: The copy is not kept up to date any more.
+
+    Cancellation: harmless; the copy goes on following.
+    """
+    left_out: dict[str, str] = {}
+    if fqns is None:
+        specs = {fqn: table.spec for fqn, table in sorted(copy.generation.tables.items())}
+        reasons = {fqn: why_left_out(spec, config) for fqn, spec in specs.items()}
+        left_out = {fqn: why for fqn, why in reasons.items() if why is not None}
+        fqns = [fqn for fqn in specs if fqn not in left_out]
+    for fqn in fqns:
+        _check(copy, config, fqn)
+    return ReplicaAuditReport(tables=tuple([await _audit_table(copy, fqn) for fqn in fqns]), left_out=left_out)
+
+
+async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str) -> TableDigest:
+    """Return `digest_table` of a table of a copy, as of one moment.
+
+    Raises:
+        UnknownTableError: The copy has no such table.
+        RequestError: The table cannot be compared.
+
+    Cancellation: harmless; the copy goes on following.
+    """
+    _check(copy, config, fqn)
+    async with copy.held():
+        return await asyncio.to_thread(digest_table, copy.generation.table(fqn))
+
+
+def _check(copy: Followed, config: ReplicaConfig, fqn: str) -> None:
+    if (why := why_left_out(copy.generation.table(fqn).spec, config)) is not None:
+        raise RequestError(f"table {fqn!r} cannot be compared: {why}")
+
+
+async def _audit_table(copy: Followed, fqn: str) -> ReplicaTableAudit:
     """Compare a table that follows a server with what the server's shards have.
 
     Args:

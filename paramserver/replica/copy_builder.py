@@ -31,23 +31,13 @@ class CopyBuilder:
     Thread: the event loop's, but for making and closing it.
     """
 
-    def __init__(
-        self,
-        address: str,
-        dial: Dial,
-        config: ReplicaConfig,
-        *,
-        on_change: Callable[[], None],
-        on_lost: Callable[[Followed, HeadraceError], None],
-    ) -> None:
+    def __init__(self, address: str, dial: Dial, config: ReplicaConfig) -> None:
         """Claim the directory of copies on disk, when there are to be any.
 
         Args:
             address: `host:port` of any shard.
             dial: How to connect.
             config: Settings.
-            on_change: See `Followed`.
-            on_lost: See `Followed`.
 
         Raises:
             ConfigError: The directory cannot be used, or another replica uses it.
@@ -55,8 +45,6 @@ class CopyBuilder:
         self._address = address
         self._dial = dial
         self._config = config
-        self._on_change = on_change
-        self._on_lost = on_lost
         self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
 
     def close(self) -> None:
@@ -64,12 +52,21 @@ class CopyBuilder:
         if self._folders is not None:
             self._folders.close()
 
-    async def build(self, snapshot: Path | None, *, held_bytes: int) -> Followed:
+    async def build(
+        self,
+        snapshot: Path | None,
+        *,
+        held_bytes: int,
+        on_change: Callable[[], None],
+        on_lost: Callable[[Followed, HeadraceError], None],
+    ) -> Followed:
         """Return a new copy that has begun to follow.
 
         Args:
             snapshot: Directory of a snapshot to begin from; None for what the server has.
             held_bytes: Memory of the copies that are there.
+            on_change: See `Followed`.
+            on_lost: See `Followed`.
 
         Raises:
             ConfigError: There is no snapshot, not enough memory, or the disk's directory cannot be used.
@@ -95,7 +92,13 @@ class CopyBuilder:
                 generation = await self._load(snapshot, storage, held_bytes)
             elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
-                generation = await load_live(reader, is_by_step=self._is_by_step, make_table=storage.make)
+                generation = await load_live(
+                    reader,
+                    is_by_step=self._is_by_step,
+                    make_table=storage.make,
+                    name=self._config.name,
+                    lease_s=self._config.lease_s,
+                )
             else:
                 generation = await self._load_newest(storage, held_bytes)
             server_id = reader.links[0].hello.server_id
@@ -111,8 +114,8 @@ class CopyBuilder:
             reader,
             self._config,
             target_seqs=targets,
-            on_change=self._on_change,
-            on_lost=self._on_lost,
+            on_change=on_change,
+            on_lost=on_lost,
         )
 
     async def _load(self, folder: Path, storage: Storage, held_bytes: int) -> Generation:
@@ -120,7 +123,12 @@ class CopyBuilder:
         self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
         await asyncio.to_thread(storage.link, folder, manifest)
         return await asyncio.to_thread(
-            load_snapshot, folder, manifest, is_by_step=self._is_by_step, make_table=storage.make
+            load_snapshot,
+            folder,
+            manifest,
+            is_by_step=self._is_by_step,
+            make_table=storage.make,
+            check_wanted=storage.check_open,
         )
 
     async def _load_newest(self, storage: Storage, held_bytes: int) -> Generation:

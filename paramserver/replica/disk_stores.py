@@ -10,7 +10,6 @@ Nothing here is meant to outlive the copy: no log, no syncs, and the directory g
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.snapshot_files import part_folder
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.snapshot_files import link_or_copy, part_folder
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import HeadraceError, StorageError, UnavailableError
 from headrace.schemas.snapshot_manifest import SnapshotManifest, shard_folder
 from headrace.schemas.tables import TableSpec
@@ -29,8 +29,6 @@ __all__ = ["DiskStores"]
 
 _T = TypeVar("_T")
 
-# Files of rows: RocksDB writes them once. All others are copied, as it may append to them.
-_ROW_FILES = ".sst"
 # Of the memory of the stores, what their memtables may take; up to three exist of each.
 _MEMTABLE_SHARE, _NUM_MEMTABLES = 0.25, 3
 _SMALLEST_MEMTABLE_BYTES, _LARGEST_MEMTABLE_BYTES = 256 << 10, 64 << 20
@@ -77,7 +75,11 @@ class DiskStores:
             ConfigError: The directory cannot be used.
             StorageError: The disk failed.
         """
-        store = RowStore.open(folder / shard_folder(0), config=_config(memory_bytes, 1))
+        try:
+            store = RowStore.open(folder / shard_folder(0), config=_config(memory_bytes, 1))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return cls(folder, [store], is_linked=False, num_threads=num_threads)
 
     @classmethod
@@ -130,10 +132,10 @@ class DiskStores:
             StorageError: A write has failed before.
         """
         with self._idle:
-            if self._is_closed:
-                raise UnavailableError(f"replica: {self.folder} is closed")
             if self.failure is not None:
                 raise StorageError(f"replica: the tables on disk are not whole any more: {self.failure}")
+            if self._is_closed:
+                raise UnavailableError(f"replica: {self.folder} is closed")
             self._num_users += 1
         try:
             yield
@@ -212,12 +214,6 @@ def _link_files(source: Path, target: Path) -> None:
     try:
         target.mkdir(parents=True)
         for path in source.iterdir():
-            if path.suffix == _ROW_FILES:
-                try:
-                    os.link(path, target / path.name)
-                    continue
-                except OSError:
-                    pass  # another file system, or one without hard links
-            shutil.copyfile(path, target / path.name)
+            link_or_copy(path, target / path.name)
     except OSError as exc:
         raise StorageError(f"replica: linking {source} to {target}: {exc.strerror}") from exc

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
-from headrace.paramserver.replica.table import ReplicaTable
-from headrace.schemas.errors import ConfigError
+from headrace.paramserver.replica.table import ReplicaTable, as_ids
+from headrace.schemas.errors import ConfigError, RequestError
 
 __all__ = ["BagTable", "ReplicaEmbeddingBagCollection"]
 
@@ -113,6 +113,10 @@ class ReplicaEmbeddingBagCollection(nn.Module):
 
         Args:
             features: By name, ids `[n]` and offsets `[batch + 1]`, int64: bag i is `ids[offsets[i]:offsets[i + 1]]`.
+
+        Raises:
+            RequestError: A feature is not there, or its ids are no integers or not those of its offsets.
+            HeadraceError: As of `EmbeddingReplica.lookup`.
         """
         return self._pool({name: (ids, offsets, None) for name, (ids, offsets) in features.items()})
 
@@ -120,9 +124,12 @@ class ReplicaEmbeddingBagCollection(nn.Module):
         wanted = []
         for table in self.tables:
             for feature in table.features:
-                ids, offsets, weights = inputs[feature]
-                row_ids: npt.NDArray[np.int64] = ids.detach().cpu().numpy().astype(np.int64, copy=False)
-                wanted.append((table.fqn, np.ascontiguousarray(row_ids), _Bags(offsets.long().cpu(), weights, table)))
+                if feature not in inputs:
+                    raise RequestError(f"feature {feature!r} is not there; there are {', '.join(sorted(inputs))}")
+                given, offsets, weights = inputs[feature]
+                ids = as_ids(given)
+                _check_bags(feature, ids, offsets, weights)
+                wanted.append((table.fqn, ids, _Bags(offsets.long().cpu(), weights, table)))
         return torch.cat(self._replica.look(wanted), dim=1)
 
 
@@ -138,6 +145,22 @@ class _Bags:
         # The same kernel on the same rows in the same order: the same bits.
         pooled, missing = source.pool(ids, self.offsets, self.table.pooling, self.weights)
         return pooled.float(), missing
+
+
+def _check_bags(feature: str, ids: npt.NDArray[np.int64], offsets: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Check what the kernels of packed rows take on trust, and read beyond the ids where it is not so.
+
+    Raises:
+        RequestError: The offsets or the weights are not those of the ids.
+    """
+    bounds = as_ids(offsets)
+    is_good = ids.ndim == bounds.ndim == 1 and bounds.size > 0 and bounds[0] == 0 and bounds[-1] == ids.size
+    if not is_good or (np.diff(bounds) < 0).any():
+        raise RequestError(
+            f"feature {feature!r}: offsets of {ids.size} ids are one a bag, from 0 on, and {ids.size} at last"
+        )
+    if weights is not None and weights.shape != ids.shape:
+        raise RequestError(f"feature {feature!r}: {ids.size} ids and weights of shape {tuple(weights.shape)}")
 
 
 def _output_names(tables: Sequence[BagTable]) -> list[str]:

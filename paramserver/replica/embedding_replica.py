@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -16,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_table, digest_table, why_left_out
+from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_copy, digest_copy
 from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.copies import Copies
 from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.followed import Followed
@@ -25,31 +24,29 @@ from headrace.paramserver.replica.freshness import Freshness
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.hot_rows import HotRowStats
 from headrace.paramserver.replica.identity_lookup import look_by_identity
-from headrace.paramserver.replica.table import ReplicaTable, default_row
+from headrace.paramserver.replica.loop_thread import LoopThread
+from headrace.paramserver.replica.table import ReplicaTable, as_ids, default_row
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.table_digest import TableDigest
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
     RequestError,
     StorageError,
     UnavailableError,
-    UnknownTableError,
 )
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["EmbeddingReplica", "Looked"]
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Ids = npt.NDArray[np.int64]
 
 Looked = tuple[torch.Tensor, npt.NDArray[np.bool_]]
 """What a look at a table gives: `[rows or bags, dim]`, and bool[n], which of the ids are missing."""
 
-# Between attempts to begin anew after a place in the log was lost.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _CLOSE_TIMEOUT_S = 10.0
 _DIGEST_TIMEOUT_S = 600.0
 
@@ -64,7 +61,8 @@ class EmbeddingReplica:
     own. A server that restarts is found again. When the log that it needs is gone, or the store is another one, it
     begins anew aside, and changes over when the new copy has caught up; lookups go on in the old one.
 
-    Thread: any, for every method.
+    Thread: any, for every method. In a forked child all of them raise, and `close` does nothing: each process makes a
+    replica of its own.
 
     Attributes:
         num_missing: Ids that lookups have not found, by fqn.
@@ -107,26 +105,18 @@ class EmbeddingReplica:
         self.num_missing: dict[str, int] = {}
         self._config = config or ReplicaConfig(**settings)
         self._address = address
-        self._dial = Dial(
+        dial = Dial(
             ssl_context=ssl_context,
             server_hostname=server_hostname,
             token=token,
             timeout_s=self._config.timeout_s,
         )
-        self._changed = threading.Condition()
-        self._copies: list[Followed] = []  # the current one last
-        self._dropped: list[Followed] = []  # to be closed
-        self._current: Generation | None = None
-        self._rebuilding: asyncio.Task[None] | None = None
-        self._failure: HeadraceError | None = None
-        self._is_closed = False
-        self._switching = asyncio.Lock()
-        self._builder = CopyBuilder(address, self._dial, self._config, on_change=self._notify, on_lost=self._on_lost)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-replica", daemon=True)
-        self._thread.start()
+        self._counting = threading.Lock()
+        self._builder = CopyBuilder(address, dial, self._config)
+        self._copies = Copies(self._builder)
+        self._thread = LoopThread("headrace-replica", owner="the replica")
         try:
-            self._run(self._switch(lambda: self._build(snapshot), keep_previous=False), open_timeout_s)
+            self._switch(snapshot, keep_previous=False, timeout_s=open_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -152,7 +142,7 @@ class EmbeddingReplica:
 
     def lookup_many(self, ids_of: Mapping[str, npt.ArrayLike | torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return rows of several tables, all as of one moment; see `lookup`."""
-        wanted = {fqn: _as_ids(ids) for fqn, ids in ids_of.items()}
+        wanted = {fqn: as_ids(ids) for fqn, ids in ids_of.items()}
 
         def gather(table: ReplicaTable, ids: _Ids) -> Looked:
             return table.gather(ids)
@@ -179,10 +169,10 @@ class EmbeddingReplica:
             UnknownTableError: The replica has no such table.
             RequestError: The table has no identities; or one has no row and the policy is `error`.
         """
-        wanted = _as_ids(identities)
+        wanted = as_ids(identities)
 
         def look(generation: Generation) -> Looked:
-            spec = self._table(generation, fqn).spec
+            spec = generation.table(fqn).spec
             default = default_row(spec, self._config.defaults.get(fqn))
             return look_by_identity(generation, fqn, wanted.reshape(-1), default)
 
@@ -204,10 +194,10 @@ class EmbeddingReplica:
             UnknownTableError: The replica has no such table.
             RequestError: The table has no identities.
         """
-        wanted = _as_ids(identities)
+        wanted = as_ids(identities)
 
         def find(generation: Generation) -> _Ids:
-            self._table(generation, fqn)
+            generation.table(fqn)
             of_table = generation.identities.get(fqn)
             if of_table is None:
                 raise RequestError(f"table {fqn!r} has no identities; its rows are looked up by their row ids")
@@ -232,19 +222,21 @@ class EmbeddingReplica:
             generation = self._generation
             try:
                 found = look(generation)
-                if generation.failure is not None:
-                    raise StorageError(f"the replica's copy is not whole any more: {generation.failure}")
-                return found
             except (UnavailableError, StorageError):
-                # A copy on disk that was changed for another meanwhile is closed; this one has failed.
-                if generation is self._current:
+                # A copy on disk that was changed for another meanwhile is closed.
+                if generation is self._copies.current and generation.failure is None:
                     raise
+            else:
+                if generation.failure is None:
+                    return found
+            if generation is self._copies.current:
+                raise StorageError(f"the replica's copy is not whole any more: {generation.failure}")
 
     def _look(
         self, generation: Generation, wanted: Sequence[tuple[str, _Ids, Callable[[ReplicaTable, _Ids], Looked]]]
     ) -> list[torch.Tensor]:
         for fqn, ids, _ in wanted:
-            self._table(generation, fqn).spec.check_row_ids(ids)
+            generation.table(fqn).spec.check_row_ids(ids)
 
         def look() -> list[Looked]:
             return [make(generation.tables[fqn], ids) for fqn, ids, make in wanted]
@@ -266,7 +258,7 @@ class EmbeddingReplica:
             UnknownTableError: The replica has no such table.
             RowRangeError: An id is no row of the table.
         """
-        wanted = _as_ids(ids).reshape(-1)
+        wanted = as_ids(ids).reshape(-1)
 
         def announce(generation: Generation) -> None:
             table = self._disk_table(generation, fqn, wanted)
@@ -291,7 +283,7 @@ class EmbeddingReplica:
         Raises:
             HeadraceError: As of `lookup`.
         """
-        wanted = np.unique(_as_ids(ids))
+        wanted = np.unique(as_ids(ids))
         with contextlib.ExitStack() as stack:
 
             def pin(generation: Generation) -> int:
@@ -306,7 +298,7 @@ class EmbeddingReplica:
         return {fqn: table.stats for fqn, table in tables.items() if isinstance(table, DiskTable)}
 
     def _disk_table(self, generation: Generation, fqn: str, ids: _Ids) -> DiskTable | None:
-        table = self._table(generation, fqn)
+        table = generation.table(fqn)
         table.spec.check_row_ids(ids)
         return table if isinstance(table, DiskTable) else None
 
@@ -326,7 +318,7 @@ class EmbeddingReplica:
         Raises:
             UnknownTableError: The replica has no such table.
         """
-        return self._with_generation(lambda generation: self._table(generation, fqn).num_present)
+        return self._with_generation(lambda generation: generation.table(fqn).num_present)
 
     # Freshness.
 
@@ -343,7 +335,7 @@ class EmbeddingReplica:
     @property
     def failure(self) -> HeadraceError | None:
         """Why the replica is not kept up to date at the moment; None while it is."""
-        return self._failure
+        return self._copies.failure
 
     def freshness(self) -> list[Freshness]:
         """Return how far behind each shard's part is."""
@@ -365,10 +357,13 @@ class EmbeddingReplica:
             visible = self._generation.visible or (0, -1)
             return visible >= (visible[0] if epoch is None else epoch, step)
 
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_closed or is_visible(), timeout_s):
-                why = f"; {self._failure}" if self._failure is not None else ""
-                raise UnavailableError(f"step {step} is not visible within {timeout_s:g} s, step {self.step} is{why}")
+        copies = self._copies
+        with copies.changed:
+            if not copies.changed.wait_for(is_visible, timeout_s):
+                why = f"; {copies.failure}" if copies.failure is not None else ""
+                raise UnavailableError(
+                    f"step {step} is not visible within {format_seconds(timeout_s)}, step {self.step} is{why}"
+                )
 
     # Proving.
 
@@ -387,7 +382,10 @@ class EmbeddingReplica:
             RequestError: A table that was asked for has virtual ids, or is kept in another precision.
             UnavailableError: It did not end in time, or the replica is not kept up to date.
         """
-        return self._run(self._audit(tables), timeout_s, "the audit has not ended")
+        audit = self._on_newest(lambda copy: audit_copy(copy, self._config, tables))
+        return self._thread.run(
+            audit, late=f"the audit has not ended in {format_seconds(timeout_s)}", timeout_s=timeout_s
+        )
 
     def digest(self, fqn: str) -> TableDigest:
         """Return digests of the weights of a table's rows, by bucket, all as of one moment.
@@ -398,30 +396,11 @@ class EmbeddingReplica:
             UnknownTableError: The replica has no such table.
             RequestError: The table has virtual ids, or is kept in another precision.
         """
-        return self._run(self._digest(fqn), _DIGEST_TIMEOUT_S, "the digest has not ended")
+        digest = self._on_newest(lambda copy: digest_copy(copy, self._config, fqn))
+        return self._thread.run(digest, late="the digest has not ended", timeout_s=_DIGEST_TIMEOUT_S)
 
-    async def _digest(self, fqn: str) -> TableDigest:
-        copy = self._copies[-1]
-        table = self._table(copy.generation, fqn)
-        self._check_can_audit(table.spec)
-        async with copy.held():
-            return await asyncio.to_thread(digest_table, table)
-
-    def _check_can_audit(self, spec: TableSpec) -> None:
-        if (why := why_left_out(spec, self._config)) is not None:
-            raise RequestError(f"table {spec.fqn!r} cannot be compared: {why}")
-
-    async def _audit(self, fqns: Sequence[str] | None) -> ReplicaAuditReport:
-        copy = self._copies[-1]
-        left_out: dict[str, str] = {}
-        if fqns is None:
-            specs = {fqn: table.spec for fqn, table in sorted(copy.generation.tables.items())}
-            reasons = {fqn: why_left_out(spec, self._config) for fqn, spec in specs.items()}
-            left_out = {fqn: why for fqn, why in reasons.items() if why is not None}
-            fqns = [fqn for fqn in specs if fqn not in left_out]
-        for fqn in fqns:
-            self._check_can_audit(self._table(copy.generation, fqn).spec)
-        return ReplicaAuditReport(tables=tuple([await audit_table(copy, fqn) for fqn in fqns]), left_out=left_out)
+    async def _on_newest(self, work: Callable[[Followed], Coroutine[Any, Any, _T]]) -> _T:
+        return await work(self._copies.newest)
 
     # Switching.
 
@@ -439,7 +418,13 @@ class EmbeddingReplica:
             GoneError: The server has no log from there on, or is another one.
             UnavailableError: The new copy did not catch up in time.
         """
-        self._run(self._switch(lambda: self._build(folder), keep_previous=keep_previous), timeout_s)
+        self._switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
+
+    def _switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+        switch = self._copies.switch(snapshot, keep_previous=keep_previous, timeout_s=timeout_s)
+        self._thread.run(
+            switch, late=f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}"
+        )
 
     def roll_back(self) -> None:
         """Change back to the copy before the last `load_snapshot`, and drop the present one.
@@ -447,22 +432,20 @@ class EmbeddingReplica:
         Raises:
             ConfigError: It was not kept.
         """
-        self._run(self._roll_back(), _CLOSE_TIMEOUT_S)
+        self._thread.run(self._copies.roll_back(), late="the replica has not rolled back", timeout_s=_CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
-        """Stop following and free the connections; lookups fail from now on. Idempotent."""
-        if self._is_closed:
+        """Stop following and free the connections; lookups, and calls that have not ended, fail. Idempotent.
+
+        In a forked child it does nothing: the copies are the parent's.
+        """
+        if self._thread.is_forked:
             return
-        self._is_closed = True
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._current = None
+        self._thread.close(self._copies.close, _CLOSE_TIMEOUT_S)
+        self._copies.current = None
         self._builder.close()
-        with self._changed:
-            self._changed.notify_all()
+        with self._copies.changed:
+            self._copies.changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -474,123 +457,17 @@ class EmbeddingReplica:
 
     @property
     def _generation(self) -> Generation:
-        generation = self._current
-        if generation is None:
+        generation = self._copies.current
+        if generation is None or self._thread.is_forked:
+            self._thread.check_usable()
             raise UnavailableError("the replica is closed")
         return generation
-
-    def _table(self, generation: Generation, fqn: str) -> ReplicaTable:
-        table = generation.tables.get(fqn)
-        if table is None:
-            known = ", ".join(sorted(generation.tables)[:8]) or "none"
-            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
-        return table
 
     def _count_missing(self, fqn: str, ids: _Ids, missing: npt.NDArray[np.bool_], *, what: str = "row") -> None:
         number = int(np.count_nonzero(missing))
         if number:
-            self.num_missing[fqn] = self.num_missing.get(fqn, 0) + number
+            with self._counting:
+                self.num_missing[fqn] = self.num_missing.get(fqn, 0) + number
             if self._config.missing == "error":
                 first = int(ids[np.argmax(missing)])
                 raise RequestError(f"table {fqn!r}: {what} {first} is not there ({number} of {ids.size} are missing)")
-
-    def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float, late: str | None = None) -> _T:
-        async def bounded() -> _T:
-            async with asyncio.timeout(timeout_s):
-                return await work
-
-        if self._is_closed:
-            work.close()
-            raise UnavailableError("the replica is closed")
-        try:
-            return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
-        except TimeoutError as exc:
-            late = late or f"the replica has not caught up with {self._address}"
-            raise UnavailableError(f"{late} in {timeout_s:g} s") from exc
-
-    # What follows runs on the replica's own thread.
-
-    async def _switch(self, build: Callable[[], Coroutine[Any, Any, Followed]], *, keep_previous: bool) -> None:
-        async with self._switching:
-            copy = await build()
-            try:
-                await copy.wait_until(lambda: _has_caught_up(copy, self._current))
-            except BaseException:
-                self._dropped.append(copy)
-                await self._end_dropped()
-                raise
-            keep = self._copies[-1:] if keep_previous else []
-            self._dropped += [old for old in self._copies if old not in keep]
-            self._copies = [*keep, copy]
-            self._current, self._failure = copy.generation, None
-            self._notify()
-            await self._end_dropped()
-
-    async def _roll_back(self) -> None:
-        async with self._switching:
-            if len(self._copies) < 2:
-                raise ConfigError("there is no previous copy to roll back to")
-            self._dropped.append(self._copies.pop())
-            self._current, self._failure = self._copies[-1].generation, self._copies[-1].lost
-            self._notify()
-            await self._end_dropped()
-
-    async def _close(self) -> None:
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
-        self._dropped += self._copies
-        await self._end_dropped()
-
-    async def _end_dropped(self) -> None:
-        """Stop following into copies that nobody needs, and free them; goes on where it was cancelled before."""
-        while self._dropped:
-            copy = self._dropped[0]
-            await copy.close()
-            await asyncio.to_thread(copy.generation.close)
-            if copy in self._dropped:
-                self._dropped.remove(copy)
-
-    async def _build(self, snapshot: Path | None) -> Followed:
-        return await self._builder.build(snapshot, held_bytes=sum(copy.generation.size_bytes for copy in self._copies))
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _on_lost(self, copy: Followed, error: HeadraceError) -> None:
-        if self._is_closed or not self._copies or copy is not self._copies[-1]:
-            return
-        self._failure = error
-        _log.warning("the replica is not up to date: %s; beginning anew", error)
-        if self._rebuilding is None or self._rebuilding.done():
-            self._rebuilding = asyncio.create_task(self._rebuild(), name="headrace-replica-rebuild")
-
-    async def _rebuild(self) -> None:
-        """Begin anew until it succeeds; lookups go on in the copy that was left behind."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._switch(lambda: self._build(None), keep_previous=False)
-            except HeadraceError as exc:
-                self._failure = exc
-                _log.warning("the replica could not begin anew: %s", exc)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _has_caught_up(copy: Followed, old: Generation | None) -> bool:
-    """Return whether a new copy has what the server had when it began, and shows what the old copy shows."""
-    new = copy.generation
-    if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=True)):
-        return False
-    if old is None or old.server_id != new.server_id or len(old.tails) != len(new.tails):
-        return True
-    is_behind = old.visible is not None and new.visible < old.visible
-    return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
-
-
-def _as_ids(ids: npt.ArrayLike | torch.Tensor) -> _Ids:
-    if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu().numpy()
-    return np.asarray(ids, np.int64, order="C")

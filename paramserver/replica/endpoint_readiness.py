@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.freshness import Freshness
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import UnavailableError
 
 __all__ = ["KnownLag", "Readiness", "ReadyState"]
@@ -117,5 +118,6 @@ class Readiness:
         is_late = 0 < self._max_lag_s < lag_s
         why = "stopping" if self._is_stopping else None if failure is None else f"begins anew: {failure}"
         if why is None and is_late:
-            why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {self._max_lag_s:g} s"
+            bound = format_seconds(self._max_lag_s)
+            why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {bound}"
         return ReadyState(is_ready=why is None, failure=why, lag_s=lag_s, shards=shards, visible=visible)

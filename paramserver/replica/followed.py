@@ -65,13 +65,15 @@ class Followed:
         """Return when something holds; it is asked again whenever records have come.
 
         Raises:
-            HeadraceError: Following has ended before.
+            HeadraceError: Following has ended, whether it holds or not.
 
         Cancellation: harmless.
         """
-        while not is_so():
+        while True:
             if self.lost is not None:
                 raise self.lost
+            if is_so():
+                return
             self._changed.clear()
             await self._changed.wait()
 
@@ -88,7 +90,8 @@ class Followed:
                 yield
             finally:
                 self.generation.limits = None  # before anything that may be cancelled
-                await self._advance()
+                if self.lost is None:
+                    await self._advance()
 
     async def show_up_to(self, seqs: Sequence[int]) -> bool:
         """While held, have lookups see exactly the records up to some; return whether they do.
@@ -106,19 +109,27 @@ class Followed:
         tails = self.generation.tails
         self.generation.limits = tuple(seqs)
         await self._advance()
-        await self.wait_until(lambda: all(tail.seq >= seq for tail, seq in zip(tails, seqs, strict=True)))
+
+        def have_come() -> bool:
+            return all(tail.seq >= seq for tail, seq in zip(tails, seqs, strict=True))
+
+        def are_held() -> bool:
+            pairs = zip(tails, seqs, strict=True)
+            return any(change.deltas for tail, seq in pairs for change in list(tail.pending) if change.seq <= seq)
+
+        # By step they stay held, and what fills `max_pending_bytes` would keep those behind it from coming.
+        await self.wait_until(lambda: have_come() or (self._config.consistency == "step" and are_held()))
         async with self._taking:
-            return not any(
-                change.deltas
-                for tail, seq in zip(tails, seqs, strict=True)
-                for change in tail.pending
-                if change.seq <= seq
-            )
+            return have_come() and not are_held()
 
     async def _advance(self) -> None:
         async with self._taking:
-            if await asyncio.to_thread(self.generation.advance):
-                self._on_change()
+            try:
+                if await _to_its_end(self.generation.advance):
+                    self._on_change()
+            except Exception as exc:
+                self._end(_as_ours(exc))
+                raise
         self._changed.set()
 
     @property
@@ -149,23 +160,15 @@ class Followed:
                 if await self._take(shard, updates, follower.last_seq):
                     self._on_change()
                 self._changed.set()
-        except HeadraceError as exc:
-            self._end(exc)
-        except Exception as exc:  # a bug of ours: the copy stays, and says so
-            self._end(HeadraceError(f"following shard {shard} failed: {exc!r}"))
+        except Exception as exc:  # a bug of ours, too: the copy stays, and says so
+            self._end(_as_ours(exc))
 
     async def _take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
         async with self._taking:
             if not self.generation.is_on_disk:
                 return self.generation.take(shard, updates, last_seq)
             # The disk may be waited for, and the connections must not. One shard at a time, as in the loop.
-            work = asyncio.ensure_future(asyncio.to_thread(self.generation.take, shard, updates, last_seq))
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])  # nobody may close what is still being written
-                work.exception()  # of a copy that nobody wants any more
-                raise
+            return await _to_its_end(lambda: self.generation.take(shard, updates, last_seq))
 
     def _end(self, error: HeadraceError) -> None:
         if self.lost is None:
@@ -175,3 +178,23 @@ class Followed:
                     task.cancel()
             self._changed.set()
             self._on_lost(self, error)
+
+
+async def _to_its_end(work: Callable[[], bool]) -> bool:
+    """Return what some work in a thread returns; whoever is cancelled, it has ended.
+
+    Nobody else may show updates, or close what is written to, until then.
+    """
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        while not working.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([working])
+        working.exception()  # of a copy that nobody wants any more
+        raise
+
+
+def _as_ours(exc: Exception) -> HeadraceError:
+    return exc if isinstance(exc, HeadraceError) else HeadraceError(f"following failed: {exc!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["Freshness", "Histogram"]
 
@@ -11,6 +12,8 @@ __all__ = ["Freshness", "Histogram"]
 _FIRST_S = 1e-4
 _PER_DOUBLING = 4
 _NUM_BUCKETS = 136
+# Of these, the bounds that metrics tell: doublings, from 0.8 ms to 210 s.
+_TOLD_DOUBLINGS = range(3, 22)
 
 
 class Histogram:
@@ -37,6 +40,15 @@ class Histogram:
         self.count += weight
         self.sum_s += duration_s * weight
         self.max_s = max(self.max_s, duration_s)
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (bound in seconds, durations that are not above it) of rising bounds, each twice the one before.
+
+        They are always the same ones: 0.8 ms to 210 s, then infinity.
+        """
+        sums = [0, *accumulate(self._buckets)]
+        told = [(_FIRST_S * 2**doubling, sums[_PER_DOUBLING * doubling + 1]) for doubling in _TOLD_DOUBLINGS]
+        return [*told, (math.inf, sums[-1])]
 
     def percentile(self, percent: float) -> float:
         """Return a duration that `percent` of all are not above, seconds, up to a fifth too high; 0 without any."""

@@ -12,7 +12,8 @@ from headrace.paramserver.replica.identity_map import IdentityMap
 from headrace.paramserver.replica.shard_tail import Change, Cut, ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.replica.version_gate import VersionGate
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import UnknownTableError
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Generation"]
@@ -21,9 +22,10 @@ __all__ = ["Generation"]
 class Generation:
     """Tables and the shards' logs that they follow.
 
-    With `is_by_step` nothing becomes visible but whole steps: when every shard has come to the same step exactly, all
-    that leads there is applied in one write of the gate, so a reader sees all tables before it or behind it. Without,
-    each record is applied when it comes, and a reader sees each whole.
+    With `is_by_step` nothing of the newest run becomes visible but whole steps: when every shard has come to the same
+    step exactly, all that leads there is applied in one write of the gate, so a reader sees all tables before it or
+    behind it. What others write while the run stands at a step (a backfill, say) is no part of a step, and is shown
+    with the one that is visible. Without, each record is applied when it comes, and a reader sees each whole.
 
     Thread: one takes updates; any may read through `gate`.
 
@@ -62,8 +64,8 @@ class Generation:
         self.tables: dict[str, ReplicaTable] = {}
         self.identities: dict[str, IdentityMap] = {}
         self.gate = VersionGate()
-        self.visible: Cut | None = None
-        self.failure: HeadraceError | None = None
+        self.visible: tuple[int, int] | None = None
+        self.failure: Exception | None = None
         self.limits: Sequence[int] | None = None
         self._is_by_step = is_by_step
         self._make_table = make_table
@@ -79,10 +81,22 @@ class Generation:
                 if table is None:
                     self._unwanted.add(spec.fqn)
                 else:
-                    # Another dict: readers of the old one are not disturbed.
-                    self.tables = {**self.tables, spec.fqn: table}
+                    # Other dicts: readers of the old ones are not disturbed. Who finds the table finds its identities.
                     if spec.has_identities:
                         self.identities = {**self.identities, spec.fqn: IdentityMap(spec)}
+                    self.tables = {**self.tables, spec.fqn: table}
+
+    def table(self, fqn: str) -> ReplicaTable:
+        """Return a table.
+
+        Raises:
+            UnknownTableError: There is none of that name.
+        """
+        table = self.tables.get(fqn)
+        if table is None:
+            known = ", ".join(sorted(self.tables)[:8]) or "none"
+            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
+        return table
 
     @property
     def size_bytes(self) -> int:
@@ -107,19 +121,28 @@ class Generation:
         for update in updates:
             tail.take(update)
         tail.last_seq = max(last_seq, tail.seq)
+        if any(update.kind == idl.UpdateKind.HELLO for update in updates):
+            self.add_tables(table.spec for table in tail.catalog)
         return self.advance()
 
     def advance(self) -> bool:
         """Show what can be shown; return whether anything has become visible."""
-        self.add_tables(delta.spec for tail in self.tails for change in tail.pending for delta in change.deltas)
         if self._is_by_step:
             return self._show_step()
         return self._show_all()
 
     def is_waiting(self, shard: int, max_bytes: int) -> bool:
-        """Return whether a shard is so far ahead of others that more of it should not be fetched now."""
+        """Return whether a shard is so far ahead of another that more of it should not be fetched now.
+
+        Never true of all shards, but while there are limits: the one behind brings what the others wait for.
+        """
         tail = self.tails[shard]
-        return tail.pending_bytes > max_bytes and any(change.cut is not None for change in list(tail.pending))
+        if tail.pending_bytes <= max_bytes:
+            return False
+        if self.limits is not None:
+            return True
+        cut = tail.newest_cut
+        return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self.tails)
 
     def close(self) -> None:
         """Free what the tables hold beside memory; nothing is taken or looked up any more. Idempotent.
@@ -170,21 +193,23 @@ class Generation:
 
     def _show_step(self) -> bool:
         cut = None if self.limits is not None else self._newest_common_cut()
-        if cut is None or cut == self.visible:
+        if cut is None:
             return False
-        # Until then the copy was at no step, and what leads to the first one may not be pending any more.
+        is_new = cut[:2] != self.visible
+        if not (is_new or any(change.cut == cut for tail in self.tails for change in tail.pending)):
+            return False
         with self.gate.write():
             for tail in self.tails:
                 self._show_up_to(tail, cut)
-            self.visible = cut
+            self.visible = cut[:2]
         return True
 
     def _newest_common_cut(self) -> Cut | None:
         common: set[Cut] | None = None
         for tail in self.tails:
             cuts = {change.cut for change in tail.pending if change.cut is not None}
-            if not tail.pending and tail.cut is not None:
-                cuts.add(tail.cut)
+            if tail.visible_cut is not None:
+                cuts.add(tail.visible_cut)
             common = cuts if common is None else common & cuts
             if not common:
                 return None
@@ -201,7 +226,7 @@ class Generation:
     def _apply(self, change: Change) -> None:
         try:
             self._apply_deltas(change)
-        except HeadraceError as exc:
+        except Exception as exc:  # also no memory, or a bug
             self.failure = exc  # before the gate opens: who has looked meanwhile will know
             raise
 

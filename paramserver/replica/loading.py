@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.follower import ShardFollower
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.generation import Generation
@@ -31,9 +33,18 @@ _MakeTable = Callable[[TableSpec], ReplicaTable | None]
 # ON THE WIRE: `RowPresence` in paramserver.thrift.
 _PRESENT, _DELETED = 1, 2
 _LIVE_ROWS_AT_ONCE = 65_536
+# Of a lease, while rows are read: one may come late.
+_RENEWALS = 3
 
 
-def load_snapshot(folder: Path, manifest: SnapshotManifest, *, is_by_step: bool, make_table: _MakeTable) -> Generation:
+def load_snapshot(
+    folder: Path,
+    manifest: SnapshotManifest,
+    *,
+    is_by_step: bool,
+    make_table: _MakeTable,
+    check_wanted: Callable[[], None],
+) -> Generation:
     """Return a copy as a snapshot has it.
 
     Args:
@@ -41,6 +52,8 @@ def load_snapshot(folder: Path, manifest: SnapshotManifest, *, is_by_step: bool,
         manifest: Its manifest; the files are taken to be what it says (`verify_snapshot`).
         is_by_step: See `Generation`.
         make_table: See `Generation`.
+        check_wanted: Called every some megabytes; what it raises ends the loading. A thread cannot be cancelled
+            otherwise, and the interpreter's end waits for it.
 
     Raises:
         ConfigError: A shard's part is not there.
@@ -59,24 +72,34 @@ def load_snapshot(folder: Path, manifest: SnapshotManifest, *, is_by_step: bool,
         generation = Generation(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
         for target in generation.tables.values():
             if not (isinstance(target, DiskTable) and target.is_loaded):
-                _load_table(snapshot, target)
+                _load_table(snapshot, target, check_wanted)
         for store, tail in zip(snapshot.stores, tails, strict=True):
             for table in tail.catalog:
+                check_wanted()
                 if table.spec.fqn in generation.identities:
                     load_identities(store, table, generation.identities[table.spec.fqn])
         generation.advance()
         return generation
 
 
-def _load_table(snapshot: SnapshotReader, target: ReplicaTable) -> None:
+def _load_table(snapshot: SnapshotReader, target: ReplicaTable, check_wanted: Callable[[], None]) -> None:
     # Some megabytes at a time, in numpy: lookups in the old copy go on meanwhile.
     for ids, records in snapshot.rows(target.spec.fqn):
+        check_wanted()
         presence = np.where(records["flags"] & FLAG_DELETED, _DELETED, _PRESENT)
         weights = np.ascontiguousarray(records["weights"])
         target.load(ids, weights, presence, records["epoch"], records["step"], target.spec.whole)
 
 
-async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _MakeTable) -> Generation:
+async def load_live(
+    reader: EmbeddingReader,
+    *,
+    is_by_step: bool,
+    make_table: _MakeTable,
+    name: str | None = None,
+    lease_s: float = 60.0,
+    monotonic_s: Callable[[], float] = time.monotonic,
+) -> Generation:
     """Return a copy of what a running server holds, read while it goes on.
 
     Rows are read after the logs' positions are noted, so a row may be newer than its shard's position: following from
@@ -86,19 +109,31 @@ async def load_live(reader: EmbeddingReader, *, is_by_step: bool, make_table: _M
         reader: Connected to all shards; every table must have a number of rows.
         is_by_step: See `Generation`.
         make_table: See `Generation`.
+        name: Registers at the shards, which then keep the log that has to be followed when all is read; None does not.
+        lease_s: For so long at a time, seconds.
+        monotonic_s: Clock of the leases.
 
     Raises:
         UnavailableError: A shard does not answer.
+        GoneError: The log that would have to be followed was removed meanwhile.
 
     Cancellation: harmless.
     """
     before = await reader.status()
+    followers = [
+        ShardFollower(link, from_seq=status.log_seq + 1, name=name, lease_s=lease_s)
+        for link, status in zip(reader.links, before, strict=True)
+    ]
+    due_s = float("-inf")
     specs = {spec.fqn: spec for status in before for spec in (spec_from_idl(table.spec) for table in status.tables)}
     tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
     identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
     for fqn, table in tables.items():
         assert specs[fqn].num_rows, "a table of virtual ids cannot be read by id"
         for first in range(0, specs[fqn].num_rows, _LIVE_ROWS_AT_ONCE):
+            if name is not None and monotonic_s() >= due_s:
+                due_s = monotonic_s() + lease_s / _RENEWALS
+                await asyncio.gather(*(follower.register() for follower in followers))
             ids = np.arange(first, min(first + _LIVE_ROWS_AT_ONCE, specs[fqn].num_rows), dtype=np.int64)
             rows = await reader.get(fqn, ids, with_versions=True)
             assert rows.epochs is not None
@@ -137,3 +172,4 @@ def _tail_of(before: Any, after: Any) -> ShardTail:
 def _learn(session: Session, client: Any) -> None:
     session.last_client_seq, session.step = client.last_client_seq, client.step
     session.exact_step, session.ended_client_seq = client.exact_step, client.ended_client_seq
+    session.time_us = client.time_us or 0

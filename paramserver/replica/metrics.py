@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -73,12 +73,11 @@ def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
             gauge.add_metric([str(of.shard)], value)
         yield gauge
     name = "headrace_replica_delay_seconds"
-    delays = SummaryMetricFamily(name, "From the trainer's clock at an update to visible.", labels=["shard"])
+    delays = HistogramMetricFamily(name, "From the trainer's clock at an update to visible.", labels=["shard"])
     for of in freshness:
-        delays.add_metric([str(of.shard)], of.delay.count, of.delay.sum_s)
-        for quantile in (0.5, 0.99):
-            labels = {"shard": str(of.shard), "quantile": str(quantile)}
-            delays.add_sample(name, labels, of.delay.percentile(100 * quantile))
+        *told, (_, total) = of.delay.cumulative()
+        buckets = [*((f"{bound_s:.6g}", float(count)) for bound_s, count in told), ("+Inf", float(total))]
+        delays.add_metric([str(of.shard)], buckets, of.delay.sum_s)
     yield delays
 
 

@@ -21,10 +21,11 @@ from headrace.schemas.messages import decode_header, decode_struct
 
 __all__ = ["Change", "Cut", "ShardTail"]
 
-Cut = tuple[int, int]
-"""(epoch, step), as they compare."""
+Cut = tuple[int, int, int]
+"""(epoch, step, the ranks' clocks when they ended it, added up), as they compare: a step may be ended more than once,
+with other rows each time, and what ended it carries the same clock to every shard."""
 
-_BEFORE_ANY: Cut = (0, -1)
+_BEFORE_ANY: Cut = (0, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class ShardTail:
         pending: Taken and not visible.
         pending_bytes: Memory that they hold.
         visible_seq: Last record that lookups see.
+        visible_cut: Where the newest run stood exactly there; None when it was between steps.
+        newest_cut: The last place that was taken at which it stands exactly, visible or not; None before the first.
         visible_time_us: The trainer's clock at the newest visible batch; 0 before the first.
         delay: From the trainer's clock to being visible.
     """
@@ -86,6 +89,7 @@ class ShardTail:
         self.delay = Histogram()
         self._sessions = sessions
         self._exact_from = exact_from
+        self.visible_cut = self.newest_cut = self.cut
 
     @property
     def cut(self) -> Cut | None:
@@ -96,7 +100,9 @@ class ShardTail:
         if not epoch:
             return _BEFORE_ANY
         step = self._sessions.exact_step_of(epoch)
-        return None if step is None else (epoch, step)
+        if step is None:
+            return None
+        return epoch, step, sum(session.time_us for session in self._sessions.ranks_of(epoch))
 
     @property
     def epoch(self) -> int:
@@ -121,13 +127,14 @@ class ShardTail:
             raise CorruptionError(f"shard {self.shard}: record {update.seq} cannot be applied: {exc}") from exc
         self.pending.append(change)
         self.pending_bytes += change.size_bytes
+        self.newest_cut = change.cut or self.newest_cut
 
     def shown(self, change: Change, now_us: int) -> None:
         """Note that the oldest pending change is visible now."""
         assert self.pending[0] is change
         self.pending.popleft()
         self.pending_bytes -= change.size_bytes
-        self.visible_seq = change.seq
+        self.visible_seq, self.visible_cut = change.seq, change.cut
         if change.time_us:
             self.visible_time_us = change.time_us
             self.delay.add((now_us - change.time_us) / 1e6)

@@ -105,6 +105,15 @@ class Storage:
         if any(config.wants(fqn) and isinstance(config.storage_of(fqn), DiskStorage) for fqn in manifest.tables):
             self._open_stores(snapshot, manifest)
 
+    def check_open(self) -> None:
+        """Check that somebody still wants the copy.
+
+        Raises:
+            UnavailableError: The storage is closed.
+        """
+        if self._is_closed:
+            raise UnavailableError("the replica's copy is closed")
+
     def close(self) -> None:
         """Close the stores and remove them. Idempotent.
 
@@ -118,8 +127,7 @@ class Storage:
 
     def _open_stores(self, snapshot: Path | None = None, manifest: SnapshotManifest | None = None) -> DiskStores:
         with self._lock:
-            if self._is_closed:
-                raise UnavailableError("the replica's copy is closed")
+            self.check_open()
             if self._stores is None:
                 assert self._folders is not None, "a table on disk has a directory"
                 folder, threads = self._folders.new(), self._config.disk_threads

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from headrace.paramserver.pending import RowDelta
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
-__all__ = ["TORCH_DTYPES", "ReplicaTable", "default_row"]
+__all__ = ["TORCH_DTYPES", "ReplicaTable", "as_ids", "default_row"]
 
 _Ids = npt.NDArray[np.int64]
 
@@ -91,6 +91,32 @@ class ReplicaTable(Protocol):
 
     def close(self) -> None:
         """Free what memory alone does not hold; nothing is looked up any more. Idempotent."""
+
+
+def as_ids(ids: npt.ArrayLike | torch.Tensor) -> _Ids:
+    """Return ids that a caller has given as int64 of the same shape, C-contiguous.
+
+    Args:
+        ids: Integers, on any device.
+
+    Raises:
+        RequestError: They are no integers, or one does not fit into 64 bits.
+    """
+    if isinstance(ids, torch.Tensor):
+        if not ids.numel():
+            return np.empty(tuple(ids.shape), np.int64)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+            raise RequestError(f"ids are {ids.dtype}, not integers")
+        ids = ids.detach().cpu().numpy()
+    try:
+        given = np.asarray(ids)
+    except ValueError as exc:
+        raise RequestError(f"ids are no array of integers: {exc}") from exc
+    if given.size and given.dtype.kind not in "iu":
+        raise RequestError(f"ids are {given.dtype}, not integers")
+    if given.size and given.dtype == np.uint64 and int(given.max()) >= 2**63:
+        raise RequestError(f"id {given.max()} is beyond 2**63 - 1")
+    return np.asarray(given, np.int64, order="C")
 
 
 def default_row(spec: TableSpec, default: torch.Tensor | None) -> torch.Tensor:

@@ -278,13 +278,13 @@ def _skip_updates() -> None:
 def _tear_steps() -> None:
     def show_torn(self: Generation) -> bool:
         cut = None if self.limits is not None else self._newest_common_cut()
-        if cut is None or cut == self.visible:
+        if cut is None or cut[:2] == self.visible:
             return False
         for tail in self.tails:
             with self.gate.write():
                 self._show_up_to(tail, cut)
             time.sleep(0.001)
-        self.visible = cut
+        self.visible = cut[:2]
         return True
 
     Generation._show_step = show_torn  # type: ignore[method-assign]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -52,6 +54,19 @@ _ENTRIES = (
     _entry("recommend", "wind", ("torchrec", "bench")),
     cli._Entry(name="absent", target="headrace.not_there:absent", help="Is not there."),
 )
+
+
+# A process with one command of the given body.
+_WITH_COMMAND = """
+import sys, types
+from headrace import HeadraceError, cli
+def run():
+    {body}
+module = sys.modules["fake_commands"] = types.ModuleType("fake_commands")
+module.run = run
+sys.exit(cli.main(["run"], _entries=[cli._Entry(name="run", target="fake_commands:run", help="Run.")]))
+"""
+_LONG_OUTPUT = _WITH_COMMAND.format(body="[print('line', line) for line in range(100_000)]")
 
 
 @pytest.fixture(autouse=True)
@@ -231,14 +246,87 @@ def test_module_runs_as_the_command() -> None:
     assert (done.returncode, done.stdout) == (0, f"headrace {__version__}\n")
 
 
-def test_reader_that_goes_away_is_no_traceback() -> None:
-    """When the reader of the output has gone, as after `| head -1`, nothing is printed about it."""
-    code = "import sys; from headrace.cli import main; sys.exit(main(['--help']))"
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 1
+# With the usual buffer, whatever the environment of the tests says, and without.
+_BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
+_UNBUFFERED = {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _nobody_reads(arguments: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """Run Python with the writing end of a pipe as its stdout whose reading end is closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, "-P", *arguments], stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=60
+        )
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("environ", [_BUFFERED, _UNBUFFERED], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],  # by rich
+        ["backfill", "--help"],  # longer than the buffer
+        ["doctor", "--json"],  # by print
+        ["snapshot", "list", "docs"],
+    ],
+    ids=" ".join,
+)
+def test_reader_that_goes_away_is_no_traceback(arguments: list[str], environ: dict[str, str]) -> None:
+    """When the reader of the output has gone, a command ends as if by SIGPIPE and says nothing."""
+    done = _nobody_reads(["-m", "headrace", *arguments], environ)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_reader_that_goes_away_amid_the_output_is_no_traceback() -> None:
+    """Of more than a pipe holds, `| head -1` takes the first line, and the rest is dropped in silence."""
+    command = f"{shlex.quote(sys.executable)} -P -c {shlex.quote(_LONG_OUTPUT)} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=_BUFFERED, timeout=60)
+    assert (done.stdout, done.stderr) == ("line 0\n", "")
+
+
+def test_what_was_to_be_flushed_is_dropped() -> None:
+    """A line that the command has tried to flush is not tried again when the interpreter ends."""
+    done = _nobody_reads(["-c", _WITH_COMMAND.format(body="print('a line', flush=True)")], _BUFFERED)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_socket_that_breaks_stays_a_traceback() -> None:
+    """A broken pipe that is not the output's is a bug to be seen."""
+    done = _python(_WITH_COMMAND.format(body="raise BrokenPipeError(32, 'Broken pipe')"))
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
+def test_a_failure_after_output_that_nobody_reads_is_still_told() -> None:
+    """A command that prints and then fails tells why, though the reader of its output has gone."""
+    body = "print('a line'); raise HeadraceError('gate 4 is stuck')"
+    done = _nobody_reads(["-c", _WITH_COMMAND.format(body=body)], _BUFFERED)
+    assert (done.returncode, done.stderr) == (1, b"headrace: error: gate 4 is stuck\n")
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    """On a full disk under a redirected output a command fails with one line."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "headrace", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_BUFFERED,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "headrace: error: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_closed_output_is_no_traceback() -> None:
+    """With stdout closed, as by `>&-`, a command runs all the same."""
+    command = f"{shlex.quote(sys.executable)} -P -m headrace --version >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,8 +1,22 @@
-"""The front door: every public name is there (that none costs torch before it is used: `test_cli.py`)."""
+"""The front door: every public name is there, and documented. (That none costs torch before use: `test_cli.py`.)"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import headrace
+from headrace import streamer
+from headrace.paramserver import replica
+from headrace.schemas import errors
+
+_PAGES = Path(__file__).parents[2] / "docs" / "api"
+# Where users import from.
+_PACKAGES = (headrace, streamer, replica, errors)
 
 
 def test_every_public_name_is_there() -> None:
@@ -10,3 +24,49 @@ def test_every_public_name_is_there() -> None:
     for name in headrace.__all__:
         assert getattr(headrace, name) is not None and name in dir(headrace)
     assert not hasattr(headrace, "Nothing")
+
+
+def _documented() -> Iterator[Any]:
+    """Everything that the Python pages have mkdocstrings show: objects, and of a module all its public names."""
+    for page in _PAGES.glob("*.md"):
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            try:
+                module = importlib.import_module(path)
+            except ModuleNotFoundError:
+                home, _, name = path.rpartition(".")
+                yield getattr(importlib.import_module(home), name)
+            else:
+                yield from (getattr(module, name) for name in module.__all__)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """What can be imported from the public packages, errors too, has its place in `docs/api/`."""
+    public = {
+        f"{package.__name__}.{name}": getattr(package, name)
+        for package in _PACKAGES
+        for name in package.__all__
+        if name != "__version__"
+    }
+    documented = list(_documented())
+    missing = [name for name, value in public.items() if not any(value is one for one in documented)]
+    assert missing == []
+
+
+def test_what_is_in_the_reference_says_what_it_does() -> None:
+    """Classes, public methods and functions have docstrings; coroutines say what cancellation leaves."""
+    silent, uncancelled = [], []
+    for value in _documented():
+        members = inspect.getmembers_static(value) if inspect.isclass(value) else []
+        found = [(name, getattr(member, "__func__", member)) for name, member in members if not name.startswith("_")]
+        for name, member in [*found, ("", value)]:
+            of_ours = getattr(member, "__module__", "headrace").startswith("headrace")
+            if not (inspect.isfunction(member) or inspect.isclass(member)) or not of_ours:
+                continue
+            text = inspect.getdoc(member) or ""
+            where = f"{getattr(value, '__name__', value)}.{name}"
+            if not text:
+                silent.append(where)
+            if inspect.iscoroutinefunction(member) and "Cancellation:" not in text:
+                uncancelled.append(where)
+    assert silent == []
+    assert uncancelled == []

@@ -19,7 +19,8 @@ from row_batches import SPEC, Model, copy_as_after_crash, make_batch, make_delta
 from headrace.paramserver.applier import Applier, ApplierConfig
 from headrace.paramserver.pending import Batch, Run
 from headrace.paramserver.row_reader import RowsRead
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard

@@ -11,7 +11,8 @@ from row_batches import SPEC, make_batch
 
 from headrace.paramserver.applier import Applier
 from headrace.paramserver.row_reader import RowsRead
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import key_prefix
 

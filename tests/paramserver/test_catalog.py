@@ -39,6 +39,18 @@ def test_tables_are_numbered_once_and_come_back_from_metadata() -> None:
     assert restored.add([users, ITEMS]) == {}
 
 
+def test_a_table_that_is_given_twice_has_one_number() -> None:
+    """No other table gets a number that rows are stored under already; two specs of one name are refused."""
+    catalog = Catalog({})
+    users, tags = (dataclasses.replace(ITEMS, fqn=f"{name}.weight") for name in ("users", "tags"))
+    catalog.add([ITEMS, users, users, ITEMS])
+    catalog.add([tags])
+    assert [(table.table_id, table.spec) for table in catalog] == [(1, ITEMS), (2, users), (3, tags)]
+    ads = dataclasses.replace(ITEMS, fqn="ads.weight")
+    with pytest.raises(SpecMismatchError, match="twice, and not alike: dim 8 ≠ 9"):
+        catalog.check([ads, dataclasses.replace(ads, dim=9)])
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -53,7 +65,7 @@ def test_another_spec_of_the_same_name_is_refused(change: dict[str, object], say
     """Each field counts, and the error says which one differs and how."""
     catalog = Catalog({})
     catalog.add([ITEMS])
-    with pytest.raises(SpecMismatchError, match=says):
+    with pytest.raises(SpecMismatchError, match=says + ".*; what a table is stays: give yours another name"):
         catalog.check([dataclasses.replace(ITEMS, **change)])
 
 

@@ -195,6 +195,10 @@ def test_not_writable() -> None:
         os.chmod(name, 0o000)
         with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
             DataDir.claim(Path(name), num_shards=1)
+        os.chmod(name, 0o777)
+        Path(name, "shard-0000").mkdir(mode=0o000)  # of a first start by somebody else that was interrupted
+        with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
+            DataDir.claim(Path(name), num_shards=1)
 
 
 @pytest.mark.parametrize(

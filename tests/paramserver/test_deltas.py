@@ -29,13 +29,14 @@ SPEC = TableSpec(
     states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
 )
 WITH_IDS = dataclasses.replace(SPEC, fqn="ids.weight", has_identities=True)
+BIG = TableSpec(fqn="big.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
 BF16 = TableSpec(fqn="bf16.weight", num_rows=0, dim=2, dtype=DType.BFLOAT16)
 
 
 @pytest.fixture
 def catalog() -> Catalog:
     catalog = Catalog({})
-    catalog.add([SPEC, WITH_IDS, BF16])
+    catalog.add([SPEC, WITH_IDS, BIG, BF16])
     return catalog
 
 
@@ -140,6 +141,29 @@ def test_non_finite_values_are_refused_under_reject(catalog: Catalog, value: flo
     state = idl.StateColumn(name="sum", dtype=1, width=1, data=_bytes([value, 0], "<f4"))
     with pytest.raises(NonFiniteError, match="sum of row 3"):
         decode_delta(catalog, _delta(states=[state]), reject_non_finite=True)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 49_999, 99_999])
+def test_a_row_that_is_not_finite_is_found_by_halves(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The first such row is named after looking at each row a few times, wherever it is in a large batch."""
+    rows = np.arange(100_000)
+    weights = np.zeros((rows.size, 4), "<f4")
+    weights[at::3, 1] = np.nan
+    looked_at = []
+    is_finite = DType.is_finite
+
+    def counting(dtype: DType, column: Any) -> bool:
+        looked_at.append(len(column))
+        return is_finite(dtype, column)
+
+    monkeypatch.setattr(DType, "is_finite", counting)
+    delta = _delta(BIG, rows=rows, weights=_bytes(weights, "<f4"))
+    with pytest.raises(NonFiniteError, match=f"weights of row {at} "):
+        decode_delta(catalog, delta, reject_non_finite=True)
+    assert len(looked_at) < 40
+    assert sum(looked_at) < 3 * rows.size
 
 
 def test_bfloat16_is_checked_by_its_bits(catalog: Catalog) -> None:

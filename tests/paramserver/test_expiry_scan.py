@@ -15,7 +15,8 @@ from headrace.paramserver.catalog import Table
 from headrace.paramserver.expiry_policy import RowFacts
 from headrace.paramserver.expiry_scan import RowScanner, can_have_norms
 from headrace.paramserver.pending import Batch, Part, coalesce
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout

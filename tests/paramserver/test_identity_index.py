@@ -22,7 +22,8 @@ from headrace.paramserver.applier import Applier, ApplierConfig
 from headrace.paramserver.catalog import INDEXED_PREFIX, Catalog
 from headrace.paramserver.identity_index import FoundRows, index_stored_rows
 from headrace.paramserver.pending import Batch, RowDelta
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.identity_claims import CLAIMS_SHARD, NO_IDENTITY
 from headrace.schemas.row_keys import key_prefix
 from headrace.schemas.tables import ColumnShard

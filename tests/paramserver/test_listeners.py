@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from headrace.paramserver.listeners import bind_listeners
+from headrace.paramserver.listeners import bind_listener, bind_listeners
 from headrace.schemas.errors import ConfigError
 
 
@@ -53,6 +53,13 @@ def test_one_taken_port_frees_all() -> None:
         raise AssertionError("bound all the same")
     with bind_listeners("127.0.0.1", port, 1):
         pass
+
+
+@pytest.mark.parametrize("host", ["no host", "192.0.2.1"])
+def test_a_refusal_names_the_flag_that_gave_the_host(host: str) -> None:
+    """A listener of another port than the shards' has another flag for its host too."""
+    with pytest.raises(ConfigError, match=f"^--metrics-host {host}: "):
+        bind_listener(host, 0, taker="metrics", flag="--metrics-port", is_open=True, host_flag="--metrics-host")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from headrace.paramserver.metrics_watch import ApplyLag, DurationCounts, FsyncTi
 from headrace.paramserver.rpc_server import ThriftServer
 from headrace.paramserver.shard import open_shard
 from headrace.paramserver.shard_config import ShardConfig
-from headrace.paramserver.store import RowStore, StoreConfig, rocks_options
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.update_log import LogMetrics
 
 

@@ -6,7 +6,7 @@ import pytest
 import rocksdict
 
 from headrace.paramserver.row_filter import build_filter, hash_keys
-from headrace.paramserver.store import StoreConfig, rocks_options
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 
 PREFIX = bytes.fromhex("0000000100000080")
 

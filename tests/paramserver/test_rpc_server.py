@@ -532,3 +532,27 @@ async def test_close_before_start_and_cancelled_close() -> None:
         await served.server.close(drain_s=WAIT_S)
         await client.close()
     await type(served.server)(FakeService(), limits=LIMITS).close(drain_s=1)
+
+
+async def test_a_client_that_changes_its_name_while_it_waits_leaves_the_line() -> None:
+    """A request waits for room, a second hello makes its connection another client's, it gives up: all others go on."""
+    limits = dataclasses.replace(
+        LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=2 * MIB, max_inflight_bytes=2 * MIB, admission_timeout_s=0.05
+    )
+    async with serve(limits=limits) as served, await served.connect(client="holder") as holder:
+        served.service.gate.clear()
+        first = asyncio.create_task(holder.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request(client="before")))
+        await raw.frame()
+        hello, waits = hello_request(client="after"), batch(2, size_bytes=MIB)
+        await raw.send(call_frame("hello", 2, hello) + call_frame("setEmbeddings", 3, waits))
+        await raw.frame()
+        assert b"no room" in await raw.frame()
+        served.service.gate.set()
+        await first
+        await holder.set_embeddings(batch(3, size_bytes=MIB), timeout_s=WAIT_S)
+        assert served.service.begun == [1, 3]
+        assert served.server.inflight_requests == 0
+        await raw.close()

@@ -10,13 +10,6 @@ from headrace.paramserver.sessions import Session, Sessions
 from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
 
 
-class FakeClock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def _accept(sessions: Sessions, client_seq: int, *, epoch: int = 5, client: str = "rank0") -> bool:
     session, is_new = sessions.accept("run", client, epoch, client_seq)
     if is_new:
@@ -27,7 +20,7 @@ def _accept(sessions: Sessions, client_seq: int, *, epoch: int = 5, client: str 
 
 
 def _opened() -> Sessions:
-    sessions = Sessions({}, clock=FakeClock())
+    sessions = Sessions({})
     sessions.open("run", "rank0", 5, 0, 1)
     return sessions
 
@@ -95,6 +88,9 @@ def test_sessions_come_back_from_metadata() -> None:
     (restored,) = Sessions(meta)
     assert restored == Session("run", "rank0", 5, 0, 1, last_client_seq=3, step=3, exact_step=2, ended_client_seq=3)
     assert not _accept(Sessions(meta), 3)
+    meta |= Session("run", "rank1", 4, 1, 2).pack()  # away since before the last restart of the run
+    for order in (meta, dict(reversed(meta.items()))):
+        assert Sessions(order).epoch_of("run") == 5
 
 
 def test_damaged_metadata_is_named() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import shutil
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.rpc_server import ThriftServer
+from headrace.paramserver.rpc_server import Peer, ThriftServer
 from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.schemas.errors import (
     CorruptionError,
     FencedError,
+    NonFiniteError,
     ProtocolMismatchError,
     RequestError,
     RowRangeError,
@@ -336,6 +338,18 @@ async def test_status_tells_the_state(tmp_path: Path) -> None:
     assert (writer.client, writer.last_client_seq, writer.step, writer.is_connected) == ("rank0", 1, 10, True)
 
 
+async def test_files_are_not_counted_in_the_event_loop(tmp_path: Path) -> None:
+    """A status of a large store, which asks RocksDB about each of its files, holds up nobody."""
+    async with _serving(_config(tmp_path)) as (shard, client):
+        await client.hello(_hello())
+        asked: list[int] = []
+        # Once, however many tables there are.
+        shard._store.num_rows_estimates = lambda ids: asked.append(threading.get_ident()) or [7] * len(ids)  # type: ignore
+        (table,) = (await client.status()).tables
+        assert table.num_rows_estimate == 7
+        assert len(asked) == 1 and threading.get_ident() not in asked
+
+
 async def test_an_epoch_is_given_away_once(tmp_path: Path) -> None:
     """Of two trainers that claim the same epoch the second is told the highest one, whatever its run."""
     async with _serving(_config(tmp_path)) as (_, client):
@@ -370,3 +384,72 @@ async def test_who_is_no_trainer_only_brings_rows_in(tmp_path: Path) -> None:
             await client.set_embeddings(_set(1, [1], 1.0))
         await client.set_embeddings(_set(1, [1], 2.0, version_epoch=1))
         assert (await _get(client, [1]))["values"] == [2.0]
+
+
+async def test_what_was_accepted_is_recovered_under_stricter_settings(tmp_path: Path) -> None:
+    """NaN that is in the log is applied by a shard that by now would refuse it: it was acked."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello())
+        await client.set_embeddings(_set(1, [1], float("nan")))
+    shutil.rmtree(tmp_path / "store")
+    async with _serving(_config(tmp_path, non_finite="reject")) as (_, client):
+        await client.hello(_hello())
+        assert np.isnan((await _get(client, [1]))["values"][0])
+        with pytest.raises(NonFiniteError):
+            await client.set_embeddings(_set(2, [1], float("nan")))
+
+
+async def test_a_lost_store_is_missed_when_its_log_has_been_trimmed(tmp_path: Path) -> None:
+    """What the store lacks and the log no longer has is lost: the start says so, and trying again is of no use."""
+    config = _config(tmp_path)
+    for number in (1, 2):  # each start begins a new segment
+        async with _serving(config) as (shard, client):
+            await client.hello(_hello())
+            await client.set_embeddings(_set(number, [1], 1.0))
+            await asyncio.to_thread(shard.log.trim, shard.log.last_seq)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(CorruptionError, match=r"seq 1 .* are lost"):
+        async with open_shard(config):
+            pass
+
+
+async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
+    """A request whose answer would be longer than a frame is refused before a row of it is looked up."""
+    with_identities = dataclasses.replace(SPEC, fqn="users.weight", has_identities=True)
+    async with _serving(_config(tmp_path, max_frame_bytes=1 << 16)) as (shard, client):
+        await client.hello(_hello(tables=[spec_to_idl(SPEC), spec_to_idl(with_identities)]))
+        await client.set_embeddings(_set(1, [1], 1.0))
+        assert (await _get(client, [1] * 1000))["values"] == [1.0] * 1000
+        await shard._applier.close()  # who reads now gets UnavailableError
+        with pytest.raises(RequestError, match="ask for less at once"):
+            await _get(client, [1] * 2000)
+        with pytest.raises(RequestError, match="ask for less at once"):
+            await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(3000, "<i8")))
+
+
+async def test_a_writer_that_has_gone_amid_its_hello_is_away(tmp_path: Path) -> None:
+    """A connection that ends while its hello becomes durable counts for nobody."""
+    async with _serving(_config(tmp_path)) as (shard, client):
+        peer = Peer("gone:1")
+        call = dataclasses.make_dataclass("FakeCall", ["peer"])(peer)
+        saying = asyncio.create_task(shard.hello(call, _hello()))
+        await asyncio.sleep(0)  # it waits for the log
+        peer.is_connected = False
+        shard.disconnected(peer)
+        await saying
+        (writer,) = (await client.status()).clients
+        assert not writer.is_connected
+
+
+async def test_a_place_in_the_run_that_has_changed_comes_back(tmp_path: Path) -> None:
+    """A client that says hello again with another rank or world size has them after a restart too."""
+    config = _config(tmp_path)
+    async with _serving(config) as (_, client):
+        await client.hello(_hello())
+        hello = _hello()
+        hello.rank, hello.world_size = 1, 2
+        await client.hello(hello)
+    shutil.rmtree(tmp_path / "store")
+    async with _serving(config) as (_, client):
+        (writer,) = (await client.status()).clients
+    assert (writer.rank, writer.world_size) == (1, 2)

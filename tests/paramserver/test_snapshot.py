@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, GoneError, RequestError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -248,6 +251,46 @@ async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: 
         server.files.remove("one")
         with pytest.raises(GoneError):
             await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
+
+
+async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:
+    """While a snapshot is fetched, neither side opens a file on the loop's thread: a slow disk holds up nobody."""
+    target = tmp_path / "copy"
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        manifest = await server.snapshot(name="one")
+        folders = (str(target), str(server.files.path))
+        with _watched_opens(folders) as opened:
+            for _ in range(2):  # brought, and found to be there
+                assert await fetch_snapshot(server.address, target, dial=READER) == manifest
+    assert {Path(path).name for path, _ in opened} >= {"manifest.json", "CURRENT"}
+    assert [path for path, thread in opened if thread == threading.get_ident()] == []
+
+
+_opens: list[tuple[str, int]] | None = None
+
+
+@contextmanager
+def _watched_opens(folders: tuple[str, ...]) -> Iterator[list[tuple[str, int]]]:
+    """Yield a list that gets the path and the thread of each file that is opened below some folders."""
+    global _opens
+    opened: list[tuple[str, int]] = []
+    _opens = opened
+    try:
+        yield opened
+    finally:
+        _opens = None
+        opened[:] = [(path, thread) for path, thread in opened if path.startswith(folders)]
+
+
+def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _opens is not None:
+        _opens.append((str(arguments[0]), threading.get_ident()))
+
+
+sys.addaudithook(_on_audit)  # it stays for as long as the process does
 
 
 async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.paramserver import snapshot_files
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
@@ -39,6 +40,20 @@ def test_published_snapshots_are_listed_and_read(tmp_path: Path) -> None:
         25600,
     )
     assert SnapshotManifest.decode(files.read("a", "", 0, 1 << 20)[0]) == late
+
+
+def test_publishing_syncs_every_name_on_the_way_to_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifest and folder before the rename; then the directory of snapshots, and the one that this was made in."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    manifest = make(files, "a")
+    synced: list[tuple[str, bool]] = []
+
+    def sync(path: Path) -> None:
+        synced.append((path.name, files.folder_of("a").exists()))
+
+    monkeypatch.setattr(snapshot_files, "fsync_path", sync)
+    files.publish(manifest)
+    assert synced == [("manifest.json", False), (".new-a", False), ("snapshots", True), (tmp_path.name, True)]
 
 
 def test_nothing_but_files_of_the_manifest_is_read(tmp_path: Path) -> None:

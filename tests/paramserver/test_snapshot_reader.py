@@ -18,7 +18,8 @@ from headrace.paramserver.pending import Batch, Part, Run, coalesce
 from headrace.paramserver.row_reader import ShardSource, read_rows
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.snapshot_reader import SnapshotReader, merge_sorted
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, CorruptionError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder

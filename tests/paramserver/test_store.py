@@ -13,7 +13,8 @@ import rocksdict
 from row_batches import SPEC, copy_as_after_crash, make_batch
 
 from headrace.paramserver.pending import Part, Run, coalesce
-from headrace.paramserver.store import RowStore, StoreConfig, default_block_cache_bytes
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError, UnavailableError
 from headrace.schemas.row_keys import META_PREFIX, decode_key, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
@@ -104,6 +105,18 @@ def test_a_crash_after_the_first_file_leaves_a_store(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_name_that_stayed_behind_is_no_way_into_the_store(tmp_path: Path) -> None:
+    """A file that was taken in and kept its first name as well is not written over by the next one."""
+    store = open_store(tmp_path / "db", StoreConfig(block_cache_bytes=8 << 20, file_bytes=0))
+    store.write_runs([run_of(1, range(100))], meta={}, applied_seq=1)
+    taken_in = max((tmp_path / "db").glob("*.sst"))
+    (tmp_path / "db" / "incoming-rows").hardlink_to(taken_in)
+    before = taken_in.read_bytes()
+    store.write_runs([run_of(2, range(200, 300))], meta={}, applied_seq=2)
+    assert taken_in.read_bytes() == before
+    store.close()
+
+
 def test_position_never_runs_ahead_of_rows(tmp_path: Path) -> None:
     """At whatever moment a crash comes, all rows of the position found are there: memtables fill by themselves."""
     store = open_store(tmp_path / "db", StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 16))
@@ -129,6 +142,7 @@ def test_scan_and_estimate(tmp_path: Path) -> None:
     store = open_store(tmp_path / "db")
     store.write_runs([run_of(1, range(30)), run_of(1, range(20), table_id=2)], meta={b"x": b"y"}, applied_seq=1)
     assert (store.num_rows_estimate(1), store.num_rows_estimate(2), store.num_rows_estimate(3)) == (30, 20, 0)
+    assert store.num_rows_estimates([3, 1, 2]) == [0, 30, 20]
     for _ in range(2):
         assert [decode_key(key)[::2] for key, _ in store.scan(key_prefix(1))] == [(1, row) for row in range(30)]
         assert len(list(store.scan(key_prefix(2, SPEC.whole)))) == 20
@@ -138,6 +152,7 @@ def test_scan_and_estimate(tmp_path: Path) -> None:
         store.flush()
     # One file has both tables now, so it counts half for each.
     assert store.num_rows_estimate(1) + store.num_rows_estimate(2) in range(50, 56)
+    assert store.num_rows_estimates([1, 2, 3]) == [store.num_rows_estimate(1), store.num_rows_estimate(2), 0]
     store.close()
 
 
@@ -265,32 +280,6 @@ def test_failed_write_raises_storage_error(tmp_path: Path) -> None:
     assert store.durable_seq == 0
     with pytest.raises(StorageError):
         store.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("block_cache_bytes", 0), ("write_buffer_bytes", -1), ("compression", "zip"), ("max_background_jobs", 0)],
-)
-def test_bad_settings_are_refused(name: str, value: object) -> None:
-    """A setting out of range is named."""
-    with pytest.raises(ConfigError, match=name):
-        StoreConfig(**{name: value})  # type: ignore[arg-type]
-
-
-def test_lz4_shrinks_files(tmp_path: Path) -> None:
-    """Compression is an option."""
-    sizes = {}
-    for compression in ("none", "lz4"):
-        store = open_store(tmp_path / compression, StoreConfig(block_cache_bytes=8 << 20, compression=compression))
-        store.write(keys_of(range(1000)), [bytes(500)] * 1000)
-        store.close()
-        sizes[compression] = sum(file.stat().st_size for file in (tmp_path / compression).glob("*.sst"))
-    assert sizes["lz4"] < sizes["none"] / 4
-
-
-def test_default_cache_follows_the_machine() -> None:
-    """The default block cache is bounded, and shared by the shards of a machine."""
-    assert 32 << 20 <= default_block_cache_bytes(64) <= default_block_cache_bytes() <= 8 << 30
 
 
 def test_a_copy_from_before_the_first_flush_is_an_empty_store(tmp_path: Path) -> None:

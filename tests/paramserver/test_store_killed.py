@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.paramserver.pending import Run
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, TableSpec

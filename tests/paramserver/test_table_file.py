@@ -7,7 +7,8 @@ import rocksdict
 from crc32c import crc32c
 
 from headrace.paramserver.pending import Run
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.table_file import TableFileWriter
 from headrace.schemas.errors import CorruptionError, StorageError
 from headrace.schemas.row_keys import encode_keys, key_prefix

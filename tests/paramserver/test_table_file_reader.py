@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import rocksdict
 
-from headrace.paramserver.store import RowStore, StoreConfig, rocks_options
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, StorageError
 from headrace.schemas.row_keys import encode_keys, key_prefix

@@ -18,7 +18,7 @@ def test_every_operation_has_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--small", "--rounds", "1", "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
-    assert len(figures["cpu"]["ratios"]) == 11 and min(figures["cpu"]["ratios"].values()) > 0
+    assert len(figures["cpu"]["ratios"]) == 12 and min(figures["cpu"]["ratios"].values()) > 0
     assert set(figures["gpu"]) == set(GPU_FIGURES)
     if not torch.cuda.is_available():
         assert set(figures["gpu"].values()) == {None}

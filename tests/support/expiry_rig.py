@@ -16,7 +16,8 @@ from headrace.paramserver.expiry_run import RunContext, TableReport, TableRun
 from headrace.paramserver.expiry_writer import TombstoneWriter
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.memory_update_log import MemoryUpdateLog
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
@@ -80,7 +81,7 @@ class Rig:
         self, epoch: int, *, run: str = "run", client: str = "rank0", rank: int = 0, world_size: int = 1
     ) -> None:
         """Say hello as a trainer's rank, or with `world_size` 0 as a replay."""
-        session = await self.ingest.open_session(run, client, epoch, rank, world_size, [SPEC])
+        session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, [SPEC])
         self._client_seqs[run, client, epoch] = session.last_client_seq
 
     async def write(

@@ -74,8 +74,8 @@ def training(server: ServerProcess) -> Iterator[Training]:
 
 def put(replica: EmbeddingReplica, fqn: str, row: int, *, flipped_bit: int | None) -> None:
     """Write over a row behind the replica's back: with a bit of its first weight flipped, or with a deletion."""
-    assert replica._current is not None
-    table = replica._current.tables[fqn]
+    assert replica._copies.current is not None
+    table = replica._copies.current.tables[fqn]
     rows, _ = table.gather(np.array([row]))
     data = bytearray(rows.view(torch.uint8).numpy().tobytes())
     if flipped_bit is not None:

@@ -15,7 +15,8 @@ from headrace.paramserver.pending import Batch, Part, coalesce
 from headrace.paramserver.replica.disk_stores import DiskStores
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.snapshot_files import hash_folder, part_folder
-from headrace.paramserver.store import RowStore, StoreConfig
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import StorageError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import BagTable, EmbeddingReplica, ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.config import DiskStorage
-from headrace.schemas.errors import ConfigError
+from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 
 pytestmark = pytest.mark.torchrec
@@ -93,3 +96,34 @@ def test_refuses_what_it_cannot_pool(server: ServerProcess, tmp_path: Path) -> N
             ReplicaEmbeddingBagCollection(
                 replica, [BagTable(fqn=known, features=("a",), pooling="mean")], is_weighted=True
             )
+
+
+@pytest.mark.parametrize("precision", [None, "fp16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("ids", "offsets", "says"),
+    [
+        ([1, 2, 3], [0, 2, 100], "3 at last"),
+        ([1, 2, 3], [0, 4, 3], "one a bag"),
+        ([1, 2, 3], [0, 3, 2, 3], "one a bag"),
+        ([1, 2, 3], [-1, 3], "from 0 on"),
+        ([1, 2, 3], [0, 2], "3 at last"),
+        ([1, 2, 3], [], "one a bag"),
+        ([[1, 2, 3]], [0, 3], "one a bag"),
+        ([1.0, 2.0], [0, 2], "not integers"),
+        ([1, 2], [0.0, 2.0], "not integers"),
+    ],
+)
+def test_bags_that_are_none_are_refused(precision: Any, ids: Any, offsets: Any, says: str) -> None:
+    """No kernel reads ids that are not there, whatever the offsets are."""
+    table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=8, dtype=DType.FLOAT32), precision=precision)
+    replica = SimpleNamespace(
+        tables={"t": table.spec}, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
+    )
+    ebc = ReplicaEmbeddingBagCollection(cast("Any", replica), [BagTable(fqn="t", features=("f",))])
+    assert ebc.pool({"f": (torch.tensor([1, 2, 3]), torch.tensor([0, 0, 3]))}).shape == (2, 8)
+    with pytest.raises(RequestError, match=says):
+        ebc.pool({"f": (torch.tensor(ids), torch.tensor(offsets))})
+    with pytest.raises(RequestError, match="feature 'f' is not there; there are g"):
+        ebc.pool({"g": (torch.tensor([1]), torch.tensor([0, 1]))})
+    with pytest.raises(RequestError, match=r"2 ids and weights of shape \(3,\)"):
+        ebc._pool({"f": (torch.tensor([1, 2]), torch.tensor([0, 2]), torch.ones(3))})

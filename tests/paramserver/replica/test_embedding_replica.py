@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from watched_server import wait_until
 
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import EmbeddingReplica
@@ -241,15 +243,20 @@ def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Trainin
         EmbeddingReplica(server.address, max_memory_bytes=1000)
 
 
-def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
-    """The replica keeps answering from the old store and begins anew with the new one by itself."""
-    with ServerProcess.start(tmp_path / "one", shards=2) as server:
+def _left_behind(folder: Path) -> tuple[EmbeddingReplica, Training, int]:
+    """Return a replica whose server, of one step, has gone, what the trainer had, and the server's port."""
+    with ServerProcess.start(folder, shards=2) as server:
         training = Training(server.address)
         training.step()
         training.flush()
         replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
-        port = int(server.address.rpartition(":")[2])
         training.close()
+        return replica, training, int(server.address.rpartition(":")[2])
+
+
+def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
+    """The replica keeps answering from the old store and begins anew with the new one by itself."""
+    replica, training, port = _left_behind(tmp_path / "one")
     assert float(replica.lookup("left.weight", 3)[0]) == 1.0
     with replica, ServerProcess.start(tmp_path / "two", shards=1, port=port) as server:
         training = Training(server.address)
@@ -259,6 +266,96 @@ def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
         replica.wait_for(5, WAIT_S)
         _assert_equal(replica, training)
         training.close()
+
+
+def test_an_empty_server_at_the_address_takes_nothing_from_lookups(tmp_path: Path) -> None:
+    """Started by mistake, it is waited for; when the right one is back the replica goes on with that."""
+    replica, training, port = _left_behind(tmp_path / "one")
+    with replica:
+        with ServerProcess.start(tmp_path / "empty", shards=2, port=port):
+            wait_until(lambda: "has no table 'left.weight' yet" in str(replica.failure))
+            _assert_equal(replica, training)
+        with ServerProcess.start(tmp_path / "one", shards=2, port=port) as server:
+            training = Training(server.address)
+            for _ in range(3):
+                training.step()
+            _settle(replica, training)
+            _assert_equal(replica, training)
+            assert replica.failure is None
+            training.close()
+
+
+def test_a_server_that_was_set_back_is_followed(tmp_path: Path) -> None:
+    """After its directory was restored from an older copy, lookups have what the server has, and then what comes."""
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        port = int(server.address.rpartition(":")[2])
+        training = Training(server.address)
+        training.step()
+        training.close()
+    shutil.copytree(tmp_path / "data", tmp_path / "older")
+    with ServerProcess.start(tmp_path / "data", shards=2, port=port) as server:
+        training = Training(server.address)
+        for _ in range(5):
+            training.step()
+            training.flush()
+        replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
+        assert float(replica.lookup("left.weight", 3)[0]) == 5.0
+        training.close()
+    with replica, ServerProcess.start(tmp_path / "older", shards=2, port=port):
+        wait_until(lambda: float(replica.lookup("left.weight", 3)[0]) == 1.0, "the older copy")
+        assert replica.failure is None
+
+
+def test_the_last_flush_of_a_step_is_seen(server: ServerProcess, training: Training) -> None:
+    """By step, what a second flush of the same step brings is seen without a next one."""
+    training.step()
+    training.flush()
+    with EmbeddingReplica(server.address, consistency="step") as replica:
+        training.streamer.evict("left.weight", torch.arange(ROWS))
+        training.flush()
+        wait_until(lambda: replica.num_rows("left.weight") == 0, "the deletions")
+        assert replica.step == 1
+
+
+def test_a_forked_child_is_told(server: ServerProcess, training: Training) -> None:
+    """In a child, where nothing follows the server, lookups raise, and closing leaves the parent's copies alone."""
+    training.step()
+    training.flush()
+    with EmbeddingReplica(server.address, storage={"left.*": DiskStorage()}) as replica:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                try:
+                    replica.lookup("right.weight", 1)
+                except UnavailableError as exc:
+                    code = 0 if "forked child" in str(exc) else 2
+                replica.close()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        _assert_equal(replica, training)
+
+
+def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Training, tmp_path: Path) -> None:
+    """Every method says that it is closed, and none waits."""
+    training.step()
+    training.flush()
+    replica = EmbeddingReplica(server.address)
+    replica.close()
+    replica.close()
+    for call in (
+        lambda: replica.lookup("left.weight", 1),
+        lambda: replica.wait_for(1, WAIT_S),
+        lambda: replica.audit(),
+        lambda: replica.digest("left.weight"),
+        lambda: replica.load_snapshot(tmp_path),
+        replica.roll_back,
+        replica.freshness,
+        lambda: replica.tables,
+    ):
+        with pytest.raises(UnavailableError, match="closed"):
+            call()
 
 
 def test_a_copy_whose_disk_failed_is_replaced(

@@ -28,6 +28,7 @@ class Shard:
     def __init__(self, *, world_size: int = 1) -> None:
         self.updates: list[Update] = []
         self._client_seqs = [0] * world_size
+        self._num_backfilled = 0
         for rank in range(world_size):
             self.hello(rank)
 
@@ -42,31 +43,61 @@ class Shard:
         }
         self._append(epoch, idl.UpdateKind.HELLO, header, b"")
 
-    def write(self, step: int, value: float, *, rank: int = 0, epoch: int = 1, ends: bool = True) -> None:
+    def write(
+        self, step: int, value: float, *, rank: int = 0, epoch: int = 1, ends: bool = True, clock_us: int = 0
+    ) -> None:
         self._client_seqs[rank] += 1
+        self._write(
+            step,
+            value,
+            row=rank,
+            client=f"rank{rank}",
+            client_seq=self._client_seqs[rank],
+            ends=ends,
+            epoch=epoch,
+            clock_us=clock_us,
+        )
+
+    def backfill(self, row: int, value: float) -> None:
+        """Bring a row in, as `headrace backfill` does, which is no part of any step."""
+        if not self._num_backfilled:
+            header = {"run": "fill", "client": "fill", "rank": 0, "world_size": 0, "tables": []}
+            self._append(1, idl.UpdateKind.HELLO, header, b"")
+        self._num_backfilled += 1
+        self._write(0, value, row=row, client="fill", client_seq=self._num_backfilled, run="fill", version_epoch=1)
+
+    def _write(
+        self,
+        step: int,
+        value: float,
+        *,
+        row: int,
+        ends: bool = False,
+        run: str = "run",
+        clock_us: int = 0,
+        **names: Any,
+    ) -> None:
         delta = idl.TableDelta(
             fqn=SPEC.fqn,
             fingerprint=SPEC.fingerprint,
             column_offset=0,
             width=1,
-            row_ids=np.array([rank], "<i8").tobytes(),
+            row_ids=np.array([row], "<i8").tobytes(),
             weights=np.array([value], "<f4").tobytes(),
             states=[],
         )
         request = idl.SetEmbeddingsRequest(
-            run="run",
-            client=f"rank{rank}",
-            epoch=epoch,
-            client_seq=self._client_seqs[rank],
+            run=run,
             step=step,
-            time_us=step * 1_000_000,
+            time_us=step * 1_000_000 + clock_us,
             ends_step=ends,
             is_exact_cut=ends,
             deltas=[delta],
+            **{"epoch": 1, **names},
         )
         args = idl.ParameterServer.setEmbeddings_args(request=request)
         body = b"".join(encode_message("setEmbeddings", CALL, 1, args))
-        self._append(epoch, idl.UpdateKind.BATCH, {}, body)
+        self._append(request.epoch, idl.UpdateKind.BATCH, {}, body)
 
     def take(self) -> list[Update]:
         updates, self.updates = self.updates, []
@@ -97,8 +128,8 @@ def test_a_step_waits_for_all_shards() -> None:
     copy, shards = Copy(2), [Shard(), Shard()]
     for shard in shards:
         shard.write(1, 1.0)
-    assert not copy.take(0, shards[0].take())
-    assert copy.generation.visible is None
+    copy.take(0, shards[0].take())
+    assert copy.generation.visible == (0, -1)
     assert copy.take(1, shards[1].take()) and copy.generation.visible == (1, 1)
     shards[0].write(2, 2.0)
     shards[0].write(3, 3.0)
@@ -134,6 +165,99 @@ def test_a_newer_run_is_waited_for() -> None:
     assert not copy.take(0, shard.take()) and copy.values(0) == [9.0]
     shard.write(1, 1.0, epoch=2)
     assert copy.take(0, shard.take()) and copy.generation.visible == (2, 1)
+
+
+def test_what_is_brought_in_is_shown_at_the_step_that_is_visible() -> None:
+    """Rows of a backfill are no part of a step: they are seen at once, also while a shard is amid the next step."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    shards[0].backfill(7, 7.0)
+    assert copy.take(0, shards[0].take()) and copy.values(0, 7) == [1.0, 7.0]
+    shards[1].write(2, 2.0, ends=False)
+    assert not copy.take(1, shards[1].take())
+    shards[0].backfill(8, 8.0)
+    assert copy.take(0, shards[0].take()) and copy.values(0, 8) == [1.0, 8.0]
+    assert copy.generation.visible == (1, 1)
+    assert copy.generation.tails[0].pending_bytes == 0
+
+
+def test_a_step_that_is_ended_again_is_seen_whole_again() -> None:
+    """A second flush of a step brings other rows: they are seen once every shard has them, not with a later step."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    for shard in shards:
+        shard.write(1, 1.5, clock_us=5)
+    assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
+    assert copy.take(1, shards[1].take()) and copy.values(0) == [1.5]
+    assert copy.generation.visible == (1, 1)
+
+
+def test_a_shard_waits_only_for_those_behind_it() -> None:
+    """Of shards whose steps do not meet, the one behind is fetched from, however much it has in memory."""
+    tails = [
+        ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({}), exact_from=at)
+        for shard, at in ((0, 2), (1, 3))
+    ]
+    generation = Generation("s", tails, is_by_step=True, make_table=MemoryTable)
+    shards = [Shard(), Shard()]
+    for step in (1, 2):
+        for shard in shards:
+            shard.write(step, float(step))
+    ours, theirs = shards[0].take(), shards[1].take()
+    generation.take(0, ours[:2], 3)  # hello and step 1, which the other's copy is beyond
+    generation.take(1, theirs, 3)
+    assert generation.visible is None
+    assert not generation.is_waiting(0, max_bytes=10) and generation.is_waiting(1, max_bytes=10)
+    assert not generation.is_waiting(1, max_bytes=10_000)
+    assert generation.take(0, ours[2:], 3) and generation.visible == (1, 2)
+    assert not generation.is_waiting(0, max_bytes=10) and not generation.is_waiting(1, max_bytes=10)
+
+
+def test_a_copy_that_begins_at_a_step_shows_it() -> None:
+    """A shard that was copied at a step stands there, though its log has gone on into a step that never ended."""
+    shard, sessions = Shard(), Sessions({})
+    shard.write(1, 1.0)
+    learnt = ShardTail(0, seq=0, catalog=Catalog({}), sessions=sessions)
+    for update in shard.take():
+        learnt.take(update)
+    tails = [
+        ShardTail(0, seq=2, catalog=learnt.catalog, sessions=sessions),
+        ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({})),
+    ]
+    generation = Generation("s", tails, is_by_step=True, make_table=MemoryTable)
+    shard.write(2, 2.0, ends=False)
+    generation.take(0, shard.take(), 3)
+    other = Shard()
+    other.write(1, 1.0)
+    assert generation.take(1, other.take(), 2) and generation.visible == (1, 1)
+    assert tails[0].pending_bytes > 0
+
+
+def test_a_failure_amid_a_step_is_known_before_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a row cannot be applied, for whatever reason, readers are told that the copy is not whole."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no room for a larger table")
+
+    monkeypatch.setattr(copy.generation.tables["t"], "apply", fail)
+    shard.write(2, 2.0)
+    with pytest.raises(MemoryError):
+        copy.take(0, shard.take())
+    assert "no room for a larger table" in str(copy.generation.failure)
+
+
+def test_a_table_is_there_once_it_is_registered() -> None:
+    """A hello's tables can be looked up before their first rows come."""
+    copy, shard = Copy(1, is_by_step=False), Shard()
+    copy.take(0, shard.take())
+    assert copy.values(0) == [0.0]
 
 
 def test_latest_shows_everything_at_once() -> None:

@@ -29,7 +29,7 @@ def test_values() -> None:
     assert (values["epoch", ""], values["step", ""], values["up_to_date", ""]) == (4, 17, 1)
     assert (values["lag_seconds", "0"], values["lag_steps", "0"], values["behind", "0"]) == (0.5, 2, 1)
     assert (values["delay_seconds_count", "0"], values["table_rows", "user.weight"]) == (3, 12)
-    assert 0.02 <= values["delay_seconds", "0/0.5"] < 0.024
+    assert [values["delay_seconds_bucket", f"0/{bound}"] for bound in ("0.0128", "0.0256", "+Inf")] == [0, 3, 3]
     assert (values["hot_rows_hits_total", "user.weight"], values["hot_rows_misses_total", "user.weight"]) == (7, 3)
     assert values["missing_total", "user.weight"] == 5
 

@@ -1,0 +1,215 @@
+"""The copies of one replica: the one that answers, the one before it, those that are made and those that are closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.paramserver.replica.copy_builder import CopyBuilder
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.generation import Generation
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+
+__all__ = ["Copies"]
+
+_log = logging.getLogger(__name__)
+
+# Between attempts to begin anew after a place in the log was lost.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+
+
+class Copies:
+    """Changes from copy to copy by one reference, and begins anew when the present one is lost.
+
+    Thread: the event loop's; attributes may be read, and `changed` waited for, by any.
+
+    Attributes:
+        current: What lookups see; None before the first copy, and once closed.
+        failure: Why it is not kept up to date at the moment; None while it is.
+        changed: Notified when something has become visible, or lookups see another copy.
+    """
+
+    def __init__(self, builder: CopyBuilder) -> None:
+        """Have no copy yet."""
+        self.current: Generation | None = None
+        self.failure: HeadraceError | None = None
+        self.changed = threading.Condition()
+        self._builder = builder
+        self._followed: list[Followed] = []  # the current one last
+        self._dropped: list[Followed] = []  # to be closed
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+
+    @property
+    def newest(self) -> Followed:
+        """The copy that answers.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        if not self._followed:
+            raise UnavailableError("the replica is closed")
+        return self._followed[-1]
+
+    async def switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+        """Begin another copy, let it catch up, and have lookups see it.
+
+        Args:
+            snapshot: Directory to begin from; None for what the server has.
+            keep_previous: Keep the one before it up to date too.
+            timeout_s: For the other copy to catch up, seconds.
+
+        Raises:
+            TimeoutError: It has not; lookups go on in the old one. The same is true of every error.
+            HeadraceError: As of `CopyBuilder.build`, or the copy was lost.
+
+        Cancellation: lookups see the one or the other, whole.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(timeout_s):
+                await stack.enter_async_context(self._switching)
+                copy = await self._begin(snapshot, has_caught_up)
+            await self._change_to(copy, keep_previous=keep_previous)
+
+    async def roll_back(self) -> None:
+        """Have lookups see the copy before the present one, which is dropped.
+
+        Raises:
+            ConfigError: There is none.
+
+        Cancellation: as of `switch`.
+        """
+        if len(self._followed) < 2:
+            raise ConfigError("there is no previous copy to roll back to")
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()  # in the place of the one that is dropped
+            await asyncio.wait([self._rebuilding])
+        self._dropped.append(self._followed.pop())
+        copy = self._followed[-1]
+        self.current, self.failure = copy.generation, None
+        self._notify()
+        if copy.lost is not None:
+            self._on_lost(copy, copy.lost)
+        await self._end_dropped()
+
+    async def close(self) -> None:
+        """Follow nothing any more, and free what the copies hold."""
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
+        self._dropped += self._followed
+        self._followed = []
+        await self._end_dropped()
+
+    async def _begin(self, snapshot: Path | None, is_enough: Callable[[Followed, Generation | None], bool]) -> Followed:
+        copy = await self._builder.build(
+            snapshot,
+            held_bytes=sum(copy.generation.size_bytes for copy in self._followed),
+            on_change=self._notify,
+            on_lost=self._on_lost,
+        )
+        try:
+            await copy.wait_until(lambda: is_enough(copy, self.current))
+        except BaseException:
+            self._dropped.append(copy)
+            await self._end_dropped()
+            raise
+        return copy
+
+    async def _change_to(self, copy: Followed, *, keep_previous: bool) -> None:
+        keep = self._followed[-1:] if keep_previous else []
+        self._dropped += [old for old in self._followed if old not in keep]
+        self._followed = [*keep, copy]
+        self.current, self.failure = copy.generation, None
+        self._notify()
+        await self._end_dropped()
+
+    async def _end_dropped(self) -> None:
+        """Stop following into copies that nobody needs, and free them; goes on where it was cancelled before."""
+        while self._dropped:
+            copy = self._dropped[0]
+            await copy.close()
+            try:
+                await asyncio.to_thread(copy.generation.close)
+            except StorageError as exc:  # what is left over is removed at the next start
+                _log.warning("a copy that is not used any more: %s", exc)
+            if copy in self._dropped:
+                self._dropped.remove(copy)
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _on_lost(self, copy: Followed, error: HeadraceError) -> None:
+        if not self._followed or copy is not self._followed[-1]:
+            return  # who waits for it is told; the previous one is looked at when it is rolled back to
+        self.failure = error
+        _log.warning("the replica is not up to date: %s; beginning anew", error)
+        if self._rebuilding is None or self._rebuilding.done():
+            self._rebuilding = asyncio.create_task(self._rebuild(), name="headrace-replica-rebuild")
+
+    async def _rebuild(self) -> None:
+        """Begin anew until there is a copy that follows; lookups go on in the one that was left behind."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                async with self._switching:
+                    if self.newest.lost is not None:
+                        await self._free_what_failed(self.newest.generation)
+                        await self._change_to(await self._begin(None, self._can_replace), keep_previous=False)
+            except Exception as exc:  # whatever it is, the next attempt may go better
+                error = exc if isinstance(exc, HeadraceError) else HeadraceError(f"beginning anew failed: {exc!r}")
+                self.failure = error
+                _log.warning("the replica could not begin anew: %s", error)
+            if self.newest.lost is None:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _free_what_failed(self, generation: Generation) -> None:
+        """Free the disk of a copy that answers nothing any more: perhaps its being full is what failed."""
+        if generation.failure is not None:
+            await asyncio.to_thread(generation.close)
+
+    def _can_replace(self, copy: Followed, old: Generation | None) -> bool:
+        """Return whether a copy that nobody asked for can take the place of the one that lookups see."""
+        lacking = _what_is_lacking(copy.generation, old)
+        if lacking is not None:
+            self.failure = UnavailableError(
+                f"the server is another store than before and has no {lacking} yet: lookups go on in the old copy"
+            )
+            return False
+        return has_caught_up(copy, old)
+
+
+def has_caught_up(copy: Followed, old: Generation | None) -> bool:
+    """Return whether a new copy has what the server had when it began, and shows what the old copy shows."""
+    new = copy.generation
+    if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=True)):
+        return False
+    if old is None or old.server_id != new.server_id or len(old.tails) != len(new.tails):
+        return True
+    if any(seq < tail.visible_seq for seq, tail in zip(copy.target_seqs, old.tails, strict=True)):
+        return True  # the server was set back: what lookups see is not in its log any more
+    is_behind = old.visible is not None and new.visible < old.visible
+    return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
+
+
+def _what_is_lacking(new: Generation, old: Generation | None) -> str | None:
+    """Return what another store must have before lookups are sent to it; None when it has all.
+
+    An empty server at the old one's address, by mistake or because its disk is gone, must not take the rows away that
+    lookups find. When the trainer fills it, its first step is ended there once all rows are.
+    """
+    if old is None or old.server_id == new.server_id:
+        return None
+    absent = sorted(old.tables.keys() - new.tables.keys())
+    if absent:
+        return f"table {absent[0]!r}"
+    has_steps = old.visible is not None and old.visible[1] >= 0
+    is_before_any = new.visible is None or (new.visible[0] > 0 and new.visible[1] < 0)
+    return "step that is ended" if has_steps and is_before_any else None

@@ -1,0 +1,285 @@
+"""Which copy answers: switches, losses at every moment, and beginning anew; the copies are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.replica import copies as copies_module
+from headrace.paramserver.replica.copies import Copies
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.paramserver.replica.shard_tail import ShardTail
+from headrace.paramserver.sessions import Sessions
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, StorageError
+from headrace.schemas.tables import DType, TableSpec
+
+WAIT_S = 20.0
+SPEC = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
+
+
+class FakeCopy:
+    """A copy that follows nothing: the test says where it is."""
+
+    def __init__(
+        self, *, server_id: str = "s", seq: int = 0, target_seq: int = 0, visible: Any = (1, 1), tables: bool = True
+    ) -> None:
+        self.tail = ShardTail(0, seq=seq, catalog=Catalog({}), sessions=Sessions({}))
+        self.generation = Generation(server_id, [self.tail], is_by_step=False, make_table=MemoryTable)
+        if tables:
+            self.generation.add_tables([SPEC])
+        self.generation.visible = visible
+        self.target_seqs = (target_seq,)
+        self.lost: HeadraceError | None = None
+        self.num_closed = 0
+        self.closing = asyncio.Event()
+        self.may_close = asyncio.Event()
+        self.may_close.set()
+        self._changed = asyncio.Event()
+        self.on_lost: Callable[[Any, HeadraceError], None] = lambda *_: None
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._changed.clear()
+            await self._changed.wait()
+            if self.lost is not None:
+                raise self.lost
+
+    def move(self, seq: int, visible: Any) -> None:
+        self.tail.seq = self.tail.visible_seq = seq
+        self.generation.visible = visible
+        self._changed.set()
+
+    def lose(self, why: str = "its place is gone") -> None:
+        self.lost = GoneError(why)
+        self._changed.set()
+        self.on_lost(self, self.lost)
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.may_close.wait()
+        self.num_closed += 1
+
+
+class FakeBuilder:
+    """Gives the copies, or raises the errors, that the test has put there."""
+
+    def __init__(self, *results: FakeCopy | Exception) -> None:
+        self.results = list(results)
+        self.given: list[FakeCopy] = []
+
+    async def build(self, snapshot: Path | None, *, on_lost: Any, **_: Any) -> Followed:
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        result.on_lost = on_lost
+        self.given.append(result)
+        return cast("Followed", result)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 0.0)
+
+
+def made(*results: FakeCopy | Exception) -> tuple[Copies, FakeBuilder]:
+    builder = FakeBuilder(*results)
+    return Copies(cast("Any", builder)), builder
+
+
+async def switch(copies: Copies, *, keep_previous: bool = True, timeout_s: float = WAIT_S) -> None:
+    await copies.switch(None, keep_previous=keep_previous, timeout_s=timeout_s)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():  # noqa: ASYNC110 (what is waited for belongs to the code under test)
+            await asyncio.sleep(0)
+
+
+async def test_a_copy_that_is_lost_while_the_old_one_is_closed_is_replaced() -> None:
+    """A loss is never overlooked, also when it comes before the last change of copies has ended."""
+    first, second, third = FakeCopy(), FakeCopy(), FakeCopy()
+    copies, _ = made(first, second, third)
+    await switch(copies)
+    first.may_close.clear()
+    first.lose()
+    await asyncio.wait_for(first.closing.wait(), WAIT_S)
+    assert copies.current is second.generation and copies.failure is None
+    second.lose()
+    assert copies.failure is second.lost
+    first.may_close.set()
+    await until(lambda: copies.current is third.generation)
+    assert copies.failure is None
+    await copies.close()
+    assert all(copy.num_closed for copy in (first, second, third))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ConfigError("not enough memory")])
+async def test_beginning_anew_outlives_any_error(error: Exception) -> None:
+    """Whatever an attempt fails with is the replica's failure, and the next attempt comes."""
+    first, last = FakeCopy(), FakeCopy()
+    copies, builder = made(first, error, last)
+    await switch(copies)
+    seen: list[str] = []
+    build = builder.build
+
+    async def note(*args: Any, **kwargs: Any) -> Followed:
+        seen.append(str(copies.failure))
+        return await build(*args, **kwargs)
+
+    builder.build = note  # type: ignore[method-assign]
+    first.lose()
+    await until(lambda: copies.current is last.generation)
+    assert seen[0] == "its place is gone" and str(error.args[-1]) in seen[1]
+    await copies.close()
+
+
+async def test_what_cannot_be_removed_keeps_no_copy_from_answering(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of the old copy that cannot be removed are said, and the change is one all the same."""
+    first, second = FakeCopy(), FakeCopy()
+    copies, _ = made(first, second)
+    await switch(copies)
+
+    def fail() -> None:
+        raise StorageError("the directory is gone")
+
+    monkeypatch.setattr(first.generation, "close", fail)
+    await switch(copies, keep_previous=False)
+    assert copies.current is second.generation and copies.failure is None
+    assert "the directory is gone" in caplog.text
+    await copies.close()
+
+
+async def test_a_change_that_came_is_not_told_as_late() -> None:
+    """The deadline is for catching up: closing the old copy may take longer."""
+    first, second = FakeCopy(), FakeCopy()
+    copies, _ = made(first, second)
+    await switch(copies)
+    first.may_close.clear()
+    asyncio.get_running_loop().call_later(0.05, first.may_close.set)
+    await switch(copies, keep_previous=False, timeout_s=0.02)
+    assert copies.current is second.generation
+    late = FakeCopy(seq=1, target_seq=2)
+    copies._builder = cast("Any", FakeBuilder(late))
+    with pytest.raises(TimeoutError):
+        await switch(copies, timeout_s=0.01)
+    assert copies.current is second.generation and late.num_closed == 1
+    await copies.close()
+
+
+async def test_rolling_back_to_a_lost_copy_begins_anew() -> None:
+    """The copy before may have lost its place while it was kept: it answers, and another one is begun."""
+    first, second, third = FakeCopy(), FakeCopy(), FakeCopy()
+    copies, _ = made(first, second, third)
+    await switch(copies)
+    await switch(copies)
+    first.lose()
+    assert copies.failure is None  # the one that answers is not the lost one
+    await copies.roll_back()
+    await until(lambda: copies.current is third.generation)
+    await copies.close()
+    assert all(copy.num_closed for copy in (first, second, third))
+
+
+async def test_rolling_back_does_not_wait_for_what_cannot_begin() -> None:
+    """While another copy does not catch up, the one before is there at once, and that attempt ends."""
+    first, second, stuck = FakeCopy(), FakeCopy(), FakeCopy(seq=1, target_seq=2)
+    copies, builder = made(first, second, stuck)
+    await switch(copies)
+    await switch(copies)
+    second.lose()
+    await until(lambda: stuck in builder.given)
+    async with asyncio.timeout(WAIT_S):
+        await copies.roll_back()
+    assert copies.current is first.generation and copies.failure is None
+    assert stuck.num_closed == second.num_closed == 1
+    await copies.close()
+
+
+async def test_a_copy_that_was_loaded_meanwhile_ends_the_rebuilding() -> None:
+    """Where somebody has switched to another copy, the lost one needs no other successor."""
+    first, loaded = FakeCopy(), FakeCopy(seq=1, target_seq=2)
+    copies, builder = made(first, loaded)
+    await switch(copies)
+    switching = asyncio.create_task(switch(copies, keep_previous=False))
+    await until(lambda: loaded in builder.given)
+    first.lose()
+    loaded.move(2, (1, 2))
+    await switching
+    await until(lambda: copies._rebuilding is not None and copies._rebuilding.done())
+    assert copies.current is loaded.generation and copies.failure is None and not builder.results
+    await copies.close()
+
+
+async def test_a_server_that_was_set_back_is_taken_up() -> None:
+    """A server whose log ends before what lookups see is not waited for: it will never come to the same records."""
+    first = FakeCopy(seq=100, visible=(5, 100))
+    copies, builder = made(first, FakeCopy(seq=50, target_seq=60, visible=(4, 50)))
+    await switch(copies)
+    first.lose()
+    await until(lambda: len(builder.given) == 2)
+    assert copies.current is first.generation
+    second = builder.given[1]
+    second.move(60, (4, 60))
+    await until(lambda: copies.current is second.generation)
+    await copies.close()
+
+
+async def test_a_server_that_goes_on_is_waited_for() -> None:
+    """Where the log has what lookups see, no lookup goes back behind it."""
+    first = FakeCopy(seq=100, visible=(5, 100))
+    copies, builder = made(first, FakeCopy(seq=50, target_seq=100, visible=(5, 50)))
+    await switch(copies)
+    first.lose()
+    await until(lambda: len(builder.given) == 2)
+    second = builder.given[1]
+    second.move(100, (5, 99))
+    await asyncio.sleep(0)
+    assert copies.current is first.generation
+    second.move(100, (5, 100))
+    await until(lambda: copies.current is second.generation)
+    await copies.close()
+
+
+async def test_another_store_takes_over_once_it_has_what_lookups_find() -> None:
+    """An empty server at the address takes nothing from lookups; one with the tables and a step that was ended does."""
+    first = FakeCopy(server_id="one", seq=9, visible=(1, 9))
+    copies, builder = made(first, FakeCopy(server_id="two", visible=(0, -1), tables=False))
+    await switch(copies)
+    first.lose()
+    await until(lambda: "has no table 't' yet" in str(copies.failure))
+    second = builder.given[1]
+    second.generation.add_tables([SPEC])
+    second.move(1, (1, -1))
+    await until(lambda: "has no step that is ended yet" in str(copies.failure))
+    assert copies.current is first.generation
+    second.move(2, (1, 1))
+    await until(lambda: copies.current is second.generation)
+    assert copies.failure is None
+    await copies.close()
+
+
+async def test_a_copy_that_failed_gives_its_disk_back_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers nothing takes no room from its successor; a copy that is whole stays until the change."""
+    first, second, third = FakeCopy(), FakeCopy(), FakeCopy()
+    copies, builder = made(first, second, third)
+    freed: list[tuple[str, int]] = []
+    for name, copy in (("first", first), ("second", second)):
+        monkeypatch.setattr(copy.generation, "close", lambda name=name: freed.append((name, len(builder.given))))
+    await switch(copies)
+    first.lose()
+    await until(lambda: copies.current is second.generation and not copies._dropped)
+    second.generation.failure = StorageError("no space left on device")
+    second.lose()
+    await until(lambda: copies.current is third.generation and not copies._dropped)
+    assert freed == [("first", 2), ("second", 2), ("second", 3)]
+    await copies.close()

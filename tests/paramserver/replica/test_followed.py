@@ -1,0 +1,116 @@
+"""A copy that follows: what is done in threads is done to its end, and an ended one says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.paramserver.replica.shard_tail import Change, ShardTail
+from headrace.paramserver.sessions import Sessions
+from headrace.schemas.errors import GoneError, HeadraceError, StorageError
+
+WAIT_S = 20.0
+
+
+class Silent:
+    """A server of one shard that never answers."""
+
+    def __init__(self) -> None:
+        hello = SimpleNamespace(server_id="s")
+        self.links = [SimpleNamespace(hello=hello, fetch_updates=self._never, address="nowhere")]
+
+    async def _never(self, request: object) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+def followed(consistency: Any = "latest", **settings: Any) -> tuple[Followed, list[HeadraceError]]:
+    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}))
+    generation = Generation("s", [tail], is_by_step=consistency == "step", make_table=MemoryTable)
+    lost: list[HeadraceError] = []
+    copy = Followed(
+        generation,
+        cast("Any", Silent()),
+        ReplicaConfig(consistency=consistency, **settings),
+        target_seqs=[0],
+        on_change=lambda: None,
+        on_lost=lambda _, error: lost.append(error),
+    )
+    return copy, lost
+
+
+async def test_a_lost_copy_is_enough_for_nobody() -> None:
+    """Who waits for something of a copy that is lost is told, also where it has come true just before."""
+    copy, _ = followed()
+    copy._end(GoneError("its place is gone"))
+    with pytest.raises(GoneError, match="its place"):
+        await copy.wait_until(lambda: True)
+    await copy.close()
+
+
+async def test_what_is_shown_in_a_thread_is_shown_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled audit does not let the next records in while its thread still shows the ones before."""
+    copy, _ = followed()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def advance() -> bool:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+        return False
+
+    monkeypatch.setattr(copy.generation, "advance", advance)
+
+    async def hold() -> None:
+        async with copy.held():
+            pass
+
+    holding = asyncio.create_task(hold())
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    for _ in range(2):  # a deadline, and then the replica's end
+        holding.cancel()
+        await asyncio.sleep(0)
+    assert not holding.done() and copy._taking.locked()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert not copy._taking.locked()
+    await copy.close()
+
+
+async def test_a_failure_behind_an_audit_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be applied when holding ends is as fatal as anywhere else: another copy is begun."""
+    copy, lost = followed()
+
+    def fail() -> bool:
+        raise StorageError("the disk is on fire")
+
+    monkeypatch.setattr(copy.generation, "advance", fail)
+    with pytest.raises(StorageError):
+        async with copy.held():
+            pass
+    assert [str(error) for error in lost] == ["the disk is on fire"] and copy.lost is lost[0]
+    await copy.close()
+
+
+async def test_by_step_what_is_held_is_not_waited_for() -> None:
+    """Rows that cannot be shown before a record are told at once: they may fill the memory that the record needs."""
+    copy, _ = followed("step", max_pending_bytes=1)
+    tail = copy.generation.tails[0]
+    async with asyncio.timeout(WAIT_S), copy.held():
+        tail.pending.append(Change(1, 1, 1, 0, cast("Any", ("rows",)), False, None, 100))
+        tail.seq, tail.pending_bytes = 1, 100
+        assert copy.generation.is_waiting(0, 1)
+        assert not await copy.show_up_to([2])
+        tail.pending.clear()
+    await copy.close()

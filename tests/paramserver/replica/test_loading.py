@@ -1,0 +1,112 @@
+"""How a copy begins from a running server: what is asked of the shards, and in which order; the server is made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.replica import loading
+from headrace.paramserver.replica.loading import load_live
+from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.schemas.errors import GoneError, UnavailableError
+from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="t", num_rows=40, dim=1, dtype=DType.FLOAT32)
+
+
+class Server:
+    """One shard that tells what it was asked; a read takes ten seconds of a clock that does not run by itself."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.now_s = 0.0
+        self.removed_at_s = float("inf")
+        self.links = [
+            SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=self.fetch, address="nowhere")
+        ]
+
+    async def status(self) -> list[Any]:
+        table = SimpleNamespace(spec=spec_to_idl(SPEC))
+        return [SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=[])]
+
+    async def fetch(self, request: Any) -> Any:
+        if self.now_s >= self.removed_at_s:
+            raise GoneError("the log begins at seq 100")
+        self.asked.append((request.from_seq, request.follower, request.lease_ms, request.wait_ms, request.max_bytes))
+        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
+
+    async def get(self, fqn: str, ids: Any, *, with_versions: bool) -> Any:
+        self.asked.append(int(ids[0]))
+        self.now_s += 10
+        none = np.zeros(ids.size, np.int64)
+        return SimpleNamespace(
+            weights=np.zeros((ids.size, 1), np.float32), presence=none.astype(np.uint8), epochs=none, steps=none
+        )
+
+    def load(self, name: str | None) -> None:
+        asyncio.run(
+            load_live(
+                cast("Any", self),
+                is_by_step=False,
+                make_table=MemoryTable,
+                name=name,
+                lease_s=60,
+                monotonic_s=lambda: self.now_s,
+            )
+        )
+
+
+@pytest.fixture(autouse=True)
+def _ten_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 10)
+
+
+def test_the_log_is_kept_while_rows_are_read() -> None:
+    """A named replica holds the log back from before its first read on, and renews that in time."""
+    server = Server()
+    server.load("replica-1")
+    lease = (8, "replica-1", 60_000, 0, 1)
+    assert server.asked == [lease, 0, 10, lease, 20, 30]
+
+
+def test_without_a_name_nothing_is_kept() -> None:
+    """A replica that did not give a name is known to nobody."""
+    server = Server()
+    server.load(None)
+    assert server.asked == [0, 10, 20, 30]
+
+
+def test_a_log_that_has_gone_ends_the_reading() -> None:
+    """No more rows are read when they could not be followed from any more."""
+    server = Server()
+    server.removed_at_s = 20.0
+    with pytest.raises(GoneError):
+        server.load("replica-1")
+    assert server.asked[1:] == [0, 10]
+
+
+def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
+    """The thread that loads looks every some rows whether it still should: nothing else can stop it."""
+    layout = RecordLayout(SPEC, SPEC.whole)
+    taken: list[int] = []
+
+    def rows(fqn: str) -> Iterator[Any]:
+        for first in range(0, 40, 10):
+            taken.append(first)
+            yield np.arange(first, first + 10), np.zeros(10, layout.dtype)
+
+    def check() -> None:
+        if len(taken) == 2:
+            raise UnavailableError("the replica's copy is closed")
+
+    table = MemoryTable(SPEC)
+    with pytest.raises(UnavailableError):
+        loading._load_table(cast("Any", SimpleNamespace(rows=rows)), table, check)
+    assert taken == [0, 10] and table.num_present == 10

@@ -1,0 +1,143 @@
+"""Calls into a loop on another thread: deadlines, closing amid them, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.paramserver.replica.loop_thread import LoopThread
+from headrace.schemas.errors import StorageError, UnavailableError
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("test-loop", owner="the thing")
+    yield thread
+    thread.close(_nothing, WAIT_S)
+    assert not any(other.name == "test-loop" for other in threading.enumerate())
+
+
+async def _nothing() -> None:
+    pass
+
+
+def test_results_and_errors_come_back(thread: LoopThread) -> None:
+    """A call returns what its coroutine returns, raises what it raises, and says in words that it was late."""
+
+    async def answer() -> int:
+        return 42
+
+    async def fail() -> None:
+        raise StorageError("full")
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    assert thread.run(answer(), late="?") == 42
+    with pytest.raises(StorageError, match="full"):
+        thread.run(fail(), late="?")
+    with pytest.raises(UnavailableError, match="it took too long"):
+        thread.run(never(), late="it took too long", timeout_s=0.001)
+
+
+def test_closing_ends_the_calls_that_wait(thread: LoopThread) -> None:
+    """Who waits for a call is told when everything is closed meanwhile, and its coroutine is cancelled before."""
+    order: list[str] = []
+    has_begun = threading.Event()
+
+    async def never() -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            order.append("cancelled")
+
+    def call() -> None:
+        try:
+            thread.run(never(), late="?")
+        except UnavailableError as exc:
+            order.append(str(exc))
+
+    async def end() -> None:
+        order.append("end")
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert has_begun.wait(WAIT_S)
+    thread.close(end, WAIT_S)
+    caller.join(WAIT_S)
+    assert not caller.is_alive()
+    assert sorted(order) == ["cancelled", "end", "the thing was closed meanwhile"]
+    assert order.index("cancelled") < order.index("end")
+    with pytest.raises(UnavailableError, match="the thing is closed"):
+        thread.run(never(), late="?")
+
+
+def test_an_end_that_fails_or_hangs_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever becomes of the last coroutine, the thread is gone."""
+
+    async def fail() -> None:
+        raise StorageError("full")
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    thread = LoopThread("test-loop", owner="the thing")
+    with pytest.raises(StorageError, match="full"):
+        thread.close(fail, WAIT_S)
+    thread.close(fail, WAIT_S)
+    thread = LoopThread("test-loop", owner="the thing")
+    thread.close(never, 0.01)
+    assert "the thing has not closed" in caplog.text
+    assert not any(other.name == "test-loop" for other in threading.enumerate())
+
+
+def test_an_interrupted_wait_cancels_the_call(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a call ends the call: nothing is changed behind the back of who has given up."""
+    is_cancelled = threading.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    schedule = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: object) -> object:
+        future = schedule(*args)  # type: ignore[arg-type]
+
+        def result() -> None:
+            raise KeyboardInterrupt
+
+        future.result = result  # type: ignore[assignment,method-assign]
+        return future
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            thread.run(never(), late="?")
+    assert is_cancelled.wait(WAIT_S)
+
+
+def test_a_forked_child_is_told(thread: LoopThread) -> None:
+    """A child has no such thread: its calls raise at once, and closing leaves the parent's alone."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            try:
+                thread.run(_nothing(), late="?")
+            except UnavailableError as exc:
+                code = 0 if "forked child" in str(exc) else 2
+            thread.close(_nothing, WAIT_S)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert thread.run(_nothing(), late="?") is None
