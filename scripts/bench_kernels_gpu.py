@@ -11,17 +11,21 @@ from typing import Any, Final
 
 import torch
 
-from headrace.kernels.bitmap import make_bitmap, mark_dirty, take_dirty
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
 from headrace.kernels.bucketize import block_bucketize
+from headrace.kernels.cut_plan import CutPlan, CutTable
+from headrace.kernels.dirty_cut import cut_dirty
 from headrace.kernels.quantize import dequantize, quantize
 from headrace.kernels.row_digests import row_digests
 from headrace.kernels.row_packing import layout_of, pack_rows, unpack_rows
 from headrace.scripts.bench_rows import median
+from headrace.scripts.bench_step_gpu import step_time_ratio
 
 __all__ = ["GPU_FIGURES", "measure_gpu"]
 
 _NUM_ROWS = 100_000_000
 _TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
+_NUM_TABLES, _NUM_SHARDS = 26, 8
 _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
 _WARM_UPS = 3
 _WAIT_CYCLES = 2_000_000
@@ -40,6 +44,9 @@ GPU_FIGURES: Final = (
     "quantize_int8_share",
     "dequantize_int8_share",
     "pack_and_d2h_share_of_d2h",
+    "cut_dirty_share",
+    "cut_vs_unique",
+    "step_time_ratio_gpu",
 )
 """What `measure_gpu` returns; without a GPU each of them is null."""
 
@@ -86,6 +93,8 @@ def measure_gpu(device: torch.device, num_rounds: int) -> dict[str, Any]:
         share(rows_bytes + codes.numel(), lambda: quantize(values, "int8")),
         share(rows_bytes + codes.numel(), lambda: dequantize(codes, "int8", _DIM)),
         size_bytes / d2h_rate / _seconds(pack_and_copy, num_rounds),
+        *_cut_figures(weights, generator, copy_rate, num_rounds),
+        step_time_ratio(device, num_rounds),
     )
     return dict(zip(GPU_FIGURES, figures, strict=True))
 
@@ -115,6 +124,51 @@ def _bitmap_figures(
     mark_s = _seconds(lambda: mark_dirty(bitmap, ids), num_rounds, before=lambda: bitmap.zero_())
     take_s = _seconds(lambda: take_dirty(bitmap, _NUM_IDS), num_rounds, before=refill)
     return _NUM_IDS / mark_s, (2 * bitmap.numel() * 8 + 8 * num_dirty) / copy_rate / take_s
+
+
+def _cut_figures(
+    weights: torch.Tensor, generator: torch.Generator, copy_rate: float, num_rounds: int
+) -> tuple[float, float]:
+    """Return (share of a cut; marks and a cut: how often as fast as `torch.unique` and `index_select` per table)."""
+    device, rows, num_ids = weights.device, weights.shape[0] // _NUM_TABLES, _NUM_IDS // _NUM_TABLES
+    of_tables = torch.split(weights, rows)[:_NUM_TABLES]
+    slots = -(-rows // 64) * 64
+    plan = CutPlan(
+        [
+            CutTable(first_slot=number * slots, num_rows=rows, row_offset=0, seed=number, columns=(columns,))
+            for number, columns in enumerate(of_tables)
+        ],
+        _NUM_SHARDS,
+    )
+    ids = torch.randint(0, rows, (_NUM_TABLES, num_ids), device=device, generator=generator)
+    numbers = torch.arange(_NUM_TABLES, device=device)
+    features = torch.arange(_NUM_TABLES + 1, device=device) * num_ids, numbers * slots, torch.full_like(numbers, rows)
+    bitmap, cursor = make_bitmap(plan.end_slot, device), torch.zeros(1, dtype=torch.int64, device=device)
+    out_bytes = sum(table.packed_bytes(num_ids) for table in plan.tables) + plan.min_out_bytes
+    out = torch.empty(out_bytes, dtype=torch.uint8, device=device)
+    header = torch.empty(plan.header_words, dtype=torch.int64, device=device)
+
+    def mark() -> None:
+        mark_dirty_features(bitmap, ids.view(-1), *features)
+
+    def cut() -> None:
+        cut_dirty(bitmap, cursor, plan, out, header)
+
+    def mark_and_cut() -> None:
+        mark()
+        cut()
+
+    def unique_and_select() -> None:
+        for table, table_ids in zip(of_tables, ids, strict=True):
+            table.index_select(0, torch.unique(table_ids))
+
+    cut_s = _seconds(cut, num_rounds, before=mark)
+    # The bitmap and the rows, with their ids, read and written.
+    num_bytes = 2 * bitmap.numel() * 8 + 2 * int(header[0])
+    return (
+        num_bytes / copy_rate / cut_s,
+        _seconds(unique_and_select, num_rounds) / _seconds(mark_and_cut, num_rounds),
+    )
 
 
 def _seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[], object] = lambda: None) -> float:

@@ -32,7 +32,8 @@ class StreamerConfig:
 
     Memory, at most: one bit a row of each streamed table, 2 × `staging_bytes`, and some KiB a message in flight. Of a
     table with virtual ids, up to 16 bytes for each row that has changed and not been sent. For rows that were evicted
-    and not used since, up to 32 bytes each. Disk: nothing, or `spool_bytes` under the policy `spool`.
+    and not used since, up to 32 bytes each. With `device_pipeline` 2 × `staging_bytes` of pinned memory more, and as
+    much on the device. Disk: nothing, or `spool_bytes` under the policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -203,6 +204,13 @@ class StreamerConfig:
         kind=Kind.PATH,
         help="With `tls`: PEM file with the key of `tls_certificate`.",
     )
+    device_pipeline: bool = setting(
+        False,
+        kind=Kind.SWITCH,
+        help="Mark, cut and pack rows of tables on a CUDA device there, and copy them to the host aside: no step waits "
+        "for the device. Takes 2 × `staging_bytes` of its memory, and as much pinned memory. Off because it has "
+        "never run on a GPU; what it cannot do is gathered by the host, and the log says so.",
+    )
     non_finite: str = setting(
         "accept",
         kind=Kind.CHOICE,
@@ -238,4 +246,4 @@ class StreamerConfig:
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"{name!r} is no setting" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
         environ = os.environ if environ is None else environ
-        return merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file)
+        return merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file, flag=str)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.dirty_ids import DirtyIds, DirtySet
+from headrace.kernels.dirty_ids import DirtyIds
+from headrace.streamer.device_dirty_rows import TableDirtySet
 
 __all__ = ["DeletedRows"]
 
@@ -30,7 +31,7 @@ class DeletedRows:
         self._pending = DirtyIds(num_rows)
         self._deleted = DirtyIds(num_rows) if is_lasting else None
 
-    def add(self, row_ids: torch.Tensor, dirty: DirtySet) -> None:
+    def add(self, row_ids: torch.Tensor, dirty: TableDirtySet) -> None:
         """Have rows deleted, and what they had to send forgotten.
 
         Args:
@@ -42,7 +43,7 @@ class DeletedRows:
         if self._deleted is not None:
             self._deleted.mark(row_ids)
 
-    def take(self, max_rows: int, dirty: DirtySet) -> torch.Tensor:
+    def take(self, max_rows: int, dirty: TableDirtySet) -> torch.Tensor:
         """Remove and return rows to delete; those that are dirty again are alive, and left out for good.
 
         Args:
@@ -64,7 +65,7 @@ class DeletedRows:
         if self._deleted is not None and not self._deleted.is_empty:
             self._deleted.discard(row_ids)
 
-    def unused(self, dirty: DirtySet) -> torch.Tensor:
+    def unused(self, dirty: TableDirtySet) -> torch.Tensor:
         """Return the rows that were evicted and not used since, int64[n] on the CPU, ascending.
 
         Of a table that forgets them once they are deleted, those whose deletion has not been taken.
@@ -72,6 +73,11 @@ class DeletedRows:
         held = self._pending if self._deleted is None else self._deleted
         row_ids = torch.cat([torch.empty(0, dtype=torch.int64), *held.parts()])
         return row_ids[~dirty.contains(row_ids)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is evicted: none has to be deleted, and all that were are used again."""
+        return self._pending.is_empty and (self._deleted is None or self._deleted.is_empty)
 
     @property
     def is_pending(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -67,9 +68,13 @@ class Delivery:
             pool=pool,
             submit=self.sender.submit,
             describe_delay=self.sender.describe_delay,
+            withdraw=self.sender.withdraw,
         )
         # Runs when nobody refers to the streamer any more (its hooks do, as long as the model lives), or at exit.
-        self._finalizer = weakref.finalize(self, _abandon, self.sender, os.getpid())
+        # It must not hold the flusher, whose tables hold the model.
+        self._finalizer = weakref.finalize(
+            self, _abandon, self.writer.run, self.sender, weakref.ref(self.flusher), os.getpid()
+        )
 
     def add_tables(self, tables: list[TappedTable]) -> None:
         """Register tables on all shards, and deliver their rows from now on.
@@ -126,10 +131,18 @@ class Delivery:
                     return
         except UnavailableError as exc:
             self.raise_failure()
-            raise UnavailableError(f"flush within {timeout_s:g} s: {exc}") from exc
+            raise UnavailableError(f"flush within {format_seconds(timeout_s)}: {exc}") from exc
         except HeadraceError:
             self.raise_failure()
             raise
+
+    def settle(self) -> None:
+        """Wait until no flush is on its way from a device; those that are with the sender are not waited for.
+
+        Raises:
+            UnavailableError: The device is not done within `flush_timeout_s`.
+        """
+        self.flusher.settle(self._config.flush_timeout_s)
 
     def raise_failure(self) -> None:
         """Raise what has ended streaming. An outage under `block`, or a NaN, has not: the next step tries again."""
@@ -145,13 +158,14 @@ class Delivery:
         return self.sender.stats(step=step, num_dirty_rows=self.flusher.num_dirty_rows, failure=self.failure)
 
     def stop(self, *, is_child: bool) -> None:
-        """End the sender's thread; what is not durable stays undelivered. Idempotent.
+        """End the sender's thread; what is not durable stays undelivered, and is said once. Idempotent.
 
         Args:
             is_child: This is a forked child, which has no such thread.
         """
-        self._finalizer.detach()
-        if not is_child:
+        if self._finalizer.detach() is not None and not is_child:
+            if self.failure is None:
+                _tell_what_is_left(f"the streamer of run {self.writer.run!r} was closed", self.sender, self.flusher)
             self.sender.stop(_STOP_TIMEOUT_S)
 
     def _heed_new_store(self) -> None:
@@ -166,15 +180,22 @@ def _specs_of(tables: list[TappedTable]) -> list[TableSpec]:
     return list({table.spec.fqn: table.spec for table in tables}.values())
 
 
-def _abandon(sender: Sender, pid: int) -> None:
+def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:
     """End the thread of a streamer that was never closed; must not hold up the interpreter's exit."""
     if os.getpid() != pid:
         return
-    stats = sender.stats()
-    if stats.num_inflight_flushes:
-        _log.warning(
-            "a streamer was not closed: %d flushes (%.1f MiB) may not have been delivered",
-            stats.num_inflight_flushes,
-            stats.inflight_bytes / 2**20,
-        )
+    _tell_what_is_left(f"the streamer of run {run!r} was never closed", sender, flusher())
     sender.stop(1.0)
+
+
+def _tell_what_is_left(what: str, sender: Sender, flusher: Flusher | None) -> None:
+    """Log what an end of streaming leaves undelivered, if anything."""
+    stats = sender.stats()
+    left = []
+    if flusher is not None and (num_rows := flusher.num_dirty_rows):
+        left.append(f"{num_rows} rows that had changed were not sent")
+    if stats.num_inflight_flushes:
+        size_mib = stats.inflight_bytes / 2**20
+        left.append(f"{stats.num_inflight_flushes} flushes ({size_mib:.1f} MiB) may not have been delivered")
+    if left:
+        _log.warning("%s: %s", what, ", ".join(left))

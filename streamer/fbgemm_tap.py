@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.streamer.device_dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.model_tree import is_a
 from headrace.streamer.module_hook import ModuleHook
 from headrace.streamer.row_identities import RowIdentities
@@ -113,6 +114,7 @@ class FbgemmTap:
         feature_table_map: list[int] = list(module.feature_table_map)
         self._features = list(_feature_runs(feature_table_map))
         self._num_features = len(feature_table_map)
+        self._device = _DeviceFeatures(self._by_index, feature_table_map)
         self._seen = self._values.snapshot()
         self._handle: RemovableHandle | None = self._module.register_forward_hook(ModuleHook(self._after_forward))
 
@@ -193,14 +195,64 @@ class FbgemmTap:
         """
         if batch_offsets is None:
             num_bags = (offsets.numel() - 1) // self._num_features
-            starts = offsets[::num_bags].tolist() if num_bags else [0] * (self._num_features + 1)
+            at = offsets[::num_bags] if num_bags else offsets.new_zeros(self._num_features + 1)
         else:
-            starts = offsets[batch_offsets.to(torch.int64)].tolist()
+            at = offsets[batch_offsets.to(torch.int64)]
+        if self._device.mark(indices, at):
+            self._note_update()
+            return
+        starts = at.tolist()
         for index, first, end in self._features:
             table = self._by_index[index]
-            if table is not None:
+            if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
                 table.dirty.mark(indices[starts[first] : starts[end]])
         self._note_update()
+
+
+class _DeviceFeatures:
+    """The features of a module whose tables' changed rows are marked on a device, by one kernel for all of them."""
+
+    def __init__(self, by_index: list[TappedTable | None], feature_table_map: list[int]) -> None:
+        self._by_feature = [by_index[index] for index in feature_table_map]
+        self._has_moved = False
+        for table in self._by_feature:
+            if table is not None:
+                table.on_move = self._note_move
+        self._bitmap: DeviceBitmap | None = None
+        self._marks_all = False
+        self._first_slots = self._num_rows = torch.empty(0, dtype=torch.int64)
+
+    def mark(self, indices: torch.Tensor, starts: torch.Tensor) -> bool:
+        """Mark the rows of tables on a device, without waiting for it; return whether these were all.
+
+        Args:
+            indices: Local row ids, feature after feature.
+            starts: int[features + 1], where each feature's begin.
+        """
+        if self._has_moved:
+            self._look()
+        if self._bitmap is not None:
+            self._bitmap.mark_features(indices, starts, self._first_slots, self._num_rows)
+        return self._marks_all
+
+    def _note_move(self) -> None:
+        self._has_moved = True
+
+    def _look(self) -> None:
+        self._has_moved = False
+        sets = [None if table is None else table.dirty for table in self._by_feature]
+        on_device = [each if isinstance(each, DeviceDirtyRows) else None for each in sets]
+        self._bitmap = next((each.bitmap for each in on_device if each is not None), None)
+        self._marks_all = self._bitmap is not None and all(
+            each is not None or table is None or not table.num_local_rows
+            for each, table in zip(on_device, self._by_feature, strict=True)
+        )
+        if self._bitmap is not None:
+            device = self._bitmap.runtime.device
+            slots = [-1 if each is None else each.first_slot for each in on_device]
+            self._first_slots = torch.tensor(slots, dtype=torch.int64, device=device)
+            num_rows = [0 if each is None else each.num_rows for each in on_device]
+            self._num_rows = torch.tensor(num_rows, dtype=torch.int64, device=device)
 
 
 class _Values:

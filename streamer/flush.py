@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import ColumnShard, DType, StateSpec, TableSpec
 from headrace.streamer.staging import StagingBuffer
 
-__all__ = ["Column", "Flush", "FlushedDeletions", "FlushedTable", "Message", "StepMark", "TableFormat"]
+__all__ = ["Column", "Flush", "FlushedDeletions", "FlushedTable", "Message", "Pending", "StepMark", "TableFormat"]
 
 # What Thrift's headers, numbers and lengths take, with a margin; names come on top.
 _MESSAGE_BYTES = 256
@@ -213,6 +213,16 @@ class Message:
     size_bytes: int
 
 
+class Pending(Protocol):
+    """What of a flush is still on its way from a device: `device_cut.DeviceCut`."""
+
+    def complete(self, flush: Flush) -> Flush | None:
+        """Wait for it and return the whole flush; None when the flush comes to nothing, its buffer too."""
+
+    def abandon(self) -> None:
+        """Say that nobody will complete the flush."""
+
+
 @dataclass(slots=True)
 class Flush:
     """What one flush carries.
@@ -228,6 +238,9 @@ class Flush:
         staging: Holds the columns; None once they lie elsewhere. A flush without rows has a buffer too: that bounds how
             many there are.
         generation: How often all rows had been marked for a new store; see `ShardChannel`.
+        pending: What has to come first; till then tables, mark and numbers are those of the host's half. None when all
+            is here.
+        is_taken: It is the sender's, and so is the staging buffer.
     """
 
     step: int
@@ -239,6 +252,8 @@ class Flush:
     size_bytes: int
     staging: StagingBuffer | None
     generation: int = 0
+    pending: Pending | None = None
+    is_taken: bool = False
 
     def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
         """Yield what one shard gets, in order; nothing when there are neither rows nor a mark for it.

@@ -16,7 +16,7 @@ from headrace.streamer.row_meta import MAX_META_BYTES
 from headrace.streamer.staging import ALIGNMENT_BYTES, TORCH_DTYPES, StagingBuffer
 from headrace.streamer.tapped_table import TappedTable
 
-__all__ = ["RowGatherer"]
+__all__ = ["RowGatherer", "check_finite", "scalar_bytes"]
 
 _Ids = npt.NDArray[np.int64]
 _DELETION_BYTES = 8
@@ -30,6 +30,7 @@ class RowGatherer:
     Attributes:
         table: The table.
         format: How its rows lie on the wire.
+        seed: Of the hash that deals its rows out to shards.
     """
 
     def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
@@ -42,7 +43,7 @@ class RowGatherer:
         """
         self.table = table
         self.format = TableFormat(table.spec, table.shard)
-        self._seed = table_seed(table.spec.fqn)
+        self.seed = table_seed(table.spec.fqn)
         self._num_shards = num_shards
         self._rejects_non_finite = rejects_non_finite
 
@@ -148,7 +149,7 @@ class RowGatherer:
             weights=Column(weights.data, fmt.shard.width * fmt.spec.dtype.size_bytes),
             states=tuple(states),
             identities=identities,
-            scalars=tuple((name, *_scalar(value)) for name, value in table.scalars().items()),
+            scalars=tuple((name, *scalar_bytes(value)) for name, value in table.scalars().items()),
             runtime_meta=runtime_meta,
         )
 
@@ -162,25 +163,41 @@ class RowGatherer:
         """Return (local ids by shard, where each shard's begin and the last one's end)."""
         if self._num_shards == 1:
             return local_ids, [0, local_ids.size]
-        shards = shards_of_rows(self._seed, local_ids + self.table.row_offset, self._num_shards)
+        shards = shards_of_rows(self.seed, local_ids + self.table.row_offset, self._num_shards)
         # 16 bits: numpy sorts these by radix, several times as fast as 64.
         order = np.argsort(shards.astype(np.uint16), kind="stable")
         ends = np.cumsum(np.bincount(shards, minlength=self._num_shards))
         return local_ids[order], [0, *ends.tolist()]
 
     def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
-        if not self._rejects_non_finite or not values.dtype.is_floating_point:
-            return
-        is_finite = torch.isfinite(values)
-        if not bool(is_finite.all()):
-            first = int((~is_finite.all(dim=1)).nonzero()[0])
-            raise NonFiniteError(
-                f"table {self.format.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
-                "nothing of this flush was sent"
-            )
+        if self._rejects_non_finite:
+            check_finite(self.format, column, values, row_ids)
 
 
-def _scalar(value: torch.Tensor) -> tuple[DType, bytes]:
+def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
+    """Look at every value of a column.
+
+    Args:
+        fmt: The table.
+        column: What it is, for the error.
+        values: `[n, width]` on the CPU.
+        row_ids: int64, n elements, global.
+
+    Raises:
+        NonFiniteError: A value is NaN or Inf.
+    """
+    if not values.dtype.is_floating_point:
+        return
+    is_finite = torch.isfinite(values)
+    if not bool(is_finite.all()):
+        first = int((~is_finite.all(dim=1)).nonzero()[0])
+        raise NonFiniteError(
+            f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
+            "nothing of this flush was sent"
+        )
+
+
+def scalar_bytes(value: torch.Tensor) -> tuple[DType, bytes]:
     """Return the type and the bytes of a tensor of one element."""
     dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)
     return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()

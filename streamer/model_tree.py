@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from headrace.schemas.errors import ConfigError
 
 __all__ = ["Found", "inner_optimizers", "is_a", "named_modules"]
 
@@ -51,7 +53,12 @@ def named_modules(model: nn.Module) -> Iterator[Found]:
     Args:
         model: Any module; `DistributedModelParallel`, `DistributedDataParallel` and compiled modules are looked
             through, at any depth.
+
+    Raises:
+        ConfigError: It is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module, as in attach(model, optimizer)")
     yield from _named_modules(Found("", model), set())
 
 
@@ -85,11 +92,14 @@ def inner_optimizers(
 
     Args:
         optimizers: One or several, wrapped or not.
+
+    Raises:
+        ConfigError: One of them is no optimizer.
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        optimizers = [optimizers]
+    is_one = isinstance(optimizers, torch.optim.Optimizer | nn.Module | Mapping) or not isinstance(optimizers, Iterable)
+    several: Iterable[Any] = [optimizers] if is_one else optimizers  # type: ignore[assignment]
     found: dict[int, torch.optim.Optimizer] = {}
-    for optimizer in optimizers:
+    for optimizer in several:
         for inner in _inner_optimizers(optimizer):
             found.setdefault(id(inner), inner)
     return list(found.values())
@@ -101,5 +111,10 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.
             yield from _inner_optimizers(member)
     elif is_a(optimizer, "KeyedOptimizerWrapper") or is_a(optimizer, "OptimizerWrapper"):
         yield from _inner_optimizers(optimizer._optimizer)  # type: ignore[attr-defined]
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: a {type(optimizer).__name__} is none; give the torch.optim.Optimizer that trains the tables, "
+            "or a list of them, and of a wrapper the one inside"
+        )
     elif not is_a(optimizer, "FusedOptimizer"):
         yield optimizer

@@ -94,6 +94,7 @@ class RawEmbeddingStreamer:
         self._step = 0
         self._given_step: int | None = None
         self._evictor = Evictor()
+        self._inherited: list[str] = []
         self._is_closed = False
         self._is_paused = False
         self._world = world or current_world()
@@ -161,6 +162,9 @@ class RawEmbeddingStreamer:
             if publish == "all":
                 for table in tap.tables:
                     table.mark_all()
+            else:
+                known = self._delivery.store.table_names
+                self._inherited += sorted({table.spec.fqn for table in tap.tables} & known)
 
     def step(self, step: int | None = None) -> None:
         """Declare that a training step is over.
@@ -284,6 +288,7 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
+            self._delivery.settle()
             names = {name for tap in self._taps for name in tap.names}
             return self._evictor.evict(self._tables, fqn, row_ids, names_elsewhere=names)
 
@@ -309,6 +314,7 @@ class RawEmbeddingStreamer:
         a `flush` a resumed run has the least to send.
         """
         with self._lock:
+            self._delivery.settle()
             stats = self.stats()
             return RunState(
                 run=self._delivery.writer.run,
@@ -345,6 +351,8 @@ class RawEmbeddingStreamer:
                 raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {run!r}")
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
+            self._inherited.clear()
+            self._delivery.settle()
             self._step = max(self._step, saved.step)
             if saved.server_ids != self._server_ids:
                 _log.warning("the checkpoint's store was another one: sending every row")
@@ -354,7 +362,7 @@ class RawEmbeddingStreamer:
                 marks_absent = not saved.is_drained or bool(saved.evicted)
                 self._inquiry.mark_what_differs(self._tables, marks_absent=marks_absent, timeout_s=timeout_s)
             self._evictor.evict_again(self._tables, saved.evicted)
-            return flusher.num_dirty_rows
+            return flusher.count_dirty_rows()
 
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
         """Flush, remove every hook, close the connections and end the thread. Idempotent.
@@ -436,13 +444,24 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._end_step()
 
+    def _tell_inherited(self) -> None:
+        """Say once that the store may have rows of a former run that differ from this model's."""
+        names, self._inherited = self._inherited, []
+        _log.warning(
+            "the store had %s before this run: rows there stay as they are until training changes them here; attach "
+            "with publish='all' to send every row, or call load_state_dict to send those that differ",
+            ", ".join(names[:4]) + (f" and {len(names) - 4} more tables" if len(names) > 4 else ""),
+        )
+
     def _end_step(self) -> None:
+        if self._inherited:
+            self._tell_inherited()
         self._step = self._step + 1 if self._given_step is None else self._given_step
         self._delivery.on_step(self._step, is_paused=self._is_paused)
 
     @property
     def _server_ids(self) -> tuple[str, ...]:
-        return tuple(shard.server_id for shard in self._delivery.store.shards)
+        return self._delivery.sender.server_ids
 
     def _check_usable(self, *, passes_failure: bool = False) -> None:
         if self._is_closed:

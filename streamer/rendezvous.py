@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.security import Token
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import TableSpec
@@ -96,10 +97,12 @@ class Store:
     Attributes:
         shards: In their order.
         highest_epoch: Highest epoch that any shard has seen.
+        table_names: Tables that were registered when it was found.
     """
 
     shards: tuple[StoreShard, ...]
     highest_epoch: int
+    table_names: frozenset[str] = frozenset()
 
     @property
     def max_frame_bytes(self) -> int:
@@ -224,7 +227,7 @@ async def _until_answered(
                 await asyncio.sleep(backoff.next_s())
     except TimeoutError:
         reason = f" ({last_error})" if last_error else ""
-        raise UnavailableError(f"{what} within {timeout_s:g} s{reason}{advice}") from last_error
+        raise UnavailableError(f"{what} within {format_seconds(timeout_s)}{reason}{advice}") from last_error
 
 
 async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Store:
@@ -249,7 +252,11 @@ async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Stor
     for shard, reply in zip(shards, replies, strict=True):
         if reply.shard != shard.shard or len(reply.shards) != len(shards):
             raise StorageError(f"{shard} says that it is shard {reply.shard} of {len(reply.shards)}")
-    return Store(shards=shards, highest_epoch=max(reply.highest_epoch for reply in replies))
+    return Store(
+        shards=shards,
+        highest_epoch=max(reply.highest_epoch for reply in replies),
+        table_names=frozenset(table.fqn for reply in replies for table in reply.tables),
+    )
 
 
 async def _hello(host: str, port: int, request: Any, connect: Connect) -> Any:

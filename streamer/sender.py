@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.paramserver.client import ParamServerClient
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
@@ -76,6 +77,9 @@ class Sender:
         self._changed = threading.Condition()
         self._outstanding: deque[_Outstanding] = deque()
         self._unspooled: deque[_Outstanding] = deque()
+        # Once a flush was incomplete all go this way, in their order.
+        self._incomplete: deque[_Outstanding] = deque()
+        self._incomplete_wake: asyncio.Event | None = None
         self._error: HeadraceError | None = None
         self._is_stopping = False
         self._num_flushes = self._num_rows = self._inflight_bytes = 0
@@ -93,6 +97,11 @@ class Sender:
     def error(self) -> HeadraceError | None:
         """What has ended streaming for good."""
         return self._error
+
+    @property
+    def server_ids(self) -> tuple[str, ...]:
+        """Identity of each shard's store, in the order of the shards: another one's, once that has taken its place."""
+        return tuple(channel.server_id for channel in self._channels)
 
     @property
     def generation(self) -> int:
@@ -166,6 +175,22 @@ class Sender:
             self._inflight_bytes += flush.size_bytes
         # If the loop ends between the check and here, this raises; then the trainer is ending too.
         loop.call_soon_threadsafe(self._accept, entry)
+
+    def withdraw(self, flush: Flush) -> bool:
+        """Take back a flush whose `submit` was interrupted (Ctrl-C); return False when it is on its way already.
+
+        Then it will be delivered, and its staging buffer is not the caller's.
+        """
+        with self._changed:
+            if flush.is_taken:
+                return False
+            for entry in self._outstanding:
+                if entry.flush is flush:
+                    self._outstanding.remove(entry)
+                    self._inflight_bytes -= flush.size_bytes
+                    break
+            self._changed.notify_all()
+        return True
 
     def deletions_on_their_way(self) -> dict[str, list[int]]:
         """Return, by fqn, the global ids of rows whose deletion is handed over and not durable on every shard."""
@@ -267,7 +292,7 @@ class Sender:
         try:
             return future.result()
         except TimeoutError as exc:
-            raise UnavailableError(f"the parameter server has not answered within {timeout_s:g} s") from exc
+            raise UnavailableError(f"the parameter server has not answered within {format_seconds(timeout_s)}") from exc
         finally:
             future.cancel()  # without effect when it is done; matters when an interrupt ends the wait
 
@@ -332,12 +357,63 @@ class Sender:
             error = exc
         with self._changed:
             self._error = self._error or error
+            incomplete = [entry.flush.pending for entry in self._outstanding if entry.flush.pending is not None]
             self._changed.notify_all()
         self._pool.close()
         for task in self._tasks:
             task.cancel()
+        for pending in incomplete:
+            pending.abandon()
 
     def _accept(self, entry: _Outstanding) -> None:
+        with self._changed:
+            if entry not in self._outstanding:
+                return  # withdrawn
+            entry.flush.is_taken = True
+        if entry.flush.pending is not None and self._error is not None:
+            entry.flush.pending.abandon()  # streaming has ended while it was submitted
+            return
+        if entry.flush.pending is not None and self._incomplete_wake is None:
+            self._incomplete_wake = asyncio.Event()
+            self._tasks.append(asyncio.create_task(self._run_completion(self._incomplete_wake)))
+        if self._incomplete_wake is None:
+            self._pass_on(entry)
+        else:
+            self._incomplete.append(entry)
+            self._incomplete_wake.set()
+
+    async def _run_completion(self, wake: asyncio.Event) -> None:
+        """Wait for what of the flushes is on its way from a device, in order."""
+        try:
+            while True:
+                while not self._incomplete:
+                    wake.clear()
+                    await wake.wait()
+                entry = self._incomplete.popleft()
+                if await self._complete(entry):
+                    self._pass_on(entry)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as exc:
+            self._fail(exc)
+
+    async def _complete(self, entry: _Outstanding) -> bool:
+        """Return whether a flush is whole; else it has come to nothing, and its owner takes its buffer back."""
+        flush = entry.flush
+        if flush.pending is None:
+            return True
+        completed = await asyncio.to_thread(flush.pending.complete, flush)
+        with self._changed:
+            self._inflight_bytes -= flush.size_bytes
+            if completed is None:
+                self._outstanding.remove(entry)
+            else:
+                entry.flush = completed
+                self._inflight_bytes += completed.size_bytes
+            self._changed.notify_all()
+        return completed is not None
+
+    def _pass_on(self, entry: _Outstanding) -> None:
         if self._spool is None or self._spool_wake is None:
             self._enqueue(entry)
         else:
@@ -350,15 +426,20 @@ class Sender:
 
     async def _run_spool(self, spool: Spool, wake: asyncio.Event) -> None:
         """Move flushes that would wait for others to disk, in order."""
-        while True:
-            while not self._unspooled:
-                wake.clear()
-                await wake.wait()
-            entry = self._unspooled.popleft()
-            # The only one there is goes out from memory: as long as the server keeps up, nothing is written.
-            if len(self._outstanding) > 1:
-                await self._spool_one(spool, entry)
-            self._enqueue(entry)
+        try:
+            while True:
+                while not self._unspooled:
+                    wake.clear()
+                    await wake.wait()
+                entry = self._unspooled.popleft()
+                # The only one there is goes out from memory: as long as the server keeps up, nothing is written.
+                if len(self._outstanding) > 1:
+                    await self._spool_one(spool, entry)
+                self._enqueue(entry)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as exc:
+            self._fail(exc)
 
     async def _spool_one(self, spool: Spool, entry: _Outstanding) -> None:
         try:

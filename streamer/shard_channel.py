@@ -65,6 +65,7 @@ class ShardChannel:
 
     Attributes:
         shard: Which shard, and where it is.
+        server_id: Identity of the store that it delivers to.
         acked_seq: Last batch that is durable, with all before it.
         num_reconnects: Connections made after the first.
         is_connected: A session is open now.
@@ -95,6 +96,7 @@ class ShardChannel:
                 all rows sent again, and returns the `Flush.generation` from which on flushes know of it.
         """
         self.shard = shard
+        self.server_id = shard.server_id
         self.acked_seq = 0
         self.num_reconnects = 0
         self.is_connected = False
@@ -103,7 +105,6 @@ class ShardChannel:
         self._on_durable, self._on_new_store = on_durable, on_new_store
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
-        self._server_id = shard.server_id
         self._names_bytes = len(writer.run.encode()) + len(writer.client.encode())
         self._deliveries: deque[_Delivery] = deque()
         self._unacked: deque[_Batch] = deque()  # the first `_num_sent` of them are sent on this connection
@@ -197,7 +198,7 @@ class ShardChannel:
                 "the server was set up anew; restart the trainer"
             )
         durable_seq = reply.last_client_seq
-        if reply.server_id != self._server_id:
+        if reply.server_id != self.server_id:
             self._begin_anew(reply.server_id, durable_seq)
         if durable_seq < self.acked_seq:
             raise StorageError(
@@ -217,11 +218,11 @@ class ShardChannel:
         """Go on with an empty store in the place of the old one."""
         if self._config.on_new_store != "resync" or durable_seq:
             raise StorageError(
-                f"{self.shard} is another store than before ({server_id}, was {self._server_id}): what was acked is "
+                f"{self.shard} is another store than before ({server_id}, was {self.server_id}): what was acked is "
                 "not there; restart the trainer, or set on_new_store to resync to send every row again"
             )
         _log.warning("%s is another store than before: sending every row again", self.shard)
-        self._server_id = server_id
+        self.server_id = server_id
         self._generation = self._on_new_store()
         self.acked_seq = self._last_sent_seq = 0
         self._next_seq = 1

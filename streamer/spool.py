@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import tempfile
 import threading
 from pathlib import Path
@@ -18,9 +19,10 @@ from headrace.streamer.flush import Column, Flush, FlushedDeletions, FlushedTabl
 __all__ = ["Spool"]
 
 # The least that a flush is charged, and how many there may be: each has a mapping and some KiB of memory, and a process
-# may have 65 530 mappings.
+# may have 65 530 mappings. Python keeps a file descriptor with each, of which the trainer needs most for itself.
 _MIN_BYTES = mmap.PAGESIZE
 _MAX_FLUSHES = 1024
+_SHARE_OF_DESCRIPTORS = 4
 
 
 class Spool:
@@ -44,6 +46,10 @@ class Spool:
         """
         self._directory, self._max_bytes = directory, max_bytes
         self._lock = threading.Lock()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_flushes = _MAX_FLUSHES
+        if descriptors != resource.RLIM_INFINITY:
+            self._max_flushes = min(_MAX_FLUSHES, max(1, descriptors // _SHARE_OF_DESCRIPTORS))
         self._num_flushes = 0
         self.used_bytes = 0
         try:
@@ -61,7 +67,7 @@ class Spool:
         """
         size_bytes = self._charge_of(flush)
         with self._lock:
-            if self._num_flushes >= _MAX_FLUSHES or self.used_bytes + size_bytes > self._max_bytes:
+            if self._num_flushes >= self._max_flushes or self.used_bytes + size_bytes > self._max_bytes:
                 return None
             self._num_flushes += 1
             self.used_bytes += size_bytes

@@ -15,7 +15,8 @@ class StreamerStats:
     Attributes:
         step: Last step boundary.
         acked_step: Last step of which every change is durable on every shard; -1 before the first.
-        num_dirty_rows: Rows that have changed and are not in any flush yet.
+        num_dirty_rows: Rows that have changed and are not in any flush yet; with `device_pipeline`, of tables on a
+            device, those that the last flush has left, and one more if rows have changed since.
         num_inflight_flushes: Flushes that are handed over and not durable on every shard.
         inflight_bytes: Their rows, bytes.
         spooled_bytes: What of it lies in the spool, bytes on disk.

@@ -60,8 +60,9 @@ class StepBoundary:
         optimizers = list(optimizers)
         self._num_optimizers = len(optimizers)
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            # Not to be traced where the step is compiled.
+            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))  # type: ignore[no-untyped-call]
+            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))  # type: ignore[no-untyped-call]
         if not optimizers:
             self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
 

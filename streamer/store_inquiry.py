@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.security import Token
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
@@ -96,4 +97,5 @@ class StoreInquiry:
             try:
                 return pool.submit(asyncio.run, run()).result()
             except TimeoutError as exc:
-                raise UnavailableError(f"the store has not been compared within {timeout_s:g} s") from exc
+                assert timeout_s is not None
+                raise UnavailableError(f"the store has not been compared within {format_seconds(timeout_s)}") from exc

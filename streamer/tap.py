@@ -81,7 +81,7 @@ def tap_model(
 
     Raises:
         ConfigError: A name or a pattern in `tables` is that of no table; the message lists the nearest.
-        UnsupportedModelError: A table cannot be streamed exactly, there are none, or the model has a tap already; on
+        UnsupportedModelError: A table cannot be streamed exactly, there are none, or the model is streamed already; on
             several ranks also when another rank has refused, or two would stream the same rows. No hook is left.
     """
     selection = Selection(tables)
@@ -128,7 +128,8 @@ class _ModelTap:
         for path, module in self._modules:
             if module in _tapped_modules:
                 raise UnsupportedModelError(
-                    f"module {path or type(module).__name__!r} has a tap already: close that one first"
+                    f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: "
+                    f"close() that one first; in a notebook that has lost it, make the model and its optimizer anew"
                 )
         self._boundary: StepBoundary | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []

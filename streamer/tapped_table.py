@@ -8,11 +8,12 @@ from typing import Protocol
 
 import torch
 
-from headrace.kernels.dirty_ids import VIRTUAL_ROWS, DirtyIds, DirtySet, bitmap_bytes, dirty_set
+from headrace.kernels.dirty_ids import VIRTUAL_ROWS, DirtyIds, bitmap_bytes, dirty_set
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.deleted_rows import DeletedRows
+from headrace.streamer.device_dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.row_meta import RowMeta
 
 __all__ = ["DEFAULT_BITMAP_BYTES", "RowIndex", "TablePart", "TappedTable", "dtype_of", "state_spec", "zero_state"]
@@ -75,6 +76,13 @@ class TablePart:
         is_inside = (local_ids >= self.first_row) & (local_ids < self.first_row + self.num_local_rows)
         return local_ids[is_inside] - self.first_row
 
+    def row_ids_or_none(self, local_ids: torch.Tensor) -> torch.Tensor:
+        """Do what `row_ids` does, with -1 for those outside: so nobody has to wait for their number."""
+        if self.num_local_rows is None:
+            return local_ids
+        is_inside = (local_ids >= self.first_row) & (local_ids < self.first_row + self.num_local_rows)
+        return torch.where(is_inside, local_ids - self.first_row, -1)
+
 
 class RowIndex(Protocol):
     """Where the rows of a table with virtual ids lie, in a tensor that holds those that there are now.
@@ -106,9 +114,11 @@ class TappedTable:
         num_local_rows: Rows that this rank has; 0 where `index` tells which there are.
         index: Where rows with virtual ids lie; None where a row's id is its place. With one, local ids are the global
             ones.
-        dirty: Local ids of the rows that changed since they were last taken.
+        dirty: Local ids of the rows that changed since they were last taken; on the table's device where a
+            `DevicePipeline` has it.
         deleted: Rows that were evicted.
         meta: Bytes that travel with rows; None for no such table.
+        on_move: Called when `dirty` is on a device now and was not, or the other way round; None calls nothing.
     """
 
     def __init__(
@@ -148,7 +158,8 @@ class TappedTable:
         self.index = index
         self.meta = meta
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
-        self.dirty: DirtySet = dirty_set(self._num_ids, max_bitmap_bytes=DEFAULT_BITMAP_BYTES)
+        self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=DEFAULT_BITMAP_BYTES)
+        self.on_move: Callable[[], None] | None = None
         self.deleted = DeletedRows(self._num_ids, is_lasting=index is None)
         self._weights = weights
         self._states = states
@@ -173,6 +184,7 @@ class TappedTable:
 
     def limit_bitmap(self, max_bytes: int) -> None:
         """Keep changed rows in a bitmap of at most so many bytes, else as a set of ids while that is smaller."""
+        assert not isinstance(self.dirty, DeviceDirtyRows)
         size_bytes = bitmap_bytes(self._num_ids)
         if isinstance(self.dirty, DirtyRows):
             # Rows that are marked already stay as they are: the bitmap has its memory.
@@ -184,12 +196,31 @@ class TappedTable:
                 bitmap.mark(part)
             self.dirty = bitmap
 
+    def join_device(self, dirty: DeviceDirtyRows) -> None:
+        """Keep changed rows, those that are marked now too, in a set on the table's device."""
+        if not self.dirty.is_empty:
+            dirty.add(self.dirty)
+        self.dirty = dirty
+        if self.on_move is not None:
+            self.on_move()
+
+    def leave_device(self) -> None:
+        """Keep changed rows on the host, where they are not; waits for the device."""
+        if isinstance(self.dirty, DeviceDirtyRows):
+            self.dirty = self.dirty.to_host()
+            if self.on_move is not None:
+                self.on_move()
+
     def evict(self, row_ids: torch.Tensor) -> None:
         """Have rows deleted, unless they are marked again before the next flush.
+
+        A table on a device is gathered by the host from then on. REQUIRES: of such a table no flush is on its way from
+        the device.
 
         Args:
             row_ids: int64[n], local, on the CPU.
         """
+        self.leave_device()
         self.deleted.add(row_ids, self.dirty)
 
     def ids_here(self, row_ids: torch.Tensor) -> torch.Tensor:
@@ -215,8 +246,19 @@ class TappedTable:
         """Return the live weights, `[num_local_rows, shard.width]`, without gradient; not to be written or kept.
 
         With an index, `[places, shard.width]`.
+
+        Raises:
+            UnsupportedModelError: They are of another type or shape than the table was, as `module.to(dtype)` or a
+                write to `.data` leaves them.
         """
-        return self._weights()
+        weights = self._weights()
+        shape = (weights.shape[0] if self.index is not None else self.num_local_rows, self.shard.width)
+        if weights.shape != shape or _DTYPES.get(weights.dtype) is not self.spec.dtype:
+            raise UnsupportedModelError(
+                f"table {self.spec.fqn!r} was {self.spec.dtype.name.lower()}{list(shape)} when it was attached and is "
+                f"{str(weights.dtype).removeprefix('torch.')}{list(weights.shape)} now: change a model before `attach`"
+            )
+        return weights
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the live optimizer states by name, in the spec's order.
@@ -289,5 +331,5 @@ def state_spec(fqn: str, name: str, dtype: torch.dtype, rowwise_width: int = 0) 
 
 
 def zero_state(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros `[num_rows, width]` that take the memory of one element."""
-    return torch.zeros((1, 1), dtype=dtype, device=device).expand(num_rows, width)
+    """Return zeros `[num_rows, width]` that take the memory of one row, contiguous along it."""
+    return torch.zeros((1, width), dtype=dtype, device=device).expand(num_rows, width)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.streamer.device_dirty_rows import DeviceDirtyRows
 from headrace.streamer.local_parts import is_dtensor, local_tensor
 from headrace.streamer.optimizer_rules import Reach, Rule, rule_of
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec, zero_state
@@ -48,19 +49,31 @@ class TableParameter:
     is_sparse: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Part:
     """One part of a parameter.
 
     Attributes:
         part: Where it lies.
         table: What is streamed.
-        touched: Rows whose states are not all zero, if the optimizer goes on to move them; else empty.
+        touched: Rows whose states are not all zero, if the optimizer goes on to move them; else empty. On the device if
+            the table's changed rows are.
     """
 
     part: TablePart
     table: TappedTable
-    touched: DirtyRows
+    touched: DirtyRows | DeviceDirtyRows
+
+    def touched_beside(self) -> DirtyRows | DeviceDirtyRows:
+        """Return `touched`, moved to where the table's changed rows are now; that waits for the device."""
+        dirty, touched = self.table.dirty, self.touched
+        if isinstance(dirty, DeviceDirtyRows):
+            if not isinstance(touched, DeviceDirtyRows):
+                self.touched = DeviceDirtyRows.beside(dirty)
+                self.touched.add(touched)
+        elif isinstance(touched, DeviceDirtyRows):
+            self.touched = touched.to_host()
+        return self.touched
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +87,8 @@ class _Followed:
     parts: list[_Part] = field(default_factory=list)
     seen: tuple[int, ...] = ()
     has_warned: bool = field(default=False)
+    # Changed rows are marked on a device, where nobody waits for their number.
+    is_on_device: bool = field(default=False)
 
     @property
     def name(self) -> str:
@@ -98,12 +113,12 @@ class _Followed:
         )
 
     def group(self) -> dict[str, Any]:
-        """Return the present settings of the optimizer for this table."""
-        return next(
-            group
-            for group in self.optimizer.param_groups
-            if any(parameter is self.source.parameter for parameter in group["params"])
-        )
+        """Return the present settings of the optimizer for this table; for many tables, ask `_groups_of` once."""
+        return _groups_of(self.optimizer)[id(self.source.parameter)]
+
+    def note_move(self) -> None:
+        """Learn that a part's changed rows are marked elsewhere now."""
+        self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
 
     def mark_all(self) -> None:
         """Mark every row, and find out anew which rows the optimizer goes on to move."""
@@ -111,9 +126,10 @@ class _Followed:
         for part in self.parts:
             part.table.mark_all()
             if reach is not Reach.GRADIENT:
-                part.touched.take()
+                touched = part.touched_beside()
+                touched.clear()
                 for state in self.made().values():
-                    part.touched.mark(_rows_with_any_bit(part.part.rows(state)))
+                    touched.mark(_rows_with_any_bit(part.part.rows(state), waits=not self.is_on_device))
 
 
 class TorchOptimTap:
@@ -186,8 +202,9 @@ class TorchOptimTap:
                 self._sweep(each)
 
         def after_step(*_: Any) -> None:
+            groups = _groups_of(optimizer)
             for each in followed:
-                self._mark(each)
+                self._mark(each, groups[id(each.source.parameter)])
 
         def after_load(*_: Any) -> None:
             # New tensors may by chance have the addresses and versions of the old ones.
@@ -195,8 +212,9 @@ class TorchOptimTap:
                 each.seen = ()
 
         self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
-        self._handles.append(optimizer.register_step_pre_hook(before_step))
-        self._handles.append(optimizer.register_step_post_hook(after_step))
+        # Hooks read what numpy and the parameters' counters of writes hold, and a compiled step would trace them.
+        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(before_step)))  # type: ignore[no-untyped-call]
+        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(after_step)))  # type: ignore[no-untyped-call]
 
     def _sweep(self, followed: _Followed) -> None:
         now = followed.snapshot()
@@ -205,14 +223,14 @@ class TorchOptimTap:
             followed.mark_all()
             self._note_update()
 
-    def _mark(self, followed: _Followed) -> None:
-        """Mark what the step that just ended has changed."""
+    def _mark(self, followed: _Followed, group: dict[str, Any]) -> None:
+        """Mark what the step that just ended has changed, under these settings."""
         gradient = followed.source.parameter.grad
         followed.seen = followed.snapshot()
         if gradient is None:  # the optimizer passes over such a parameter
             return
         self._note_update()
-        parameter, group = followed.source.parameter, followed.group()
+        parameter = followed.source.parameter
         reason = followed.rule.refuse(group, parameter.dtype, gradient.is_sparse)
         if reason is None and (states := followed.rule.states(group)) != followed.states:
             reason = f"states were {_names(followed.states)} and are {_names(states)}"
@@ -224,15 +242,18 @@ class TorchOptimTap:
         if reach is Reach.ALL:
             for part in followed.parts:
                 part.table.mark_all()
-                part.touched.mark_all()  # a setting may go back, and the states that it has left would move rows on
+                # A setting may go back, and the states that it has left would move rows on.
+                part.touched_beside().mark_all()
             return
-        ids = _changed_rows(gradient, parameter)
+        ids = _changed_rows(gradient, parameter, waits=not followed.is_on_device)
         for part in followed.parts:
+            own = part.part.row_ids_or_none(ids) if followed.is_on_device else part.part.row_ids(ids)
             if reach is Reach.TOUCHED:
-                part.touched.mark(part.part.row_ids(ids))
-                part.table.dirty.add(part.touched)
+                touched = part.touched_beside()
+                touched.mark(own)
+                part.table.dirty.add(touched)  # type: ignore[arg-type]
             else:
-                part.table.dirty.mark(part.part.row_ids(ids))
+                part.table.dirty.mark(own)
 
 
 def _tell_wide_reach(followed: list[_Followed]) -> None:
@@ -251,18 +272,23 @@ def _tell_wide_reach(followed: list[_Followed]) -> None:
         )
 
 
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the present settings of each parameter, by its identity."""
+    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def _names(states: tuple[tuple[str, bool], ...]) -> str:
     return ", ".join(name for name, _ in states) or "none"
 
 
-def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return int64 ids, local, of the rows that have a gradient."""
+def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Return int64 ids, local, of the rows that have a gradient, see `_rows_with_any_bit`."""
     if gradient.is_sparse:
         return gradient._indices()
     if is_dtensor(gradient):
         # Every rank is here: the optimizer's step has just done the same.
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return _rows_with_any_bit(local_tensor(gradient))
+    return _rows_with_any_bit(local_tensor(gradient), waits=waits)
 
 
 def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:
@@ -296,11 +322,13 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
     if reason is not None:
         raise UnsupportedModelError(f"table {fqn!r} with {kind} cannot be streamed exactly: {reason}")
     followed.parts = [_part(followed, part) for part in source.parts]
+    for part in followed.parts:
+        part.table.on_move = followed.note_move
     reach = rule.reach(group, parameter.dtype, source.is_sparse)
     if reach is not Reach.GRADIENT:
         for part in followed.parts:
             for state in followed.made().values():
-                part.touched.mark(_rows_with_any_bit(part.part.rows(state)))
+                part.touched.mark(_rows_with_any_bit(part.part.rows(state), waits=True))
     return followed
 
 
@@ -361,16 +389,24 @@ def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
     }
 
 
-def _rows_with_any_bit(gradient: torch.Tensor) -> torch.Tensor:
+def _rows_with_any_bit(gradient: torch.Tensor, *, waits: bool) -> torch.Tensor:
     """Return int64 ids of the rows of `[rows, dim]` that are not all +0.0.
 
     Bits, not values: NaN counts, and -0.0 too, since subtracting it turns a weight of -0.0 into 0.0.
+
+    Args:
+        gradient: Or a state.
+        waits: Wait for a device, whose answer says how many they are; else there is an id for each row, -1 for one that
+            is all +0.0.
     """
     if not gradient.numel():
         return torch.empty(0, dtype=torch.int64)
     row_bytes = gradient.shape[1] * gradient.element_size()
     size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    return gradient.detach().contiguous().view(_INT_OF_SIZE[size]).any(dim=1).nonzero().reshape(-1)
+    is_changed = gradient.detach().contiguous().view(_INT_OF_SIZE[size]).any(dim=1)
+    if waits:
+        return is_changed.nonzero().reshape(-1)
+    return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device), -1)
 
 
 def _warn_once(followed: _Followed, reason: str) -> None:

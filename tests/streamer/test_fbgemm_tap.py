@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice
 from mirror import Mirror
 from torch import nn
 
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import DType, StateKind
+from headrace.streamer.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
+from headrace.streamer.fbgemm_tap import FbgemmTap
 from headrace.streamer.tap import Tap, tap_model
 
 pytestmark = pytest.mark.torchrec
@@ -397,7 +401,7 @@ def test_close_copies_and_second_taps() -> None:
     """A closed tap and a copied module mark nothing, a second tap is refused, and closing leaves no hook."""
     module = make()
     tap, mirror = tapped(module)
-    with pytest.raises(UnsupportedModelError, match="has a tap already"):
+    with pytest.raises(UnsupportedModelError, match="is streamed already"):
         tap_model(nn.ModuleList([module]), [], lambda: None)
     batch = Batch(1)
     twin = copy.deepcopy(module)
@@ -414,3 +418,30 @@ def test_close_copies_and_second_taps() -> None:
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
     tap_model(module, [], lambda: None).close()
+
+
+@pytest.mark.parametrize("num_on_device", [1, len(SHAPES)])
+def test_marks_on_a_device_are_the_batches_rows_and_nobody_waits(
+    num_on_device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel marks all features of tables on a device, without the host's knowing where they begin."""
+    module = make()
+    tap, mirror = tapped(module)
+    fake = FakeDevice(trains_at_once=True)
+    slots = [slots_of(table.num_local_rows) for table in tap.tables]
+    bitmap = DeviceBitmap(fake, sum(slots))
+    for number, table in enumerate(tap.tables[:num_on_device]):
+        table.join_device(DeviceDirtyRows(table.num_local_rows, bitmap, sum(slots[:number])))
+    mark = FbgemmTap._mark
+
+    def mark_without_waiting(*args: Any) -> None:
+        with fake.training() if num_on_device == len(SHAPES) else contextlib.nullcontext():
+            mark(*args)
+
+    batches = [Batch(seed) for seed in range(6)]
+    for number, batch in enumerate(batches):
+        if number == 1:  # the first batch looks where the tables are
+            monkeypatch.setattr(FbgemmTap, "_mark", mark_without_waiting)
+        loss(module(batch.indices, batch.offsets)).backward()
+    assert tap.end_step()
+    assert mirror.taken == [batch.rows for batch in batches]

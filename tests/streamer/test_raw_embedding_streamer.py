@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,71 @@ def test_model_without_tables_is_refused(store: FakeStore) -> None:
             streamer.attach(model, None, publish="some")  # type: ignore[arg-type]
 
 
+def test_what_is_no_model_and_no_optimizer_is_refused(store: FakeStore, training: Training) -> None:
+    """Arguments in the wrong order or of the wrong kind are told in one line, which says what to give."""
+    model, optimizer = training.model, training.optimizer
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        attach: Any = streamer.attach
+        for arguments, message in [
+            ((optimizer, model), "optimizer: a Model is none; give the torch.optim.Optimizer"),
+            ((optimizer,), "model is a Adagrad: give the nn.Module"),
+            ((model.state_dict(), optimizer), "model is a OrderedDict"),
+            ((model, model.parameters()), "optimizer: a Parameter is none"),
+            ((model, {"tables": optimizer}), "optimizer: a dict is none"),
+            ((model, 0.1), "optimizer: a float is none"),
+        ]:
+            with pytest.raises(ConfigError, match=message) as caught:
+                attach(*arguments)
+            assert "\n" not in str(caught.value)
+        assert streamer.tables == []
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (lambda model: model.to(torch.bfloat16), r"bfloat16\[300, 8\]"),
+        (lambda model: setattr(model.user.weight, "data", torch.zeros(400, 8)), r"float32\[400, 8\]"),
+    ],
+)
+def test_table_that_is_another_now_is_refused(
+    store: FakeStore, training: Training, change: Callable[[nn.Module], object], now: str
+) -> None:
+    """A table whose type or shape was changed under the streamer is an error that names both, and sends nothing."""
+    streamer = RawEmbeddingStreamer(store.address, run="test", **FAST)
+    streamer.attach(training.model, training.optimizer)
+    change(training.model)
+    with pytest.raises(UnsupportedModelError, match=rf"'user\.weight' was float32\[300, 8\] .* {now} now"):
+        streamer.flush()
+    streamer.close(flush=False)
+    assert not any(batch.rows for batch in store.received)
+
+
+def test_rows_of_a_former_run_are_told_once(
+    store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table that the store has from a former run may differ there: said at the first step, unless all is sent."""
+    with streaming(store, training) as first:
+        training.step()
+        first.flush()
+    assert "before this run" not in caplog.text
+    again = Training(seed=1)
+    with streaming(store, again):
+        again.step()
+        again.step()
+    assert caplog.text.count("the store had items.weight, user.weight before this run") == 1
+    caplog.clear()
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="all")
+        training.step()
+        state = streamer.state_dict()
+    resumed = Training()
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(resumed.model, resumed.optimizer)
+        streamer.load_state_dict({**state, "server_ids": ["another"]})  # sends every row
+        resumed.step()
+    assert "before this run" not in caplog.text
+
+
 def test_second_table_of_a_name_is_refused(store: FakeStore, training: Training) -> None:
     """Two models whose tables have the same names would overwrite each other's rows: the second is refused."""
     with streaming(store, training) as streamer:
@@ -422,6 +487,27 @@ def test_context_manager_does_not_hide_the_exception(store: FakeStore, training:
     assert not _sender_threads()
 
 
+def test_rows_that_are_left_behind_are_told(
+    store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing without a flush says how many changed rows were not sent, once; after a flush there is nothing to say."""
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        training.step()
+    assert "were not sent" not in caplog.text
+    with pytest.raises(KeyboardInterrupt), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        streamer.pause()
+        training.step(users=[1, 2, 3])
+        num_rows = streamer.stats().num_dirty_rows
+        raise KeyboardInterrupt
+    streamer.close()
+    assert num_rows > 3
+    assert (
+        caplog.text.count(f"the streamer of run 'test' was closed: {num_rows} rows that had changed were not sent") == 1
+    )
+
+
 def test_forked_child_has_no_streamer(store: FakeStore, training: Training) -> None:
     """In a forked child steps do nothing, methods raise, closing is quiet; the parent goes on."""
     with streaming(store, training) as streamer:
@@ -478,6 +564,8 @@ streamer.attach(model, optimizer)
 for _ in range(5):
     model(torch.arange(50)).sum().backward()
     optimizer.step()
+streamer.pause()
+optimizer.step()
 print("done", flush=True)
 """
 
@@ -492,7 +580,7 @@ def test_exit_without_close_does_not_hang(store: FakeStore, tmp_path: Path) -> N
         [sys.executable, str(program), store.address], capture_output=True, text=True, timeout=WAIT_S * 2
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    assert "2 flushes" in done.stderr
+    assert "50 rows that had changed were not sent, 2 flushes" in done.stderr
     assert "may not have been delivered" in done.stderr
     assert "Traceback" not in done.stderr
 

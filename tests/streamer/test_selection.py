@@ -225,6 +225,13 @@ def compiled_model(loop: Loop) -> None:
     loop.num_rows += 4
 
 
+def compiled_optimizer(loop: Loop) -> None:
+    loop.backward(1, 1, 2)
+    torch.compile(loop.optimizer.step, backend="eager")()
+    loop.optimizer.zero_grad()
+    loop.num_rows += 4
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -235,6 +242,7 @@ def compiled_model(loop: Loop) -> None:
         scaler_that_skips,
         compiled_dense_part,
         compiled_model,
+        compiled_optimizer,
     ],
 )
 def test_what_a_training_loop_does_streams_each_change_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
@@ -18,7 +19,9 @@ from trainer_tables import WRITER, Submitted, Trained
 from headrace.schemas.errors import FencedError, HeadraceError, RowRangeError, SpecMismatchError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.flush import Flush
 from headrace.streamer.sender import Sender
+from headrace.streamer.spool import Spool
 
 
 class Sending:
@@ -38,6 +41,7 @@ class Sending:
         self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
         self.submitted._submit = self.sender.submit  # type: ignore[method-assign]
         self.flusher._submit = self.sender.submit
+        self.flusher._withdraw = self.sender.withdraw
         self.sender.start()
 
     def open(self) -> None:
@@ -277,6 +281,21 @@ def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert [b.step for b in to.store.shards[0].received if b.ends_step] == [1, 2, 4]
 
 
+def test_a_bug_of_the_spool_ends_streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody expected of the spool is told to the training thread: no flush is left behind in silence."""
+    with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
+        to.store.do(to.store.shards[0].gate.clear)
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("by a bug")
+
+        monkeypatch.setattr(Spool, "store", fail)
+        to.send(1)
+        to.send(2)
+        with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
+            to.sender.wait_durable(WAIT_S)
+
+
 def test_interrupted_call_is_cancelled() -> None:
     """A call to the loop that is given up does not go on behind the caller's back."""
     with sending_to(1) as to:
@@ -291,3 +310,150 @@ def test_interrupted_call_is_cancelled() -> None:
         with pytest.raises(UnavailableError, match="has not answered within"):
             to.sender._call(never, timeout_s=-0.95)
         assert cancelled.wait(WAIT_S)
+
+
+class Late:
+    """What a flush waits for; the flush is whole, or comes to nothing, when the test says.
+
+    Attributes:
+        gate: Set when it has come.
+        comes: Whether it comes at all.
+        is_abandoned: Nobody waits any more.
+    """
+
+    def __init__(self, *, comes: bool = True) -> None:
+        self.gate = threading.Event()
+        self.comes = comes
+        self.error: Exception | None = None
+        self.is_abandoned = threading.Event()
+
+    def complete(self, flush: Flush) -> Flush | None:
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return dataclasses.replace(flush, pending=None) if self.comes else None
+
+    def abandon(self) -> None:
+        self.is_abandoned.set()
+
+
+def late_flushes(to: Sending, *lates: Late | None) -> None:
+    """Have the next flushes wait for something each."""
+    waiting, submit = list(lates), to.sender.submit
+
+    def submit_late(flush: Flush) -> None:
+        flush.pending = waiting.pop(0)
+        submit(flush)
+
+    to.flusher._submit = submit_late
+
+
+def test_flushes_that_are_not_whole_keep_their_order(tmp_path: Path) -> None:
+    """A flush waits for what is on its way from a device, and those after it wait for the flush; the spool as well."""
+    for settings in ({}, {"policy": "spool", "spool_dir": tmp_path}):
+        with sending_to(2, **settings) as to:
+            late = Late()
+            late_flushes(to, late, None)
+            to.send(1)
+            to.send(2)
+            to.until(lambda: to.sender.stats().num_inflight_flushes == 2)
+            assert not to.store.shards[0].received
+            late.gate.set()
+            to.sender.wait_durable(WAIT_S)
+            for shard in to.store.shards:
+                assert [batch.step for batch in shard.received if batch.ends_step] == [1, 2]
+            to.until(lambda: to.pool.num_free == 2)
+
+
+def test_a_flush_that_comes_to_nothing_is_not_waited_for() -> None:
+    """It is sent to no shard and no more on its way; its buffer is left to who takes its rows back."""
+    with sending_to(1) as to:
+        late = Late(comes=False)
+        late_flushes(to, late, None)
+        late.gate.set()
+        to.send(1)
+        to.send(2)
+        to.sender.wait_durable(WAIT_S)
+        assert [batch.step for batch in to.store.shards[0].received] == [2]
+        to.until(lambda: to.pool.num_free == 1)
+        assert to.sender.stats().inflight_bytes == 0
+
+
+def test_a_device_that_fails_ends_streaming() -> None:
+    """What the device has failed with is told to who waits, and no flush is completed any more."""
+    with sending_to(1) as to:
+        first, second = Late(), Late()
+        first.error = HeadraceError("the device has failed")
+        late_flushes(to, first, second)
+        to.send(1)
+        to.send(2)
+        first.gate.set()
+        with pytest.raises(HeadraceError, match="the device has failed"):
+            to.sender.wait_durable(WAIT_S)
+        assert second.is_abandoned.wait(WAIT_S)
+
+
+def test_a_flush_that_is_submitted_as_streaming_ends_is_abandoned() -> None:
+    """Who submits at the moment at which streaming ends does not wait for a device for ever."""
+    with sending_to(1) as to:
+        late, accept = Late(), to.sender._accept
+
+        def fail_first(entry: Any) -> None:
+            to.sender._fail(HeadraceError("ended"))
+            entry.flush.pending = late
+            accept(entry)
+
+        to.sender._accept = fail_first  # type: ignore[method-assign]
+        late_flushes(to, None)
+        to.send(1)
+        assert late.is_abandoned.wait(WAIT_S)
+
+
+def test_an_interrupt_after_the_hand_over_leaves_the_flush_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when the loop has a flush already: it is delivered, and its buffer is not filled again before that."""
+    with sending_to(1) as to:
+        shard = to.store.shards[0]
+        to.store.do(shard.gate.clear)
+        submit = to.sender.submit
+
+        def interrupted(flush: Flush) -> None:
+            submit(flush)
+            to.until(lambda: flush.is_taken)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(to.flusher, "_submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            to.send(1)
+        assert to.pool.num_free == 1  # of two
+        assert to.table.tapped.dirty.is_empty
+        to.store.do(shard.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        assert to.pool.num_free == 2
+
+
+def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C amid `submit`, before the loop has the flush: it is never sent, and its rows go out with the next one."""
+    with sending_to(1) as to:
+        assert to.sender._loop is not None
+        queued: list[Callable[[], object]] = []
+
+        def interrupted(callback: Callable[..., object], *args: Any) -> None:
+            queued.append(lambda: callback(*args))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(to.sender._loop, "call_soon_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                to.send(1)
+        to.store.do(lambda: None)
+        to.sender._call(lambda: _called(queued[0]), timeout_s=WAIT_S)  # what was queued runs nevertheless
+        assert to.pool.num_free == 2
+        assert to.table.tapped.dirty.count == 200
+        to.sender.wait_durable(0)
+        to.flusher.flush_all(2, WAIT_S)
+        to.sender.wait_durable(WAIT_S)
+        assert to.sender.stats().num_flushes == 1
+
+
+async def _called(work: Callable[[], object]) -> None:
+    work()

@@ -327,7 +327,7 @@ async def test_resync_starts_over_with_another_store() -> None:
         to.shard.drop_connections()
         to.send(2, range(10))
         await to.until(lambda: to.durable == [1, 2])
-        assert to.new_stores == 1
+        assert (to.new_stores, to.channel.server_id) == (1, "store-2")
         to.submitted.release()
         to.submitted.flusher.mark_all(generation=1)
         to.send(3, range(1))

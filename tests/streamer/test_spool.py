@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_number_of_flushes_is_bounded(tmp_path: Path) -> None:
     spool = Spool(tmp_path, max_bytes=2**40)
     stored = [spool.store(flush) for _ in range(1030)]
     assert sum(tables is not None for tables in stored) == 1024
+
+
+def test_the_trainers_files_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the file descriptors that a process may have, flushes on disk take no more than a fourth."""
+    flush, _ = flush_of(0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    spool = Spool(tmp_path, max_bytes=2**40)
+    num_before = len(os.listdir("/proc/self/fd"))
+    stored = [spool.store(flush) for _ in range(40)]
+    assert sum(tables is not None for tables in stored) == 16
+    assert len(os.listdir("/proc/self/fd")) - num_before <= 16
 
 
 def test_failed_write_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

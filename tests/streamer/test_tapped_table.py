@@ -37,11 +37,12 @@ def test_state_kinds() -> None:
     assert (row_wise.kind, row_wise.width) == (StateKind.ROWWISE, 1)
 
 
-def test_zero_state_takes_no_memory() -> None:
-    """Zeros of a state that the optimizer has not made read like zeros and share one element."""
+def test_zero_state_takes_the_memory_of_a_row() -> None:
+    """Zeros of a state that the optimizer has not made read like zeros, share one row and are contiguous along it."""
     state = zero_state(10**12, 4, torch.float16, torch.device("cpu"))
     assert state.shape == (10**12, 4)
-    assert state.untyped_storage().nbytes() == 2
+    assert state.untyped_storage().nbytes() == 4 * 2
+    assert state.stride() == (0, 1)
     assert state[torch.tensor([5, 10**11])].tolist() == [[0.0] * 4] * 2
 
 

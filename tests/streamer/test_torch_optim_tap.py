@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_device import FakeDevice
 from mirror import Mirror
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -16,7 +17,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import DType, StateKind
+from headrace.streamer.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 from headrace.streamer.tap import tap_model
+from headrace.streamer.tapped_table import TablePart
 
 SIZES = {"user": (97, 8), "item": (64, 16), "tag": (130, 3), "idle": (20, 5)}
 
@@ -136,9 +139,9 @@ def test_table_descriptions() -> None:
     assert [table.spec.fqn for table in tap.tables] == [name for name, _ in model.named_parameters()]
     assert tap.tables[0].row_offset == 0
     assert tap.tables[0].shard == spec.whole
-    states = tap.tables[0].states()  # not made by the optimizer yet: zeros that take no memory
+    states = tap.tables[0].states()  # not made by the optimizer yet: zeros that take the memory of a row
     assert states["exp_avg"].shape == (97, 8)
-    assert states["exp_avg"].stride() == (0, 0)
+    assert states["exp_avg"].stride() == (0, 1)
     assert not states["exp_avg"].any()
     row_wise = tap_model(m := TwoKinds(sparse=False), row_wise_adagrad(m.parameters()), lambda: None).tables[0]
     assert [(s.name, s.kind, s.width) for s in row_wise.spec.states] == [("sum", StateKind.ROWWISE, 1)]
@@ -569,9 +572,9 @@ def test_second_tap_is_refused_until_the_first_is_closed() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     tap = tap_model(model, optimizer, lambda: None)
     assert hooks(model, optimizer)
-    with pytest.raises(UnsupportedModelError, match=r"'user' has a tap already"):
+    with pytest.raises(UnsupportedModelError, match=r"'user' is streamed already"):
         tap_model(model, optimizer, lambda: None)
-    with pytest.raises(UnsupportedModelError, match=r"has a tap already"):
+    with pytest.raises(UnsupportedModelError, match=r"is streamed already"):
         tap_model(model.item, torch.optim.SGD(model.item.parameters()), lambda: None)
     tap.close()
     tap.close()
@@ -693,3 +696,64 @@ def test_wrapped_optimizers_of_torchrec() -> None:
     mirror.watch(tap_model(model, combined, mirror.on_step))
     train(model, combined, range(3))
     assert mirror.taken == [touched(step) for step in range(3)]
+
+
+REACHES: list[tuple[dict[str, float], bool]] = [
+    ({}, True),
+    ({}, False),
+    ({"momentum": 0.9}, False),
+    ({"weight_decay": 0.1}, False),
+]
+
+
+@pytest.mark.parametrize(("settings", "sparse"), REACHES, ids=str)
+def test_marks_on_a_device_are_those_of_the_host_and_nobody_waits(settings: dict[str, float], sparse: bool) -> None:
+    """A step marks the same rows of tables on a device, and only queues work, whatever the optimizer's reach."""
+
+    def marked(fake: FakeDevice | None) -> list[list[list[int]]]:
+        model, steps = TwoKinds(sparse=sparse), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)  # type: ignore[arg-type]
+        tap = tap_model(model, optimizer, lambda: steps.append([table.dirty.take().tolist() for table in tap.tables]))
+        for table in tap.tables if fake is not None else ():
+            bitmap = DeviceBitmap(fake, slots_of(table.num_local_rows))
+            table.join_device(DeviceDirtyRows(table.num_local_rows, bitmap))
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(step)).backward()
+            if fake is not None and step:  # the first step moves what the optimizer has touched to the device
+                with fake.training():
+                    next(iter(optimizer._optimizer_step_post_hooks.values()))(optimizer, (), {})
+            optimizer.step()
+        tap.close()
+        return steps
+
+    on_host = marked(None)
+    assert marked(FakeDevice(trains_at_once=True)) == on_host
+    assert [any(rows for rows in step) for step in on_host] == [True] * 4
+
+
+def test_a_part_of_a_table_on_a_device() -> None:
+    """Of a table that ranks share, the rows of this one are marked, counted from its first."""
+    part = TablePart(fqn="t", num_rows=9, dim=1, first_row=3, num_local_rows=4)
+    ids = torch.tensor([8, 3, 6, 2, 7, -1])
+    assert part.row_ids_or_none(ids).tolist() == [-1, 0, 3, -1, -1, -1]
+    assert part.row_ids(ids).tolist() == [0, 3]
+
+
+def test_touched_rows_follow_their_table_to_the_host_and_back() -> None:
+    """Where a table's changed rows are marked elsewhere, so are the rows that moments go on to move."""
+    model = TwoKinds(sparse=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    mirror = Mirror()
+    tap = tap_model(model, optimizer, mirror.on_step)
+    mirror.watch(tap)
+    fake = FakeDevice(trains_at_once=True)
+    for step in range(6):
+        for table in tap.tables:
+            if step == 2:
+                bitmap = DeviceBitmap(fake, slots_of(table.num_local_rows))
+                table.join_device(DeviceDirtyRows(table.num_local_rows, bitmap))
+            if step == 4:
+                table.leave_device()
+        train(model, optimizer, range(step, step + 1))
+    assert mirror.taken[-1] == {fqn: sorted(rows) for fqn, rows in touched(*range(6)).items()}

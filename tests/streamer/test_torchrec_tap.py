@@ -344,7 +344,7 @@ def test_close_and_second_tap() -> None:
     """A second tap is refused; closing removes every hook, and a closed tap marks nothing."""
     model = sharded("sgd", table_wise)
     tap, mirror = tapped(model, [])
-    with pytest.raises(UnsupportedModelError, match=r"'sparse\.bags' has a tap already"):
+    with pytest.raises(UnsupportedModelError, match=r"'sparse\.bags' is streamed already"):
         tap_model(model, [], lambda: None)
     tap.close()
     step_batches(model, [Batch(1), Batch(2)])
