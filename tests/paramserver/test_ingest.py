@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -45,25 +46,40 @@ async def _write(ingest: Ingest, client_seq: int, release: Callable[[], None] = 
     await ingest.write(_batch(client_seq), memoryview(b"frame"), lambda: release)
 
 
+class _Turnstile(threading.Event):
+    """A gate that lets as many calls through as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._turns.acquire(timeout=timeout)
+
+    def let(self, num_calls: int) -> None:
+        self._turns.release(num_calls)
+
+
 async def test_a_hello_counts_only_what_is_durable(tmp_path: Path) -> None:
     """A batch that comes, over an older connection, while a hello waits for the disk is not told as durable by it."""
     ops = FaultyFileOps()
     async with _open(tmp_path, ops) as (ingest, _, _):
         ops.reached.clear()
-        ops.gate.clear()
+        ops.gate = gate = _Turnstile()
         first = asyncio.create_task(_write(ingest, 1))
         await asyncio.to_thread(ops.reached.wait, 60)
         hello = asyncio.create_task(ingest.open_session("run", "rank0", 1, 0, 1, []))
         late = asyncio.create_task(_write(ingest, 2))
         await asyncio.sleep(0)  # both begin, in this order
         assert ingest.accepted_seq == 3
-        ops.fail("fdatasync", errno.EIO, after=1)
-        ops.gate.set()
+        gate.let(1)
         await first
         _, last_client_seq = await hello
+        assert last_client_seq == 1
+        ops.fail("fdatasync", errno.EIO)
+        gate.let(9)
         with pytest.raises(UnavailableError):
             await late
-        assert last_client_seq == 1
 
 
 async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> None:
