@@ -123,15 +123,6 @@ HEADRACE_KERNEL take_dirty_kernel(
         if (taken) bitmap[first_word + i] = words[i] & ~taken;
         words[i] = taken;
     }
-    if (sum_over_warp(num_rows) >= DENSE_WARP_ROWS) {
-        write_rows_together(words, first_word * 64, place, row_ids);
-    } else {
-        next = place;
-#pragma unroll
-        for (int i = 0; i < WORDS_PER_THREAD; ++i) {
-            if (words[i]) write_rows(words[i], (first_word + i) * 64, row_ids + next);
-            next += __popcll(words[i]);
-        }
-    }
+    write_taken(words, num_rows, first_word * 64, place, row_ids);
     if (tile == num_tiles - 1 && threadIdx.x == 0) counts[0] = counts[1] < max_rows ? counts[1] : max_rows;
 }

@@ -198,16 +198,7 @@ HEADRACE_KERNEL take_rows_kernel(
         next += __popcll(words[i]);
         words[i] = taken;
     }
-    if (sum_over_warp(num_rows) >= DENSE_WARP_ROWS) {
-        write_rows_together(words, first_word * 64, place, row_ids);
-    } else {
-        next = place;
-#pragma unroll
-        for (int i = 0; i < WORDS_PER_THREAD; ++i) {
-            write_rows(words[i], (first_word + i) * 64, row_ids + next);
-            next += __popcll(words[i]);
-        }
-    }
+    write_taken(words, num_rows, first_word * 64, place, row_ids);
     for (int64 shard = threadIdx.x; shard < num_shards; shard += TAKE_THREADS) found[shard] = 0;
     __syncthreads();
     const Routing routing = {0, table.seed, num_shards};

@@ -34,3 +34,14 @@ __device__ void write_rows_together(const uint64* words, int64 first_row, int64 
         place += __popcll(words[part]);
     }
 }
+
+// Writes the rows of a warp's words, `num_rows` of a thread's or some more, in the way that suits how many they are.
+// `place` is that of the thread's first row.
+__device__ inline void write_taken(const uint64* words, int num_rows, int64 first_row, int64 place, int64* row_ids) {
+    if (sum_over_warp(num_rows) >= DENSE_WARP_ROWS) return write_rows_together(words, first_row, place, row_ids);
+#pragma unroll
+    for (int i = 0; i < WORDS_PER_THREAD; ++i) {
+        write_rows(words[i], first_row + 64 * i, row_ids + place);
+        place += __popcll(words[i]);
+    }
+}
