@@ -1,9 +1,8 @@
 """From the update log to RocksDB: acked batches are coalesced and applied behind the acks, and read meanwhile.
 
 A batch is submitted when it is durable. Its rows can be read at once, from the overlay (`pending.py`), and get into
-RocksDB in two stages, each in a thread of its own. A window of batches is coalesced into one sorted run a column shard,
-which frees the frames; then the runs of several windows are merged while they are written, with the log position
-last. A hot row is written once for all of them, and large files are compacted less often.
+RocksDB a window of batches at a time, with the log position last: a hot row is written once for all of them, and large
+files are compacted less often. Rows stay in the frames in which they came until they are written, and are copied once.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.apply_backlog import Backlog, Entry, Window
+from headrace.paramserver.apply_backlog import Backlog, Entry
 from headrace.paramserver.buffer_readers import BufferReaders
 from headrace.paramserver.identity_index import FoundRows, IdentitySearch, in_store_order
 from headrace.paramserver.overlay import Overlay
-from headrace.paramserver.pending import Batch, Part, PendingRows, Run, coalesce, merge
-from headrace.paramserver.record_pool import RecordPool
+from headrace.paramserver.pending import Batch, Part, PendingRows, coalesce
 from headrace.paramserver.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.tracing import span
@@ -49,10 +47,8 @@ class ApplierConfig:
     """Settings of an applier.
 
     Attributes:
-        window_bytes: Batches that are coalesced together, at most, but one at least. The rows of one window are in
-            memory twice meanwhile.
-        merge_bytes: Coalesced rows that are written together, about. More of it writes a hot row less often; so much
-            waits to be written while as much is being written.
+        window_bytes: Batches that are coalesced and written together, with what coalescing them takes; one at least.
+            More of it writes a hot row less often; so much waits to be written while as much is being written.
         hold_s: How long rows wait for others to be written with, seconds; 0 does not wait. Neither reads nor acks wait
             for it: it costs memory, and that much more log to apply after a crash.
         quiet_s: They wait no longer when no batch has come for so long, seconds.
@@ -61,8 +57,7 @@ class ApplierConfig:
         num_read_threads: Reads that look things up at the same time.
     """
 
-    window_bytes: int = 32 << 20
-    merge_bytes: int = 96 << 20
+    window_bytes: int = 96 << 20
     hold_s: float = 0.0
     quiet_s: float = 0.1
     flush_bytes: int = 256 << 20
@@ -75,7 +70,7 @@ class ApplierConfig:
         Raises:
             ConfigError: One is out of range.
         """
-        for name in ("window_bytes", "merge_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
+        for name in ("window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"applier setting {name} is {getattr(self, name)}, not above 0")
 
@@ -95,9 +90,9 @@ class Applier:
     Attributes:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
-        pending_bytes: What batches and runs that are not in RocksDB hold in memory.
-        num_rows_submitted: Rows of all batches that have been coalesced.
-        num_rows_applied: Rows that were written for those of them that are in RocksDB.
+        pending_bytes: What batches that are not in RocksDB, or that readers look at, hold in memory.
+        num_rows_submitted: Rows of all batches that are in RocksDB.
+        num_rows_applied: Rows that were written for them.
         failed: Why nothing is applied any more; None while all is well.
 
     Thread: the loop's, for every method.
@@ -124,36 +119,27 @@ class Applier:
         self._backlog = Backlog(
             newest_seq=store.applied_seq,
             window_bytes=self._config.window_bytes,
-            merge_bytes=self._config.merge_bytes,
             hold_s=self._config.hold_s,
             quiet_s=self._config.quiet_s,
             clock=clock,
         )
-        self._to_coalesce = asyncio.Event()
         self._to_write = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks_at: deque[_Task] = deque()  # by seq
         self._held: deque[Batch] = deque()  # not released yet, oldest first
         self._readers = BufferReaders()
-        self._records = RecordPool(
-            max_array_bytes=2 * self._config.window_bytes, max_idle_bytes=self._config.merge_bytes
-        )
         self._flushed_at_s = clock()
         self._flushing: asyncio.Future[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_closing = self._is_closed = False
 
     async def __aenter__(self) -> Applier:
         self._loop = asyncio.get_running_loop()
-        self._coalesce_pool = ThreadPoolExecutor(1, "headrace-coalesce", initializer=_step_back)
         self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=_step_back)
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
         self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
-        self._tasks = [
-            asyncio.create_task(self._guard(self._coalesce_forever()), name="headrace-coalesce"),
-            asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply"),
-        ]
+        self._task = asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply")
         return self
 
     async def __aexit__(
@@ -177,7 +163,7 @@ class Applier:
         self.pending_bytes += batch.size_bytes
         self._held.append(batch)
         if self._backlog.add(batch, parts):
-            self._wake()
+            self._to_write.set()
 
     async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
         """Return the newest acked values of rows, applied or not, in the order asked for.
@@ -220,7 +206,7 @@ class Applier:
 
     async def _look(self, work: Callable[..., _T], *args: Any, **settings: Any) -> _T:
         """Call something that looks at sources, in a thread, while the buffers that they refer to are kept."""
-        if self._is_closing or not self._tasks:
+        if self._is_closing or self._task is None:
             raise UnavailableError("the store is closing")
         ticket = self._readers.begin()
         future = self._read_pool.submit(work, *args, **settings)
@@ -294,23 +280,23 @@ class Applier:
 
         Cancellation: the closing goes on; call it again to wait for it.
         """
-        if not self._tasks:
+        if self._task is None:
             return
         self._is_closing = True
         self._apply_now(self.submitted_seq)
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name="headrace-applier-close")
+            self._closing = asyncio.create_task(self._close(self._task), name="headrace-applier-close")
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, task: asyncio.Task[None]) -> None:
         try:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait([task])
             if self._flushing is not None:
                 await asyncio.wait([self._flushing])
             if self.failed is None and self._store.durable_seq < self.applied_seq:
                 await self._loop.run_in_executor(self._flush_pool, self._store.flush)
         finally:
-            for pool in (self._read_pool, self._flush_pool, self._coalesce_pool, self._write_pool):
+            for pool in (self._read_pool, self._flush_pool, self._write_pool):
                 await asyncio.to_thread(pool.shutdown)
             while self._held:
                 self._release_oldest()
@@ -320,15 +306,11 @@ class Applier:
     def _check(self) -> None:
         if self.failed is not None:
             raise self.failed
-        if self._is_closing or not self._tasks:
+        if self._is_closing or self._task is None:
             raise UnavailableError("the store is closing")
 
     def _apply_now(self, seq: int) -> None:
         self._backlog.apply_now(seq)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._to_coalesce.set()
         self._to_write.set()
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
@@ -345,81 +327,45 @@ class Applier:
         if self.failed is None:
             self.failed = failure
             _log.error("nothing is applied any more: %s", failure, exc_info=failure)
-        self._wake()
+        self._to_write.set()
         self._wake_waiters()
-
-    async def _coalesce_forever(self) -> None:
-        backlog = self._backlog
-        while self.failed is None and (backlog.has_entries or not self._is_closing):
-            if backlog.is_window_due:
-                backlog.is_coalescing = True
-                await self._coalesce_window(backlog.take_entries(task.seq for task in self._tasks_at))
-                backlog.is_coalescing = False
-                self._to_write.set()
-            else:
-                self._to_coalesce.clear()
-                await self._to_coalesce.wait()
-
-    async def _coalesce_window(self, entries: list[Entry]) -> None:
-        parts: dict[PendingRows, list[Part]] = {}
-        meta: dict[bytes, bytes] = {}
-        for entry in entries:
-            meta |= entry.batch.meta
-            for rows, part in entry.parts:
-                parts.setdefault(rows, []).append(part)
-        runs = await self._loop.run_in_executor(self._coalesce_pool, self._coalesce, parts)
-        window = Window(entries[0].batch.seq, entries[-1].batch.seq, meta, runs, entries[0].since_s)
-        for rows, run in runs:
-            rows.coalesced(run, len(parts[rows]))
-        self.num_rows_submitted += sum(
-            part.ids.size for rows, of_rows in parts.items() for part in of_rows if rows.layout is not CLAIMS
-        )
-        self._backlog.add_window(window)
-        self.pending_bytes += window.size_bytes
-        # The runs are copies: the frames may go as soon as no reader looks at them.
-        for _ in entries:
-            self._readers.when_none_older(self._release_oldest)
-
-    def _coalesce(self, parts: dict[PendingRows, list[Part]]) -> list[tuple[PendingRows, Run]]:
-        return [(rows, coalesce(rows.table_id, of_rows, self._records)) for rows, of_rows in parts.items()]
 
     async def _write_forever(self) -> None:
         try:
             while self.failed is None and (self.applied_seq < self.submitted_seq or not self._is_closing):
                 if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
                     await self._run_task(self._tasks_at.popleft())
-                elif self._backlog.is_write_due:
-                    stop_seq = self._tasks_at[0].seq if self._tasks_at else None
-                    await self._write_windows(self._backlog.take_windows(stop_seq))
+                elif self._backlog.is_window_due:
+                    await self._write_window(self._backlog.take_entries(task.seq for task in self._tasks_at))
                 else:
                     await self._wait_for_work()
                 self._flush_if_due()
         finally:
             self._drop_tasks()
 
-    async def _write_windows(self, windows: list[Window]) -> None:
-        runs: dict[PendingRows, list[Run]] = {}
+    async def _write_window(self, entries: list[Entry]) -> None:
+        parts: dict[PendingRows, list[Part]] = {}
         meta: dict[bytes, bytes] = {}
-        for window in windows:
-            meta |= window.meta
-            for rows, run in window.runs:
-                runs.setdefault(rows, []).append(run)
-        seq = windows[-1].seq
-        self.num_rows_applied += await self._loop.run_in_executor(
-            self._write_pool, self._write, list(runs.values()), meta, seq
-        )
-        for rows, of_rows in runs.items():
-            for run in of_rows:
-                rows.applied(run)
-                self.pending_bytes -= run.size_bytes
+        for entry in entries:
+            meta |= entry.batch.meta
+            for rows, part in entry.parts:
+                parts.setdefault(rows, []).append(part)
+        seq = entries[-1].batch.seq
+        self.num_rows_applied += await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
+        for rows, of_rows in parts.items():
+            rows.applied(len(of_rows))
+            if rows.layout is not CLAIMS:
+                self.num_rows_submitted += sum(part.ids.size for part in of_rows)
         self.applied_seq = seq
+        for _ in entries:
+            self._readers.when_none_older(self._release_oldest)
         self._wake_waiters()
 
-    def _write(self, runs: list[list[Run]], meta: dict[bytes, bytes], seq: int) -> int:
-        merged = sorted((merge(of_rows) for of_rows in runs), key=lambda run: (run.table_id, run.layout.shard))
-        settled = [settle(run, self._store.get) for run in merged]
-        rows = [run for run in settled if run.layout is not CLAIMS]
-        claims = [in_store_order(run) for run in settled if run.layout is CLAIMS]
+    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> int:
+        runs = [settle(coalesce(rows.table_id, of_rows), self._store.get) for rows, of_rows in parts.items()]
+        rows = [run for run in runs if run.layout is not CLAIMS]
+        rows.sort(key=lambda run: (run.table_id, run.layout.shard))
+        claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
         num_rows = sum(run.row_ids.size for run in rows)
         with span("headrace.apply", num_rows=num_rows, seq=seq):
             self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
@@ -448,7 +394,7 @@ class Applier:
         except TimeoutError:
             pass  # that is what the clock is looked at for
         if self._backlog.apply_held():
-            self._wake()
+            self._to_write.set()
 
     def _release_oldest(self) -> None:
         batch = self._held.popleft()
@@ -470,14 +416,14 @@ class Applier:
         exc = flushing.exception()
         if exc is not None:
             self._fail(exc if isinstance(exc, HeadraceError) else StorageError(f"flushing failed: {exc!r}"))
-        self._wake()
+        self._to_write.set()
         self._wake_waiters()
 
     async def _wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
             if self.failed is not None:
                 raise self.failed
-            if not self._tasks or self._is_closed:
+            if self._task is None or self._is_closed:
                 raise UnavailableError("the store is closed")
             waiter = self._loop.create_future()
             self._waiters.append(waiter)

@@ -72,7 +72,7 @@ def check_rows(delta: RowDelta, *, shard: int, num_shards: int) -> None:
     if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
         row_ids = np.concatenate((row_ids, delta.deleted_row_ids))
     # Trainers send rows in order: then one pass tells.
-    if np.any(row_ids[1:] <= row_ids[:-1]):
+    if (row_ids[1:] <= row_ids[:-1]).any():
         ordered = np.sort(row_ids)
         again = np.flatnonzero(ordered[1:] == ordered[:-1])
         if again.size:

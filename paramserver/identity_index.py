@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.catalog import INDEXED_PREFIX, Table
-from headrace.paramserver.pending import Batch, MergedRun, Part, RowDelta, Run
+from headrace.paramserver.pending import Batch, CoalescedRun, Part, RowDelta, Run
 from headrace.paramserver.row_reader import GetValues, ShardSource, read_records, read_rows, settle
 from headrace.paramserver.store import RowStore
 from headrace.schemas.identity_claims import CLAIMS, NO_IDENTITY, in_key_order
@@ -27,7 +27,7 @@ from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import FLAG_DELETED
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["ClaimPart", "FoundRows", "IdentitySearch", "claims_of", "in_store_order", "index_stored_rows"]
+__all__ = ["FoundRows", "IdentitySearch", "claims_of", "in_store_order", "index_stored_rows"]
 
 _PRESENT = 1
 # Whole rows are read to learn their identities; so many at a time take little memory.
@@ -37,27 +37,8 @@ _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
 
-class ClaimPart(Part):
-    """The claims of one delta; made by `claims_of`. `ids` are the identities."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, identities: _Ids, row_ids: _Ids, batch: Batch) -> None:
-        """Claim each identity, which comes once, for a row."""
-        self.layout = CLAIMS
-        self.epoch, self.step, self.time_us = batch.epoch, batch.step, batch.time_us
-        self.is_conditional = batch.is_conditional
-        self.ids = identities
-        self._rows = row_ids
-
-    def gather(self, rows: _Array, out: _Array, at: _Array) -> None:
-        """Write some claims; see `Part.gather`."""
-        self.layout.set_header(out, at, epoch=self.epoch, step=self.step, time_us=self.time_us)
-        out["row"][at] = self._rows[rows]
-
-
-def claims_of(delta: RowDelta, batch: Batch) -> ClaimPart | None:
-    """Return the claims of a delta's rows; None when it has no identities."""
+def claims_of(delta: RowDelta, batch: Batch) -> Part | None:
+    """Return the claims of a delta's rows, by their identities; None when it has none."""
     if delta.identities is None or not delta.identities.size:
         return None
     is_one = delta.identities != NO_IDENTITY
@@ -67,16 +48,14 @@ def claims_of(delta: RowDelta, batch: Batch) -> ClaimPart | None:
         _, last = np.unique(identities[::-1], return_index=True)
         last = identities.size - 1 - last
         identities, row_ids = identities[last], row_ids[last]
-    return ClaimPart(identities, row_ids, batch) if identities.size else None
+    return Part(CLAIMS, identities, {"row": row_ids}, batch) if identities.size else None
 
 
-def in_store_order(run: Run | MergedRun) -> Run | MergedRun:
-    """Return a run as the store takes it, in the order of its keys: claims for negative identities go last."""
+def in_store_order(run: Run | CoalescedRun) -> Run | CoalescedRun:
+    """Return a settled run as the store takes it, in the order of its keys: claims for negative identities go last."""
     if run.layout is not CLAIMS or (order := in_key_order(run.row_ids)) is None:
         return run
-    run = run.copied() if isinstance(run, MergedRun) else run
-    is_conditional = None if run.is_conditional is None else run.is_conditional[order]
-    return Run(run.table_id, run.layout, run.row_ids[order], run.records[order], is_conditional)
+    return run.take(order)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,9 @@ __all__ = ["KIND_BATCH", "KIND_HELLO", "Ingest"]
 KIND_BATCH = 1
 KIND_HELLO = 2
 
+# What a delta that waits to be applied takes beside its frame, in Python objects: of very small ones, most of it.
+_DELTA_BYTES = 2048
+
 
 class Ingest:
     """Everything that changes a shard goes through here.
@@ -278,7 +281,7 @@ class Ingest:
             deltas=deltas,
             meta=meta | session.pack(),
             is_conditional=is_conditional,
-            size_bytes=size_bytes,
+            size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
             release=release,
         )
 

@@ -29,7 +29,7 @@ class Overlay:
         """Let a batch be read; return where each of its parts pends, and it."""
         parts: list[tuple[PendingRows, Part]] = []
         for delta in batch.deltas:
-            part = Part(delta, batch)
+            part = Part.of_delta(delta, batch)
             if part.ids.size:
                 parts.append((self._rows_of(delta.table_id, delta.layout), part))
             if (claims := claims_of(delta, batch)) is not None:

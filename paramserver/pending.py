@@ -1,12 +1,11 @@
 """Acked rows that are not in RocksDB yet: coalesced for the applier, and an overlay for readers.
 
-The rows of a column shard pend in one of two forms, in the log's order:
+The rows of a column shard pend in *parts*, the rows of one delta of one batch, where they came in: in the request's own
+frame. A reader takes a `snapshot` of them; it asks RocksDB only for what it does not find. Rows leave the overlay after
+RocksDB has them, so a reader that takes its snapshot first misses none.
 
-- *parts*, the rows of one delta of one batch, still in the request's own frame;
-- *runs*, what coalescing made of a window of parts: each row once, sorted by row id, copied out of the frames.
-
-Runs are older than parts. A reader takes a `snapshot` and sees both; it asks RocksDB only for what it does not find.
-Rows leave the overlay after RocksDB has them, so a reader that takes its snapshot first misses none.
+Coalescing decides by indexes alone which entry of each row counts. The rows stay in their frames until they are written
+or read: then they are copied once, from wherever they lie (`scattered_rows.py`).
 
 A *conditional* row (of a replay or a backfill) counts only where nothing newer by (epoch, step) is already there. It
 stays conditional until something older in the overlay, or RocksDB, settles it. So an entry is a version and a flag, and
@@ -20,22 +19,22 @@ Thread: `PendingRows` belongs to the loop's thread; snapshots, parts and runs ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.record_pool import RecordPool
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.paramserver.scattered_rows import ScatteredRows
+from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["Batch", "MergedRun", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce", "merge"]
+__all__ = ["Batch", "CoalescedRun", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
+_HEADER = {name for name, _ in HEADER_FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,67 +95,91 @@ class Batch:
 
 
 class Part:
-    """The rows of one delta, deleted ones after the others, as views of the request's frame.
+    """Rows of one batch for one column shard, deleted ones after the others, as views of the request's frame.
 
     Attributes:
         layout: Records that the rows become.
         ids: int64[n + k].
+        num_present: n, how many are not deleted.
+        columns: By field of the record behind its header, `layout.dtype[field]`[n]; all fields where n is not 0.
         epoch: Version of all rows, first half.
         step: Version of all rows, second half.
+        time_us: Wall clock of all rows, microseconds since 1970.
         is_conditional: See `Batch`.
     """
 
-    __slots__ = (
-        "_columns",
-        "_identities",
-        "_num_present",
-        "epoch",
-        "ids",
-        "is_conditional",
-        "layout",
-        "step",
-        "time_us",
-    )
+    __slots__ = ("columns", "epoch", "ids", "is_conditional", "layout", "num_present", "step", "time_us")
 
-    def __init__(self, delta: RowDelta, batch: Batch) -> None:
-        """Take the views of a delta."""
-        self.layout = delta.layout
-        self.epoch, self.step, self.time_us = batch.epoch, batch.step, batch.time_us
-        self.is_conditional = batch.is_conditional
-        self._num_present = len(delta.row_ids)
-        self._columns = delta.layout.views(delta.columns) if self._num_present else {}
-        self._identities = delta.identities
-        self.ids = np.ascontiguousarray(delta.row_ids, np.int64)
-        if delta.deleted_row_ids is not None and len(delta.deleted_row_ids):
-            self.ids = np.concatenate((self.ids, delta.deleted_row_ids))
-
-    def gather(self, rows: _Array, out: _Array, at: _Array) -> None:
-        """Write the records of some rows.
+    def __init__(self, layout: RecordLayout, ids: _Ids, columns: Mapping[str, _Array], batch: Batch) -> None:
+        """Take views.
 
         Args:
-            rows: intp[m], positions in `ids`.
-            out: Records, `layout.dtype[any]`.
-            at: intp[m], where in `out` each goes.
+            layout: Records that the rows become.
+            ids: int64[n + k], contiguous, each once.
+            columns: See `Part`; those ids that have no column are deleted.
+            batch: What the rows are of.
         """
-        version = {"epoch": self.epoch, "step": self.step, "time_us": self.time_us}
-        is_present = rows < self._num_present
-        if not is_present.all():
-            blank = np.zeros(1, self.layout.dtype)
-            self.layout.set_header(blank, ..., flags=FLAG_DELETED, **version)
-            out[at[~is_present]] = blank
-            rows, at = rows[is_present], at[is_present]
-        if not rows.size:
-            return
-        self.layout.set_header(out, at, **version)
-        if self._identities is not None:
-            out["identity"][at] = self._identities[rows]
+        self.layout, self.ids, self.columns = layout, ids, columns
+        self.epoch, self.step, self.time_us = batch.epoch, batch.step, batch.time_us
+        self.is_conditional = batch.is_conditional
+        self.num_present = next(iter(columns.values())).size if columns else 0
+
+    @classmethod
+    def of_delta(cls, delta: RowDelta, batch: Batch) -> Part:
+        """Return the rows of a delta."""
+        ids = np.ascontiguousarray(delta.row_ids, np.int64)
+        columns = delta.layout.views(delta.columns) if ids.size else {}
+        if ids.size and delta.identities is not None:
+            columns["identity"] = np.ascontiguousarray(delta.identities, "<i8")
+        if delta.deleted_row_ids is not None and len(delta.deleted_row_ids):
+            ids = np.concatenate((ids, delta.deleted_row_ids))
+        return cls(delta.layout, ids, columns, batch)
+
+
+class _PartRecords:
+    """The records that rows of some parts become, made when they are asked for."""
+
+    def __init__(self, layout: RecordLayout, parts: Sequence[Part]) -> None:
+        self._layout = layout
+        self._epochs = np.array([part.epoch for part in parts], np.int64)
+        self._steps = np.array([part.step for part in parts], np.int64)
+        self._times_us = np.array([part.time_us for part in parts], np.int64)
+        self._num_present: _Ids | None = None
+        if any(part.num_present < part.ids.size for part in parts):
+            self._num_present = np.array([part.num_present for part in parts], np.int64)
+        self._columns: dict[str, ScatteredRows] = {}
+        for name in layout.dtype.names or ():
+            if name not in _HEADER:
+                dtype = layout.dtype[name]
+                none = np.empty(0, dtype)
+                self._columns[name] = ScatteredRows([part.columns.get(name, none) for part in parts], dtype)
+
+    def take(self, ordinals: _Ids, rows: _Ids) -> _Array:
+        """Return the records of rows, given by their part and their position in it."""
+        is_deleted = None if self._num_present is None else rows >= self._num_present[ordinals]
+        if is_deleted is None or not is_deleted.any():
+            records, at = np.empty(rows.size, self._layout.dtype), None
+        else:
+            records, at = np.zeros(rows.size, self._layout.dtype), np.flatnonzero(~is_deleted)
+        self._layout.set_header(
+            records,
+            ...,
+            epoch=self._epochs[ordinals],
+            step=self._steps[ordinals],
+            time_us=self._times_us[ordinals],
+            flags=0 if at is None or is_deleted is None else is_deleted * np.uint8(FLAG_DELETED),
+        )
         for name, column in self._columns.items():
-            out[name][at] = column[rows]
+            if at is None:
+                records[name] = column.take(ordinals, rows)
+            else:
+                records[name][at] = column.take(ordinals[at], rows[at])
+        return records
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Coalesced rows of one column shard: each once, sorted.
+    """Rows of one column shard: each once, sorted, in memory of their own.
 
     Attributes:
         table_id: Number of the table.
@@ -174,128 +197,119 @@ class Run:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it holds."""
-        return self.row_ids.nbytes + self.records.nbytes
+        """Of the records and their row ids."""
+        return self.row_ids.size * (8 + self.layout.dtype.itemsize)
 
-    def records_between(self, start: int, end: int) -> _Array:
-        """Return the records of rows `start` to `end`, contiguous, not to be written to."""
-        return self.records[start:end]
+    def records_at(self, at: slice | _Array) -> _Array:
+        """Return the records of some rows, contiguous, not to be written to."""
+        return self.records[at]
 
-    def take(self, keep: npt.NDArray[np.bool_]) -> Run:
-        """Return a run of some of the rows, none of them conditional any more."""
-        return Run(self.table_id, self.layout, self.row_ids[keep], self.records[keep], None)
+    def take(self, at: _Array) -> Run:
+        """Return a run of some of the rows, none of them conditional any more, in the order of `at`."""
+        return Run(self.table_id, self.layout, self.row_ids[at], self.records[at], None)
 
 
 @dataclass(slots=True, eq=False)
-class MergedRun:
-    """Rows of several runs of one column shard, each once, sorted, none conditional; the records stay in the runs.
+class CoalescedRun:
+    """What parts of one column shard come to: each row once, sorted. The rows stay in the parts' frames.
 
     Attributes:
         table_id: Number of the table.
         layout: Of the records.
         row_ids: int64[n], ascending.
+        is_conditional: bool[n], or None where no row is.
     """
 
     table_id: int
     layout: RecordLayout
     row_ids: _Ids
-    _runs: Sequence[Run]
-    _index: _Index
+    is_conditional: npt.NDArray[np.bool_] | None
+    _records: _PartRecords
+    _ordinals: _Ids
+    _rows: _Ids
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it would hold if it were a run."""
-        return self.row_ids.nbytes + self.row_ids.size * self.layout.dtype.itemsize
+        """Of the records and their row ids."""
+        return self.row_ids.size * (8 + self.layout.dtype.itemsize)
 
-    def records_between(self, start: int, end: int) -> _Array:
-        """Return the records of rows `start` to `end`, copied together."""
-        records = np.empty(end - start, self.layout.dtype)
-        ordinals, rows = self._index.parts[start:end], self._index.rows[start:end]
-        for ordinal, run in enumerate(self._runs):
-            at = np.flatnonzero(ordinals == ordinal)
-            records[at] = run.records[rows[at]]
-        return records
+    def records_at(self, at: slice | _Array) -> _Array:
+        """Return the records of some rows, copied together."""
+        return self._records.take(self._ordinals[at], self._rows[at])
+
+    def take(self, at: _Array) -> CoalescedRun:
+        """Return a run of some of the rows, none of them conditional any more, in the order of `at`."""
+        return CoalescedRun(
+            self.table_id, self.layout, self.row_ids[at], None, self._records, self._ordinals[at], self._rows[at]
+        )
 
     def copied(self) -> Run:
-        """Return a run of its own."""
-        return Run(self.table_id, self.layout, self.row_ids, self.records_between(0, self.row_ids.size), None)
+        """Return the same in memory of its own."""
+        return Run(self.table_id, self.layout, self.row_ids, self.records_at(slice(None)), self.is_conditional)
 
 
+@dataclass(frozen=True, slots=True)
 class _Index:
     """Which entry of each row counts, among some consecutive parts: one an id, ids ascending.
 
-    `parts` holds ordinals of parts and `rows` positions in them. The versions are there only where an entry is
-    conditional; all others need none.
+    `ordinals` are of parts and `rows` positions in them. `is_conditional` is None where no entry is.
     """
 
-    __slots__ = ("epochs", "ids", "is_conditional", "parts", "rows", "steps")
-
-    def __init__(self, ids: _Ids, parts: _Ids, rows: _Ids, conditional: tuple[_Array, _Array, _Array] | None) -> None:
-        self.ids, self.parts, self.rows = ids, parts, rows
-        self.is_conditional: _Array | None = None
-        self.epochs: _Array | None = None
-        self.steps: _Array | None = None
-        if conditional is not None:
-            self.is_conditional, self.epochs, self.steps = conditional
+    ids: _Ids
+    ordinals: _Ids
+    rows: _Ids
+    is_conditional: npt.NDArray[np.bool_] | None
 
     @classmethod
-    def of_part(cls, part: Part, ordinal: int) -> _Index:
-        order = np.argsort(part.ids)
-        return cls(
-            part.ids[order], np.full(order.size, ordinal, np.int64), order, _versions_of(part, part.is_conditional)
+    def of_parts(cls, parts: Sequence[Part], first: int) -> _Index:
+        """Return the index of parts, oldest first; `first` is the ordinal of the oldest."""
+        sizes = np.array([part.ids.size for part in parts])
+        starts = np.cumsum(sizes) - sizes
+        ids = np.concatenate([part.ids for part in parts])
+        which = np.repeat(np.arange(len(parts)), sizes)
+        rows = np.arange(ids.size) - starts[which]
+        conditional = np.array([part.is_conditional for part in parts])
+        flags = conditional[which] if conditional.any() else None
+        return cls(ids, which + first, rows, flags)._reduced(parts, first)
+
+    @classmethod
+    def of_both(cls, older: _Index, newer: _Index, parts: Sequence[Part], first: int) -> _Index:
+        """Return the index of all entries of two; `first` is the ordinal of the first of `parts`."""
+        conditional = None
+        if older.is_conditional is not None or newer.is_conditional is not None:
+            conditional = np.concatenate((older._flags(), newer._flags()))
+        entries = cls(
+            np.concatenate((older.ids, newer.ids)),
+            np.concatenate((older.ordinals, newer.ordinals)),
+            np.concatenate((older.rows, newer.rows)),
+            conditional,
         )
+        return entries._reduced(parts, first)
 
-    def versions(self, parts: dict[int, Part]) -> tuple[_Array, _Array, _Array]:
-        """Return (is conditional, epochs, steps) of all entries."""
-        if self.is_conditional is not None and self.epochs is not None and self.steps is not None:
-            return self.is_conditional, self.epochs, self.steps
-        ordinals, which = np.unique(self.parts, return_inverse=True)
-        epochs = np.array([parts[ordinal].epoch for ordinal in ordinals.tolist()], np.int64)
-        steps = np.array([parts[ordinal].step for ordinal in ordinals.tolist()], np.int64)
-        return np.zeros(self.ids.size, bool), epochs[which], steps[which]
+    def _flags(self) -> npt.NDArray[np.bool_]:
+        return np.zeros(self.ids.size, bool) if self.is_conditional is None else self.is_conditional
 
-    @classmethod
-    def of_run(cls, run: Run, ordinal: int, *, with_versions: bool) -> _Index:
-        size = run.row_ids.size
-        conditional: tuple[_Array, _Array, _Array] | None = None
-        if with_versions:
-            is_conditional = np.zeros(size, bool) if run.is_conditional is None else run.is_conditional
-            conditional = is_conditional, run.records["epoch"].astype(np.int64), run.records["step"].astype(np.int64)
-        return cls(run.row_ids, np.full(size, ordinal, np.int64), np.arange(size), conditional)
-
-
-def _versions_of(part: Part, is_conditional: bool) -> tuple[_Array, _Array, _Array] | None:
-    if not is_conditional:
-        return None
-    size = part.ids.size
-    return np.ones(size, bool), np.full(size, part.epoch, np.int64), np.full(size, part.step, np.int64)
-
-
-def _reduce(indexes: Sequence[_Index], parts: dict[int, Part]) -> _Index:
-    """Return the index of all entries of some indexes, given oldest first."""
-    if len(indexes) == 1:
-        return indexes[0]
-    ids = np.concatenate([index.ids for index in indexes])
-    ordinals = np.concatenate([index.parts for index in indexes])
-    rows = np.concatenate([index.rows for index in indexes])
-    if all(index.is_conditional is None for index in indexes):
-        order = np.argsort(ids, kind="stable")
-        ids = ids[order]
-        order = order[_last_of_group(ids)]
-        return _Index(ids[_last_of_group(ids)], ordinals[order], rows[order], None)
-    conditional, epochs, steps = (
-        np.concatenate(arrays) for arrays in zip(*(index.versions(parts) for index in indexes), strict=True)
-    )
-    age = np.arange(ids.size)
-    # The position of each row's last unconditional entry, -1 where it has none, at each of its entries.
-    unique, group = np.unique(ids, return_inverse=True)
-    last = np.full(unique.size, -1, np.int64)
-    np.maximum.at(last, group, np.where(conditional, -1, age))
-    counts = age >= last[group]
-    order = np.lexsort((age, steps, epochs, counts, ids))
-    order = order[_last_of_group(ids[order])]
-    versions = (last[group[order]] < 0, epochs[order], steps[order])
-    return _Index(ids[order], ordinals[order], rows[order], versions if versions[0].any() else None)
+    def _reduced(self, parts: Sequence[Part], first: int) -> _Index:
+        """Return what counts of entries that are in the log's order."""
+        if self.is_conditional is None:
+            order = np.argsort(self.ids, kind="stable")
+            order = order[_last_of_group(self.ids[order])]
+            return _Index(self.ids[order], self.ordinals[order], self.rows[order], None)
+        which = self.ordinals - first
+        epochs = np.array([part.epoch for part in parts], np.int64)[which]
+        steps = np.array([part.step for part in parts], np.int64)[which]
+        age = np.arange(self.ids.size)
+        # The position of each row's last unconditional entry, -1 where it has none, at each of its entries.
+        unique, group = np.unique(self.ids, return_inverse=True)
+        last = np.full(unique.size, -1, np.int64)
+        np.maximum.at(last, group, np.where(self.is_conditional, -1, age))
+        counts = age >= last[group]
+        order = np.lexsort((age, steps, epochs, counts, self.ids))
+        order = order[_last_of_group(self.ids[order])]
+        conditional = last[group[order]] < 0
+        return _Index(
+            self.ids[order], self.ordinals[order], self.rows[order], conditional if conditional.any() else None
+        )
 
 
 def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
@@ -304,60 +318,23 @@ def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
     return is_last
 
 
-def coalesce(table_id: int, parts: Sequence[Part], pool: RecordPool | None = None) -> Run:
-    """Return the run of some parts of one column shard.
+def coalesce(table_id: int, parts: Sequence[Part]) -> CoalescedRun:
+    """Return what some parts of one column shard come to.
 
     Args:
         table_id: Number of the table.
-        parts: One at least, oldest first.
-        pool: Where memory for the records comes from.
+        parts: One at least, oldest first. Their frames stay as they are for as long as the run is used.
     """
     layout = parts[0].layout
-    by_ordinal = dict(enumerate(parts))
-    index = _reduce([_Index.of_part(part, ordinal) for ordinal, part in by_ordinal.items()], by_ordinal)
-    records = (np if pool is None else pool).empty(index.ids.size, layout.dtype)
-    _gather(by_ordinal, index.parts, index.rows, records, np.arange(index.ids.size))
-    return Run(table_id, layout, index.ids, records, index.is_conditional)
-
-
-def merge(runs: Sequence[Run]) -> Run | MergedRun:
-    """Return what several runs of one column shard come to.
-
-    Args:
-        runs: One at least, oldest first.
-    """
-    first = runs[0]
-    if len(runs) == 1:
-        return first
-    is_any_conditional = any(run.is_conditional is not None for run in runs)
-    index = _reduce(
-        [_Index.of_run(run, ordinal, with_versions=is_any_conditional) for ordinal, run in enumerate(runs)], {}
-    )
-    merged = MergedRun(first.table_id, first.layout, index.ids, runs, index)
-    if index.is_conditional is None:
-        return merged
-    return replace(merged.copied(), is_conditional=index.is_conditional)
-
-
-def _gather(parts: dict[int, Part], ordinals: _Ids, rows: _Ids, out: _Array, at: _Array) -> None:
-    """Write the records of entries of several parts, a part at a time."""
-    order = np.argsort(ordinals, kind="stable")
-    ordinals, rows, at = ordinals[order], rows[order], at[order]
-    # The first of each part's entries, and the end of the last one's.
-    bounds = np.flatnonzero(np.diff(ordinals, prepend=-1, append=-1)).tolist()
-    for start, end in pairwise(bounds):
-        parts[int(ordinals[start])].gather(rows[start:end], out, at[start:end])
+    index = _Index.of_parts(parts, 0)
+    records = _PartRecords(layout, parts)
+    return CoalescedRun(table_id, layout, index.ids, index.is_conditional, records, index.ordinals, index.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingSnapshot:
-    """What pends in a column shard at one moment.
+    """What pends in a column shard at one moment."""
 
-    Attributes:
-        runs: Oldest first.
-    """
-
-    runs: tuple[Run, ...]
     _first: int
     _parts: tuple[Part, ...]
     _nodes: dict[tuple[int, int], _Index]
@@ -372,20 +349,16 @@ class PendingSnapshot:
             (at, records, is_conditional): positions in `ids`, ascending, with the record and whether it is conditional.
             A row that a newer source had is yielded again by older ones.
         """
-        by_ordinal = dict(enumerate(self._parts, self._first))
-        for index in self._indexes(by_ordinal):
+        layout = self._parts[0].layout
+        for index in self._indexes():
             at, where = _lookup(index.ids, ids)
             if at.size:
-                layout = self._parts[0].layout
-                records = np.empty(at.size, layout.dtype)
-                _gather(by_ordinal, index.parts[where], index.rows[where], records, np.arange(at.size))
-                yield at, records, None if index.is_conditional is None else index.is_conditional[where]
-        for run in reversed(self.runs):
-            at, where = _lookup(run.row_ids, ids)
-            if at.size:
-                yield at, run.records[where], None if run.is_conditional is None else run.is_conditional[where]
+                used, which = np.unique(index.ordinals[where] - self._first, return_inverse=True)
+                records = _PartRecords(layout, [self._parts[i] for i in used.tolist()])
+                conditional = None if index.is_conditional is None else index.is_conditional[where]
+                yield at, records.take(which, index.rows[where]), conditional
 
-    def _indexes(self, parts: dict[int, Part]) -> Iterator[_Index]:
+    def _indexes(self) -> Iterator[_Index]:
         """Yield indexes that cover all parts, newest first.
 
         Parts are the leaves of binary trees by their ordinal, and a tree is built once and kept while all its leaves
@@ -396,17 +369,17 @@ class PendingSnapshot:
             level = 0
             while end % (2 << level) == 0 and end - (2 << level) >= self._first:
                 level += 1
-            yield self._node(level, (end >> level) - 1, parts)
+            yield self._node(level, (end >> level) - 1)
             end -= 1 << level
 
-    def _node(self, level: int, number: int, parts: dict[int, Part]) -> _Index:
+    def _node(self, level: int, number: int) -> _Index:
         node = self._nodes.get((level, number))
         if node is None:
             if level == 0:
-                node = _Index.of_part(parts[number], number)
+                node = _Index.of_parts([self._parts[number - self._first]], number)
             else:
-                older, newer = (self._node(level - 1, 2 * number + child, parts) for child in (0, 1))
-                node = _reduce([older, newer], parts)
+                older, newer = (self._node(level - 1, 2 * number + child) for child in (0, 1))
+                node = _Index.of_both(older, newer, self._parts, self._first)
             # Two readers may both build it: the results are equal, and the later one stays.
             self._nodes[level, number] = node
         return node
@@ -428,19 +401,14 @@ class PendingRows:
         self.layout = layout
         self._parts: deque[Part] = deque()
         self._first = 0  # ordinal of the oldest part
-        self._runs: tuple[Run, ...] = ()
         self._nodes: dict[tuple[int, int], _Index] = {}
 
     def add(self, part: Part) -> None:
         """Add the newest part."""
         self._parts.append(part)
 
-    def oldest(self, count: int) -> list[Part]:
-        """Return the `count` oldest parts."""
-        return [self._parts[i] for i in range(count)]
-
-    def coalesced(self, run: Run, num_parts: int) -> None:
-        """Put a run in the place of the oldest parts, from which it was made."""
+    def applied(self, num_parts: int) -> None:
+        """Forget the oldest parts: RocksDB has them."""
         for _ in range(num_parts):
             self._parts.popleft()
         self._first += num_parts
@@ -448,14 +416,7 @@ class PendingRows:
         for level, number in list(self._nodes):
             if number << level < self._first:
                 del self._nodes[level, number]
-        self._runs = (*self._runs, run)
-
-    def applied(self, run: Run) -> None:
-        """Forget a run: RocksDB has it."""
-        self._runs = tuple(other for other in self._runs if other is not run)
 
     def snapshot(self) -> PendingSnapshot | None:
         """Return what pends; None when nothing does."""
-        if not self._parts and not self._runs:
-            return None
-        return PendingSnapshot(self._runs, self._first, tuple(self._parts), self._nodes)
+        return PendingSnapshot(self._first, tuple(self._parts), self._nodes) if self._parts else None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.pending import MergedRun, PendingSnapshot, Run
+from headrace.paramserver.pending import CoalescedRun, PendingSnapshot, Run
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
@@ -118,7 +118,7 @@ def read_records(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) 
     return pick.records, pick.has
 
 
-def settle(run: Run | MergedRun, get: GetValues) -> Run | MergedRun:
+def settle(run: Run | CoalescedRun, get: GetValues) -> Run | CoalescedRun:
     """Return a run without the conditional rows that RocksDB has newer versions of.
 
     Args:
@@ -130,7 +130,7 @@ def settle(run: Run | MergedRun, get: GetValues) -> Run | MergedRun:
 
     Thread: any; blocking.
     """
-    if isinstance(run, MergedRun) or run.is_conditional is None:
+    if run.is_conditional is None:
         return run
     rows = np.flatnonzero(run.is_conditional)
     keep = np.ones(run.row_ids.size, bool)
@@ -138,7 +138,7 @@ def settle(run: Run | MergedRun, get: GetValues) -> Run | MergedRun:
         some = rows[start : start + _ROWS_PER_GET]
         stored, _ = run.layout.decode(get(encode_keys(run.table_id, run.layout.shard, run.row_ids[some])))
         # What is missing decodes as version (0, 0), which nothing is older than.
-        keep[some] = ~_is_newer(stored, run.records[some])
+        keep[some] = ~_is_newer(stored, run.records_at(some))
     return run.take(keep)
 
 

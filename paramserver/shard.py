@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 _RETENTION_INTERVAL_S = 15.0
 # Acks and reads do not wait for it.
 _HOLD_S = 2.0
-# Parts of the backlog: frames are coalesced while rows wait to be written and as many are being written.
-_WINDOW_PART, _MERGE_PART = 16, 3
+# Of the backlog: while so much of it is being written, as much gathers to be written next, and there is room for more.
+_WINDOW_PART = 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # A row of a reply: epoch, step and time; and row id, epoch and step of an identity.
 _VERSION_BYTES = _FOUND_BYTES = 3 * 8
@@ -401,7 +401,6 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
     )
     applier_config = ApplierConfig(
         window_bytes=max(config.max_backlog_bytes // _WINDOW_PART, 1),
-        merge_bytes=max(config.max_backlog_bytes // _MERGE_PART, 1),
         hold_s=_HOLD_S,
         flush_bytes=2 * config.memtable_bytes,
     )

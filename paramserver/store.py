@@ -20,7 +20,7 @@ import msgpack
 import rocksdict
 
 from headrace.paramserver.direct_file import supports_direct_io, write_buffer
-from headrace.paramserver.pending import MergedRun, Run
+from headrace.paramserver.pending import CoalescedRun, Run
 from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
@@ -220,9 +220,9 @@ class RowStore:
 
     def write_runs(
         self,
-        runs: Sequence[Run | MergedRun],
+        runs: Sequence[Run | CoalescedRun],
         *,
-        claims: Sequence[Run | MergedRun] = (),
+        claims: Sequence[Run | CoalescedRun] = (),
         meta: Mapping[bytes, bytes],
         applied_seq: int,
     ) -> None:
@@ -256,15 +256,27 @@ class RowStore:
             self._put(runs)
         self.write([], [], meta=meta, applied_seq=applied_seq)
 
-    def _put(self, runs: Sequence[Run | MergedRun]) -> None:
+    def _put(self, runs: Sequence[Run | CoalescedRun]) -> None:
         step = self._config.rows_per_write
+        keys: list[bytes] = []
+        values: list[bytes] = []
         for run in runs:
-            for start in range(0, run.row_ids.size, step):
-                keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start : start + step])
-                self._write(keys, run.layout.values_of(run.records_between(start, min(start + step, run.row_ids.size))))
+            start = 0
+            while start < run.row_ids.size:
+                some = slice(start, start + step - len(keys))
+                keys += encode_keys(run.table_id, run.layout.shard, run.row_ids[some])
+                values += run.layout.values_of(run.records_at(some))
+                start = some.stop
+                # Of many tables with few rows each, one write takes several.
+                if len(keys) == step:
+                    self._write(keys, values)
+                    keys, values = [], []
+        if keys:
+            self._write(keys, values)
+        for run in runs:
             self._unflushed_rows[run.table_id] += run.row_ids.size
 
-    def _take_in(self, runs: Sequence[Run | MergedRun]) -> None:
+    def _take_in(self, runs: Sequence[Run | CoalescedRun]) -> None:
         """Write rows to a file of RocksDB's format and have RocksDB make it one of its own."""
         config = self._config
         self._write_buffer = self._write_buffer or write_buffer()
@@ -310,7 +322,7 @@ class RowStore:
             raise
         return True
 
-    def _new_layouts(self, runs: Sequence[Run | MergedRun]) -> dict[int, tuple[ColumnShard, ...]]:
+    def _new_layouts(self, runs: Sequence[Run | CoalescedRun]) -> dict[int, tuple[ColumnShard, ...]]:
         layouts: dict[int, tuple[ColumnShard, ...]] = {}
         for run in runs:
             known = layouts.get(run.table_id, self.layouts(run.table_id))

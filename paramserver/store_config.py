@@ -75,6 +75,10 @@ _COMPRESSION: dict[str, Callable[[], Any]] = {
 }
 
 
+_LEVEL_0_FILES = 8
+_LEVEL_1_BYTES = 1 << 30
+
+
 def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     """Return RocksDB's options for a store.
 
@@ -97,6 +101,10 @@ def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     options.set_write_buffer_size(config.write_buffer_bytes)
     options.set_max_write_buffer_number(3)
     options.set_max_background_jobs(config.max_background_jobs)
+    # Files that are taken in are long: by RocksDB's defaults every fourth would have level 1, smaller than two of them,
+    # written anew. A look-up asks the bloom filters of so many files at most.
+    options.set_level_zero_file_num_compaction_trigger(_LEVEL_0_FILES)
+    options.set_max_bytes_for_level_base(_LEVEL_1_BYTES)
     # Files go to the disk as they are written: one large sync would hold up the update log's.
     options.set_bytes_per_sync(1 << 20)
     # Past the page cache, which is for what lookups read.

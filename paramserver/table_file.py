@@ -26,7 +26,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from headrace.paramserver.direct_file import DirectFileWriter, write_buffer
-from headrace.paramserver.pending import MergedRun, Run
+from headrace.paramserver.pending import CoalescedRun, Run
 from headrace.paramserver.row_filter import build_filter, hash_keys
 from headrace.schemas.row_keys import KEY_BYTES, key_prefix
 
@@ -74,7 +74,7 @@ class TableFileWriter:
         self._index: list[_Array] = []
         self._num_blocks = self._num_rows = self._value_bytes = 0
 
-    def write(self, path: Path, runs: Sequence[Run | MergedRun]) -> int:
+    def write(self, path: Path, runs: Sequence[Run | CoalescedRun]) -> int:
         """Write rows to a new file and sync it; return its size in bytes.
 
         Args:
@@ -91,7 +91,7 @@ class TableFileWriter:
             file.sync()
         return self._offset
 
-    def _write_run(self, file: DirectFileWriter, run: Run | MergedRun) -> None:
+    def _write_run(self, file: DirectFileWriter, run: Run | CoalescedRun) -> None:
         prefix = key_prefix(run.table_id, run.layout.shard)
         size, value_bytes = run.row_ids.size, run.layout.dtype.itemsize
         entry = _entry_dtype(value_bytes)
@@ -104,7 +104,7 @@ class TableFileWriter:
             blocks = chunk[:num_blocks]
             end = start + num_blocks * per_block
             row_ids = run.row_ids[start:end].reshape(num_blocks, per_block)
-            values = run.records_between(start, end).view(f"V{value_bytes}")
+            values = run.records_at(slice(start, end)).view(f"V{value_bytes}")
             blocks["entries"]["row"] = row_ids
             blocks["entries"]["value"] = values.reshape(num_blocks, per_block)
             _seal_blocks(blocks)

@@ -193,7 +193,8 @@ class TableSpec:
         if not row_ids.size:
             return
         limit = self.num_rows or 2**63
-        lowest, highest = int(row_ids.min()), int(row_ids.max())
+        # Not `min` and `max`: where a table has a few rows in a batch, they cost more than what they call.
+        lowest, highest = int(np.minimum.reduce(row_ids)), int(np.maximum.reduce(row_ids))
         if lowest < 0 or highest >= limit:
             bad = lowest if lowest < 0 else highest
             raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")

@@ -204,9 +204,9 @@ class DiskTable:
             delta, layout=layout, identities=delta.identities if self._spec.has_identities else None
         )
         batch = Batch(seq=0, epoch=epoch, step=step, time_us=0, is_conditional=is_conditional)
-        part = Part(delta, batch)
+        part = Part.of_delta(delta, batch)
         if part.ids.size:
-            self._write(coalesce(0, [part]))
+            self._write(coalesce(0, [part]).copied())
 
     def load(self, row_ids: _Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
         """Take rows that are read from a store; see `ReplicaTable.load`.

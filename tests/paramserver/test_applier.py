@@ -22,12 +22,9 @@ from headrace.paramserver.row_reader import RowsRead
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
-from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard
 
 PLAIN = replace(SPEC, has_identities=False)
-# A run's memory a row: the record, and the row id beside it.
-ROW_BYTES = RecordLayout(PLAIN, PLAIN.whole).size_bytes + 8
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)
 
 
@@ -121,26 +118,19 @@ async def test_updates_that_wait_are_coalesced(store: GatedStore) -> None:
         assert (applier.num_rows_submitted, applier.num_rows_applied) == (30, 12)
 
 
-@pytest.mark.parametrize(
-    ("merge_bytes", "expected"),
-    [(1, [1, 3, 4, 5, 6]), (2 * ROW_BYTES, [1, 3, 5, 6]), (1 << 20, [1, 6])],
-)
-async def test_windows_and_writes_are_bounded(store: GatedStore, merge_bytes: int, expected: list[int]) -> None:
-    """A window takes no more bytes than its setting says, and a write no more coalesced rows, but one at least."""
-    config = ApplierConfig(window_bytes=250, merge_bytes=merge_bytes)
-    async with Applier(store, config=config) as applier:
+async def test_windows_are_bounded(store: GatedStore) -> None:
+    """A window takes no more bytes than its setting says, with what coalescing takes, but one batch at least."""
+    async with Applier(store, config=ApplierConfig(window_bytes=450)) as applier:
         async with held(applier, store):
-            # Windows of two rows, one, one and one.
-            for seq, size in enumerate([100, 100, 100, 400, 100], 2):
+            # Each has a row more, whose index is 80 bytes: windows of two batches, one, one, and two.
+            for seq, size in enumerate([100, 100, 100, 400, 100, 100], 2):
                 applier.submit(make_batch(seq, deltas=(make_delta([seq], seq, spec=PLAIN),), size_bytes=size))
-            # Each row is in the overlay once more for its run: all have been coalesced.
-            await wait_until(lambda: applier.num_rows_submitted == 5)
-        await applier.wait_applied(6)
-    assert [seq for seq, _ in store.windows] == expected
+        await applier.wait_applied(7)
+    assert [seq for seq, _ in store.windows] == [1, 3, 4, 5, 7]
 
 
-async def test_rows_of_several_windows_are_merged(store: GatedStore) -> None:
-    """What is coalesced while a write goes on is written together after it, and reads are right all along."""
+async def test_batches_of_a_window_are_read_and_written_as_one(store: GatedStore) -> None:
+    """What comes while a write goes on is written together after it, and reads are right all along."""
     model, rows = Model(), [1, 2, 3, 4, 9]
     batches = [
         make_batch(2, [1, 2]),
@@ -148,12 +138,11 @@ async def test_rows_of_several_windows_are_merged(store: GatedStore) -> None:
         make_batch(4, [1, 4], version=(1, 1), is_conditional=True),
         make_batch(5, [2, 3], deleted=[4], meta={b"a": b"new", b"b": b"5"}),
     ]
-    async with Applier(store, config=ApplierConfig(window_bytes=1)) as applier:
+    async with Applier(store) as applier:
         async with held(applier, store):
             for batch in batches:
                 applier.submit(batch)
                 model.apply(batch)
-            await wait_until(lambda: applier.num_rows_submitted == 9)
             model.check(rows, await read(applier, rows))
         await applier.wait_applied(5)
         model.check(rows, await read(applier, rows))
@@ -166,9 +155,10 @@ async def test_rows_wait_for_others_to_be_written_with(store: GatedStore) -> Non
     """They can be read meanwhile, and are written when there is enough, when it is asked for, or at the close."""
 
     def batch_of(seq: int, *rows: int) -> Batch:
-        return make_batch(seq, deltas=(make_delta(sorted(set(rows)), seq, spec=PLAIN),), size_bytes=100)
+        ids = sorted(set(rows))  # 80 bytes of index each
+        return make_batch(seq, deltas=(make_delta(ids, seq, spec=PLAIN),), size_bytes=180 - 80 * len(ids))
 
-    config = ApplierConfig(window_bytes=300, merge_bytes=3 * ROW_BYTES, hold_s=3600.0, quiet_s=3600.0)
+    config = ApplierConfig(window_bytes=540, hold_s=3600.0, quiet_s=3600.0)
     async with Applier(store, config=config) as applier:
         for seq in (1, 2):
             applier.submit(batch_of(seq, 1, seq))
@@ -176,7 +166,7 @@ async def test_rows_wait_for_others_to_be_written_with(store: GatedStore) -> Non
         assert applier.applied_seq == 0
         for seq in (3, 4, 5, 6):
             applier.submit(batch_of(seq, seq))
-        # Two windows of three batches: rows 1, 2, 3 and 4, 5, 6, each enough for a write.
+        # Two windows of three batches of 180 bytes each.
         await wait_until(lambda: applier.applied_seq == 6)
         applier.submit(batch_of(7, 1))
         applier.submit(batch_of(8, 2))
@@ -442,7 +432,7 @@ async def test_close_without_use(store: GatedStore) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["window_bytes", "merge_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
+@pytest.mark.parametrize("name", ["window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
 def test_bad_settings_are_refused(name: str) -> None:
     """A setting of zero is named."""
     with pytest.raises(ConfigError, match=name):
@@ -471,7 +461,7 @@ async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
             assert result.identities is not None and (result.identities == expected).all()
             num_reads += 1
 
-    config = ApplierConfig(window_bytes=500, merge_bytes=4000, flush_bytes=1 << 16)
+    config = ApplierConfig(window_bytes=4000, flush_bytes=1 << 16)
     async with Applier(store, config=config) as applier, asyncio.TaskGroup() as group:
         for seed in range(4):
             group.create_task(reader(seed))

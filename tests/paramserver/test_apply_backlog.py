@@ -1,17 +1,15 @@
-"""When batches are coalesced and windows written, on a clock of the test's; `test_applier.py` has it with a store."""
+"""When windows of batches are written, on a clock of the test's; `test_applier.py` has it with a store."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from row_batches import SPEC, make_batch
 
-from headrace.paramserver.apply_backlog import Backlog, Entry, Window
-from headrace.paramserver.pending import PendingRows, Run
+from headrace.paramserver.apply_backlog import Backlog
+from headrace.paramserver.pending import Part, PendingRows
 from headrace.schemas.row_records import RecordLayout
 
 LAYOUT = RecordLayout(SPEC, SPEC.whole)
-ROW_BYTES = 8 + LAYOUT.dtype.itemsize
 
 
 class Clock:
@@ -28,18 +26,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def backlog(clock: Clock) -> Backlog:
-    """A backlog of windows of 300 bytes, three batches each, and writes of three rows."""
-    return Backlog(newest_seq=0, window_bytes=300, merge_bytes=3 * ROW_BYTES, hold_s=2.0, quiet_s=0.5, clock=clock)
+    """A backlog of windows of 300 bytes, three batches each."""
+    return Backlog(newest_seq=0, window_bytes=300, hold_s=2.0, quiet_s=0.5, clock=clock)
 
 
 def _add(backlog: Backlog, *seqs: int) -> list[bool]:
     return [backlog.add(make_batch(seq, size_bytes=100), []) for seq in seqs]
-
-
-def _window(entries: list[Entry], num_rows: int = 1) -> Window:
-    run = Run(1, LAYOUT, np.arange(num_rows), np.zeros(num_rows, LAYOUT.dtype), None)
-    rows = PendingRows(1, LAYOUT)
-    return Window(entries[0].batch.seq, entries[-1].batch.seq, {}, [(rows, run)], entries[0].since_s)
 
 
 def _take(backlog: Backlog, *stop_seqs: int) -> list[int]:
@@ -69,31 +61,14 @@ def test_a_window_has_one_batch_at_least_and_ends_where_somebody_looks(backlog: 
     assert not backlog.has_entries
 
 
-def test_windows_are_written_together_up_to_a_size_or_a_position(backlog: Backlog) -> None:
-    """Enough rows are due by themselves; a write takes no window beyond the position that somebody looks at."""
-    _add(backlog, 1, 2, 3, 4)
-    for seq in (1, 2, 3, 4):
-        assert not backlog.is_write_due or seq == 4
-        backlog.add_window(_window(backlog.take_entries([seq])))
-    assert backlog.is_write_due
-    assert [window.seq for window in backlog.take_windows(2)] == [1, 2]
-    assert not backlog.is_write_due
-    assert [window.seq for window in backlog.take_windows(None)] == [3, 4]
-
-
-def test_what_is_due_as_well_is_written_with_the_rest(backlog: Backlog) -> None:
-    """A window that is asked for waits for those that are asked for too and are not coalesced yet."""
-    _add(backlog, 1, 2)
-    backlog.add_window(_window(backlog.take_entries([1])))
-    backlog.apply_now(2)
-    assert not backlog.is_write_due
-    entries = backlog.take_entries([])
-    backlog.is_coalescing = True
-    assert not backlog.is_write_due
-    backlog.add_window(_window(entries))
-    backlog.is_coalescing = False
-    assert backlog.is_write_due
-    assert [window.seq for window in backlog.take_windows(None)] == [1, 2]
+def test_a_window_counts_what_coalescing_takes(backlog: Backlog) -> None:
+    """Many short rows make a shorter window: their index takes more memory than their frame."""
+    rows = PendingRows(1, LAYOUT)
+    batches = [make_batch(seq, range(50), size_bytes=100) for seq in (1, 2)]
+    for batch in batches:
+        backlog.add(batch, [(rows, Part.of_delta(batch.deltas[0], batch))])
+    assert _take(backlog) == [1]
+    assert _take(backlog) == [2]
 
 
 def test_rows_are_held_for_so_long_and_not_when_nothing_comes(backlog: Backlog, clock: Clock) -> None:
@@ -102,22 +77,20 @@ def test_rows_are_held_for_so_long_and_not_when_nothing_comes(backlog: Backlog, 
     for clock.now_s in (10.0, 10.4, 10.8, 11.2, 11.6):
         _add(backlog, backlog.newest_seq + 1)
     assert backlog.hold_ends_s == 12.0
-    backlog.add_window(_window(backlog.take_entries([])))
-    assert backlog.hold_ends_s == 12.0
     clock.now_s = 11.9
     assert not backlog.apply_held()
     clock.now_s = 12.0
     assert backlog.apply_held()
     assert backlog.hold_ends_s is None
-    backlog.take_entries([])
-    backlog.take_windows(None)
+    while backlog.has_entries:
+        backlog.take_entries([])
     _add(backlog, 6)
     assert backlog.hold_ends_s == 12.5
 
 
 def test_nothing_is_held_where_nothing_is_to_wait(clock: Clock) -> None:
     """With a hold of 0 each batch is due at once."""
-    backlog = Backlog(newest_seq=0, window_bytes=300, merge_bytes=300, hold_s=0.0, quiet_s=0.5, clock=clock)
+    backlog = Backlog(newest_seq=0, window_bytes=300, hold_s=0.0, quiet_s=0.5, clock=clock)
     assert _add(backlog, 1) == [True]
     assert backlog.is_window_due
     assert backlog.hold_ends_s is None

@@ -82,7 +82,7 @@ async def test_neighbouring_tables_and_no_rows(tmp_path: Path) -> None:
     store = _store(tmp_path / "s")
     for table_id, count in ((1, 5), (3, 4)):
         delta = make_delta(range(count), 1, spec=specs[table_id - 1], table_id=table_id)
-        run = coalesce(table_id, [Part(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])
+        run = coalesce(table_id, [Part.of_delta(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])
         store.write_runs([run], meta={}, applied_seq=table_id)
     counts = []
     for table_id, spec in enumerate(specs, 1):
@@ -100,7 +100,9 @@ def test_norms_of_every_float(tmp_path: Path, dtype: DType) -> None:
     layout = RecordLayout(spec, spec.whole)
     store = _store(tmp_path / "s")
     delta = dataclasses.replace(make_delta([1, 2], 1, spec=spec), columns={"weights": memoryview(raw.tobytes())})
-    store.write_runs([coalesce(1, [Part(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])], meta={}, applied_seq=1)
+    store.write_runs(
+        [coalesce(1, [Part.of_delta(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])], meta={}, applied_seq=1
+    )
     table = Table(1, spec, spec.fingerprint)
     facts, _, _ = _scan(store, table, with_norms=True)
     assert layout.size_bytes == 24 + 2 * dtype.size_bytes
@@ -115,7 +117,7 @@ def test_what_is_no_record_stops_the_scan(tmp_path: Path, value: bytes) -> None:
     """Bytes that are no record of the table are a corruption, not a row."""
     store = _store(tmp_path / "s")
     spec = dataclasses.replace(SPEC, states=())
-    run = coalesce(1, [Part(make_delta([1], 1, spec=spec), Batch(seq=1, epoch=1, step=1, time_us=1))])
+    run = coalesce(1, [Part.of_delta(make_delta([1], 1, spec=spec), Batch(seq=1, epoch=1, step=1, time_us=1))])
     store.write_runs([run], meta={}, applied_seq=1)
     store.write(encode_keys(1, spec.whole, np.array([2])), [value])
     with pytest.raises(CorruptionError):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from row_batches import SPEC, Model, make_batch, make_delta
 
-from headrace.paramserver.pending import Batch, MergedRun, Part, PendingRows, Run, coalesce, merge
+from headrace.paramserver.pending import Batch, CoalescedRun, Part, PendingRows, Run, coalesce
 from headrace.paramserver.row_reader import RowsRead, ShardSource, read_rows, settle
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout
@@ -28,16 +28,16 @@ class FakeStore(dict[bytes, bytes]):
     def read(self, keys: list[bytes]) -> list[bytes | None]:
         return [self.get(key) for key in keys]
 
-    def write(self, run: Run | MergedRun) -> None:
+    def write(self, run: Run | CoalescedRun) -> None:
         # In pieces, as the store does.
         for start in range(0, run.row_ids.size, 3):
             end = min(start + 3, run.row_ids.size)
             keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start:end])
-            self.update(zip(keys, run.layout.values_of(run.records_between(start, end)), strict=True))
+            self.update(zip(keys, run.layout.values_of(run.records_at(slice(start, end))), strict=True))
 
 
 def parts_of(*batches: Batch) -> list[Part]:
-    return [Part(delta, batch) for batch in batches for delta in batch.deltas]
+    return [Part.of_delta(delta, batch) for batch in batches for delta in batch.deltas]
 
 
 def read(pending: PendingRows, store: FakeStore, rows: Sequence[int] = ROWS) -> RowsRead:
@@ -52,7 +52,7 @@ def test_coalescing_keeps_the_newest_of_each_row_sorted() -> None:
         make_batch(2, [1], deleted=[9, 3]),
         make_batch(3, [3, 7]),
     ]
-    run = coalesce(1, parts_of(*batches))
+    run = coalesce(1, parts_of(*batches)).copied()
     assert run.row_ids.tolist() == [1, 3, 5, 7, 9]
     assert run.records["step"].tolist() == [2, 3, 1, 3, 2]
     assert run.records["flags"].tolist() == [0, 0, 0, 0, 1]
@@ -66,21 +66,24 @@ def test_coalescing_keeps_the_newest_of_each_row_sorted() -> None:
 
 def test_a_part_of_nothing_but_deletes() -> None:
     """Deletes need no columns."""
-    run = coalesce(1, parts_of(make_batch(4, deleted=[6, 2])))
+    run = coalesce(1, parts_of(make_batch(4, deleted=[6, 2]))).copied()
     assert run.row_ids.tolist() == [2, 6]
     assert run.records["flags"].tolist() == [1, 1]
 
 
-def test_runs_do_not_share_memory_with_frames() -> None:
-    """Frames may be reused once their rows are coalesced."""
+def test_copied_runs_do_not_share_memory_with_frames() -> None:
+    """Until then a run's rows are those of the frames; afterwards frames may be reused."""
     frame = bytearray(64)
     delta = make_delta([1], 1)
     delta.columns["weights"] = memoryview(frame)[:16]
     batch = make_batch(1, deltas=(delta,))
-    run = coalesce(1, parts_of(batch))
+    coalesced = coalesce(1, parts_of(batch))
+    run = coalesced.copied()
     before = run.records.tobytes()
+    assert coalesced.records_at(slice(None)).tobytes() == before
     frame[:] = b"\xff" * 64
     assert run.records.tobytes() == before
+    assert coalesced.records_at(np.array([0])).tobytes() != before
 
 
 batch_lists = st.lists(
@@ -110,19 +113,16 @@ def batches_from(drawn: Iterable[tuple[dict[int, bool], bool, tuple[int, int]]])
 @settings(deadline=None)
 @given(batch_lists, st.data())
 def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataObject) -> None:
-    """Coalesced in windows of any sizes, some of them merged, conditional batches among them, as if one by one."""
+    """Coalesced in windows of any sizes, conditional batches among them, as if one by one."""
     batches = batches_from(drawn)
     store, model = FakeStore(), Model()
-    left, runs = batches, []
+    left = batches
     while left:
         size = data.draw(st.integers(1, len(left)))
-        runs.append(coalesce(1, parts_of(*left[:size])))
+        run = coalesce(1, parts_of(*left[:size]))
+        assert run.size_bytes == run.row_ids.size * (LAYOUT.size_bytes + 8)
+        store.write(settle(run, store.read))
         left = left[size:]
-        if not left or data.draw(st.booleans()):
-            merged = merge(runs)
-            assert merged.size_bytes >= merged.row_ids.size * (LAYOUT.size_bytes + 8)
-            store.write(settle(merged, store.read))
-            runs = []
     for batch in batches:
         model.apply(batch)
     model.check(ROWS, read(PendingRows(1, LAYOUT), store))
@@ -143,7 +143,7 @@ def test_replaying_any_suffix_changes_nothing(drawn: Any, data: st.DataObject) -
 
 
 class OverlayMachine(RuleBasedStateMachine):
-    """Adds, coalesces, applies and reads in any order; a read shows the newest acked value of every row."""
+    """Adds, applies and reads in any order; a read shows the newest acked value of every row."""
 
     @initialize()
     def start(self) -> None:
@@ -151,9 +151,7 @@ class OverlayMachine(RuleBasedStateMachine):
         self.store = FakeStore()
         self.model = Model()
         self.seq = 0
-        self.num_parts = 0
-        self.runs: list[Run] = []
-        self.old: list[tuple[Any, Model]] = []
+        self.parts: list[Part] = []
 
     @rule(
         rows=st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1),
@@ -171,28 +169,18 @@ class OverlayMachine(RuleBasedStateMachine):
         )
         for part in parts_of(batch):
             self.pending.add(part)
-            self.num_parts += 1
+            self.parts.append(part)
         self.model.apply(batch)
 
-    @precondition(lambda self: self.num_parts)
-    @rule(data=st.data())
-    def coalesce(self, data: st.DataObject) -> None:
-        size = data.draw(st.integers(1, self.num_parts))
-        run = coalesce(1, self.pending.oldest(size))
-        self.pending.coalesced(run, size)
-        self.num_parts -= size
-        self.runs.append(run)
-
-    @precondition(lambda self: self.runs)
-    @rule(forget=st.booleans(), count=st.integers(1, 4))
-    def apply(self, forget: bool, count: int) -> None:
+    @precondition(lambda self: self.parts)
+    @rule(data=st.data(), forget=st.booleans())
+    def apply(self, data: st.DataObject, forget: bool) -> None:
         # Rows are in RocksDB a while before the overlay forgets them: to write them twice is the same as to wait.
-        runs = self.runs[:count]
-        self.store.write(settle(merge(runs), self.store.read))
+        count = data.draw(st.integers(1, len(self.parts)))
+        self.store.write(settle(coalesce(1, self.parts[:count]), self.store.read))
         if forget:
-            for run in runs:
-                self.pending.applied(run)
-            del self.runs[:count]
+            self.pending.applied(count)
+            del self.parts[:count]
 
     @rule()
     def read_pending_part_by_part(self) -> None:
@@ -220,17 +208,16 @@ def test_a_snapshot_outlives_what_it_shows() -> None:
         model.apply(batch)
     snapshot = pending.snapshot()
     for size in (3, 7, 9):
-        run = coalesce(1, pending.oldest(size))
-        pending.coalesced(run, size)
-        store.write(run)
-        pending.applied(run)
+        store.write(coalesce(1, parts_of(*batches[:size])))
+        del batches[:size]
+        pending.applied(size)
     assert pending.snapshot() is None
     rows = list(range(40))
     source = ShardSource(LAYOUT, snapshot, False)
     model.check(rows, read_rows(1, SPEC, [source], np.array(rows), store.read, seq=0))
     # The reader has put the trees of parts that are gone back; nothing of them is left after the next window.
     pending.add(parts_of(make_batch(20, [1]))[0])
-    pending.coalesced(coalesce(1, pending.oldest(1)), 1)
+    pending.applied(1)
     assert not pending._nodes
 
 
@@ -282,7 +269,7 @@ def test_column_shards_are_put_together(
     for seq, (shard, row, version, is_deleted) in enumerate(writes, 1):
         ids = {"row_ids": [], "deleted": [row]} if is_deleted else {"row_ids": [row]}
         delta = make_delta(tag=seq, spec=SPLIT, shard=shard, **ids)  # type: ignore[arg-type]
-        part = Part(delta, make_batch(seq, deltas=(delta,), version=version))
+        part = Part.of_delta(delta, make_batch(seq, deltas=(delta,), version=version))
         if seq <= num_applied:
             store.write(coalesce(1, [part]))
             # The log's order decides within a column shard, so what pends must be newer there.

@@ -29,7 +29,7 @@ from headrace.schemas.tables import ColumnShard
 def _run_of(ids: list[int], tag: int, shard: ColumnShard | None, deleted: list[int]) -> Run:
     delta = make_delta(sorted(set(ids) - set(deleted)), tag, deleted=deleted, shard=shard)
     batch = Batch(seq=tag, epoch=1, step=tag, time_us=tag, deltas=(delta,))
-    return coalesce(1, [Part(delta, batch)])
+    return coalesce(1, [Part.of_delta(delta, batch)]).copied()
 
 
 def _publish(path: Path, store: RowStore) -> Path:

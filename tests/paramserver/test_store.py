@@ -28,7 +28,7 @@ def open_store(path: Path, config: StoreConfig = SMALL) -> RowStore:
 
 def run_of(seq: int, rows: range, table_id: int = 1) -> Run:
     batch = make_batch(seq, rows)
-    return coalesce(table_id, [Part(batch.deltas[0], batch)])
+    return coalesce(table_id, [Part.of_delta(batch.deltas[0], batch)]).copied()
 
 
 def keys_of(rows: range, table_id: int = 1) -> list[bytes]:

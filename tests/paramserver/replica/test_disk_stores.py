@@ -43,7 +43,8 @@ def _snapshot(folder: Path, *shards: ColumnShard) -> SnapshotManifest:
         mine = IDS[shards_of_rows(table_seed(SPEC.fqn), IDS, 2) == number]
         batch = Batch(seq=1, epoch=1, step=1, time_us=0)
         runs = [
-            coalesce(1, [Part(make_delta(mine.tolist(), 1, spec=SPEC, shard=shard), batch)]) for shard in sorted(shards)
+            coalesce(1, [Part.of_delta(make_delta(mine.tolist(), 1, spec=SPEC, shard=shard), batch)])
+            for shard in sorted(shards)
         ]
         store.write_runs(runs, meta=meta, applied_seq=1)
         store.close()
