@@ -5,8 +5,8 @@ To add a command, add an entry to `_COMMANDS`. Its target is a plain function wh
 commands of its own.
 
 Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone, as in
-`headrace status | head -1`. A failure is one line on stderr, the last two are silent. With `HEADRACE_DEBUG=1` in the
-environment failures and interruptions end in a traceback instead.
+`headrace status | head -1`, 143 told to end as a container's process 1. A failure is one line on stderr, the last
+three are silent. With `HEADRACE_DEBUG=1` in the environment failures and interruptions end in a traceback instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import inspect
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
 # What a shell shows of a tool that SIGPIPE has ended. The signal itself stays ignored: servers write to sockets.
 _EXIT_BROKEN_PIPE = 141
+# The same for SIGTERM.
+_EXIT_TERMINATED = 143
+# What runs in a container without an init is its first process.
+_FIRST_PROCESS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,6 +284,7 @@ def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] =
     Returns:
         The exit code.
     """
+    _heed_sigterm()
     try:
         exit_code = _run_with_exit_code(list(sys.argv[1:] if arguments is None else arguments), _entries)
     except SystemExit as exc:
@@ -292,6 +298,16 @@ def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] =
         _drop_stdout()
         return _EXIT_BROKEN_PIPE
     return _flush(exit_code)
+
+
+def _heed_sigterm() -> None:
+    """Have SIGTERM end the first process of a container too, as it does any other.
+
+    The kernel drops a signal to that process as long as no handler is there. Until a server or replica has set its own,
+    an order to stop would be lost, and the container be killed at the end of its grace period.
+    """
+    if os.getpid() == _FIRST_PROCESS:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(_EXIT_TERMINATED))
 
 
 def _flush(exit_code: int) -> int:

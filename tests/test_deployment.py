@@ -21,6 +21,12 @@ DEPLOY = ROOT / "deploy"
 _MANIFESTS = ("server.yaml", "replicas.yaml")
 # The oldest and the newest version whose schemas are looked at.
 _KUBERNETES = ("1.29", "1.34")
+# Those of a server's system calls, as strace saw them, that a tighter filter might leave out: the applier's lower
+# priority, files of log and store, threads and memory, sockets to the shards and to clients.
+_SYSTEM_CALLS = (
+    "accept4 bind clone3 close_range epoll_wait fadvise64 fallocate fdatasync flock fsync ftruncate futex kill link "
+    "madvise mbind prlimit64 pwritev2 readahead rename sched_getaffinity setpriority setsid socketpair statfs sysinfo"
+)
 # `systemd-analyze security` gives 0 (closed) to 10 (open), times ten; this is "OK".
 _MOST_EXPOSED = "20"
 
@@ -96,6 +102,7 @@ def test_server_manifest_fits_the_command_line() -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     shards = {f"shard-{shard}": config.port + shard for shard in range(config.shards)}
     assert ports == {**shards, "metrics": config.metrics_port}
+    assert _scraped_port("StatefulSet") == config.metrics_port == _target("headrace-server")
     service = next(each for each in _objects("server.yaml") if each["kind"] == "Service")
     assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
     pod = f"{workload['metadata']['name']}-0.{workload['spec']['serviceName']}."
@@ -105,6 +112,20 @@ def test_server_manifest_fits_the_command_line() -> None:
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
     assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > config.drain_s + 5
     assert _most_memory(config, container) <= _bytes(container["resources"]["limits"]["memory"])
+
+
+def _scraped_port(kind: str) -> int:
+    """Return the port at which Prometheus is told to find a pod's metrics."""
+    annotations = _of_kind(kind)["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/scrape"] == "true"
+    return int(annotations["prometheus.io/port"])
+
+
+def _target(job: str) -> int:
+    """Return the port of a job of the example configuration."""
+    jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    ((target,),) = (each["targets"] for found in jobs if found["job_name"] == job for each in found["static_configs"])
+    return int(target.partition(":")[2])
 
 
 def _most_memory(config: ServerConfig, container: dict[str, Any]) -> float:
@@ -132,6 +153,9 @@ def test_replica_manifest_fits_the_command_line() -> None:
     config = _config(container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"thrift": config.port, "health": config.health_port}
+    assert _scraped_port("Deployment") == config.health_port == _target("headrace-replica")
+    # What is left there by a replica that was killed outlives its container, and only a named place is cleared.
+    assert Path("/tmp") in config.disk_dir.parents and "/tmp" in {at["mountPath"] for at in container["volumeMounts"]}
     server = _config(_container(_of_kind("StatefulSet"))["args"])
     assert config.server == f"{server.advertise_host}:{server.port}"
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("liveness", "readiness")}
@@ -189,6 +213,32 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
+def _calls_of(names: set[str], sets: dict[str, list[str]]) -> set[str]:
+    """Return the system calls of some names, which may be sets of calls and of sets."""
+    calls = {name for name in names if not name.startswith("@")}
+    for name in names - calls:
+        calls |= _calls_of(set(sets[name]), sets)
+    return calls
+
+
+def test_unit_lets_the_server_work() -> None:
+    """The filter of system calls has all that a server needs; skipped where systemd is not installed."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    done = subprocess.run(["systemd-analyze", "syscall-filter"], capture_output=True, text=True, timeout=60)
+    sets: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("@"):
+            sets[line] = []
+        elif line.startswith("    ") and not line.lstrip().startswith("#"):
+            sets[list(sets)[-1]].append(line.strip())
+    allowed: set[str] = set()
+    for rule in re.findall(r"^SystemCallFilter=(.+)$", _unit(), re.MULTILINE):
+        calls = _calls_of(set(rule.removeprefix("~").split()), sets)
+        allowed = allowed - calls if rule.startswith("~") else allowed | calls
+    assert set(_SYSTEM_CALLS.split()) - allowed == set()
+
+
 def _dockerfile() -> str:
     return (DEPLOY / "docker" / "Dockerfile").read_text()
 
@@ -213,6 +263,14 @@ def test_images_are_not_roots_and_the_server_has_no_torch() -> None:
     torch = re.search(r"torch==(\S+)", _dockerfile())
     assert torch is not None and f"torch=={torch[1]}\n" in (ROOT / "constraints.txt").read_text()
     assert list(stages)[-1] == "server"  # what a build without --target makes
+
+
+def test_images_have_no_installer_and_are_built_without_a_front_end() -> None:
+    """The environments are made without pip and checked by another's; builders need to know COPY and RUN, no more."""
+    assert "-m venv --without-pip /opt/headrace\n" in _dockerfile() and "/bin/pip" not in _dockerfile()
+    installs = re.findall(r"pip --python /opt/headrace/bin/python install .+?(?=\n\n)", _dockerfile(), re.DOTALL)
+    assert len(installs) == 2 and all("pip --python /opt/headrace/bin/python check" in each for each in installs)
+    assert "--mount" not in _dockerfile() and "# syntax" not in _dockerfile()
 
 
 def test_images_copy_what_is_there_and_not_ignored() -> None:

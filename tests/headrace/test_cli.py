@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -244,6 +245,14 @@ def test_module_runs_as_the_command() -> None:
         [sys.executable, "-P", "-m", "headrace", "--version"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, f"headrace {__version__}\n")
+
+
+@pytest.mark.parametrize(("pid", "ended"), [(1, 143), (2, -signal.SIGTERM)])
+def test_sigterm_ends_the_first_process_of_a_container(pid: int, ended: int) -> None:
+    """There the kernel drops a SIGTERM without a handler, so there is one; any other process has none."""
+    body = "import os, signal; signal.raise_signal(signal.SIGTERM); print('goes on')"
+    done = _python(f"import os; os.getpid = lambda: {pid}\n" + _WITH_COMMAND.format(body=body))
+    assert (done.returncode, done.stdout) == (ended, ""), done.stderr
 
 
 # With the usual buffer, whatever the environment of the tests says, and without.

@@ -82,15 +82,6 @@ def test_block_cache_is_sized_from_the_machine() -> None:
     assert _shard(ServerConfig(data=Path("/d"))).block_cache_bytes == max(machine_memory_bytes() // 8, 32 * 2**20)
 
 
-def test_machine_memory_heeds_a_container(tmp_path: Path) -> None:
-    """A container's limit counts when it is less than the machine's memory; `max` and an absent file set none."""
-    whole = machine_memory_bytes(())
-    limit = tmp_path / "memory.max"
-    for text, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**62}\n", whole)):
-        limit.write_text(text)
-        assert machine_memory_bytes((tmp_path / "absent", limit)) == expected
-
-
 def test_documentation_lists_every_setting() -> None:
     """`docs/operations.md` has each setting's row as the code has it."""
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
