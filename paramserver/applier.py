@@ -326,7 +326,9 @@ class Applier:
     def _fail(self, failure: HeadraceError) -> None:
         if self.failed is None:
             self.failed = failure
-            _log.error("nothing is applied any more: %s", failure, exc_info=failure)
+            # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
+            exc_info = None if isinstance(failure, StorageError) else failure
+            _log.error("nothing is applied any more: %s", failure, exc_info=exc_info)
         self._to_write.set()
         self._wake_waiters()
 

@@ -218,7 +218,7 @@ def _read_manifest(path: Path) -> Manifest:
         values: Any = json.loads(file.read_bytes())
     except OSError as exc:
         _fail(path, exc)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CorruptionError(f"{file}: not a manifest: {exc}") from exc
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")

@@ -29,6 +29,8 @@ __all__ = ["Digester"]
 
 # Rows that are read at once: Python's other threads wait while rocksdict makes objects of them, about 1 µs a row.
 _ROWS_AT_ONCE = 2048
+# At first fewer: behind a small table's rows come those of others, which are read for nothing.
+_FIRST_ROWS_AT_ONCE = 64
 _MAX_BUCKETS = 256
 _MAX_ROW = 2**63 - 1
 _PRESENT = 1
@@ -194,6 +196,7 @@ class _Stream:
         self._held: list[tuple[bytes, bytes]] = []
         self._ids: _Ids = np.empty(0, np.int64)
         self._has_ended = False
+        self._rows_at_once = _FIRST_ROWS_AT_ONCE
 
     @property
     def last_row(self) -> int:
@@ -203,8 +206,9 @@ class _Stream:
     def fill(self) -> bool:
         """Hold at least one row, if there is one."""
         if not self._held and not self._has_ended:
-            held = list(itertools.islice(self._pairs, _ROWS_AT_ONCE))
-            self._has_ended = len(held) < _ROWS_AT_ONCE
+            held = list(itertools.islice(self._pairs, self._rows_at_once))
+            self._has_ended = len(held) < self._rows_at_once
+            self._rows_at_once = min(2 * self._rows_at_once, _ROWS_AT_ONCE)
             if held and not held[-1][0].startswith(self._prefix):
                 self._has_ended = True
                 del held[bisect.bisect_left(held, True, key=self._is_beyond) :]

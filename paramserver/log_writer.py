@@ -211,7 +211,8 @@ class LogWriter:
     def _fail(self, error: StorageError) -> None:
         """Stop for good; whatever of the group is on the disk, it is not acked."""
         self.failed = error
-        _log.error("the update log stops: %s", error, exc_info=error)
+        # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
+        _log.error("the update log stops: %s", error, exc_info=None if isinstance(error.__cause__, OSError) else error)
 
     def _finish(self) -> None:
         writer = self._writer

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,7 +18,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.address import format_address
@@ -27,6 +25,7 @@ from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.data_dir import DataDir
 from headrace.paramserver.log_format import fact, resolve_log_format
 from headrace.paramserver.metrics_server import ServerMonitor
+from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.shard_channel import (
     EXIT_CONFIG,
     EXIT_ERROR,
@@ -37,7 +36,7 @@ from headrace.paramserver.shard_channel import (
 )
 from headrace.paramserver.shard_child import SHARD_COMMAND, ShardChild, describe_exit, run_child
 from headrace.paramserver.shard_config import ShardConfig
-from headrace.schemas.errors import ConfigError, ProtocolError
+from headrace.schemas.errors import ConfigError, ProtocolError, StorageError
 
 __all__ = ["Supervisor"]
 
@@ -64,7 +63,7 @@ class Supervisor:
         data_dir: DataDir,
         sockets: Sequence[socket.socket],
         *,
-        ready_file: Path | None = None,
+        ready_file: ReadyFile | None = None,
         watch_stdin: bool = False,
         command: Sequence[str] = SHARD_COMMAND,
         monitor: ServerMonitor | None = None,
@@ -75,7 +74,7 @@ class Supervisor:
             config: The server's configuration.
             data_dir: Prepared directory.
             sockets: Listening socket of each shard. They are closed when the server stops.
-            ready_file: Where to write address and process ids, as JSON, each time that all shards are ready.
+            ready_file: Gets address and process ids, each time that all shards are ready.
             watch_stdin: Stop when stdin ends.
             command: Program and arguments of a shard process.
             monitor: Serves metrics, if anything shall.
@@ -113,7 +112,7 @@ class Supervisor:
         fact(_log, logging.INFO, "server starts", shards=num_shards, data=str(self._data_dir.path), pid=os.getpid())
         with self._signals(), contextlib.ExitStack() as stack:
             if self._ready_file is not None:
-                stack.callback(self._ready_file.unlink, missing_ok=True)
+                stack.callback(self._ready_file.remove)
             async with self._serving_metrics(), asyncio.TaskGroup() as tasks:
                 for shard in range(num_shards):
                     tasks.create_task(self._keep(shard), name=f"shard-{shard}")
@@ -297,15 +296,15 @@ class Supervisor:
         if len(self._ready) == len(self._sockets) and not self._stopping.is_set():
             try:
                 if self._ready_file is not None:
-                    await asyncio.to_thread(_write_atomically, self._ready_file, self._describe())
-            except OSError as exc:
+                    await asyncio.to_thread(self._ready_file.write, self._describe())
+            except StorageError as exc:
                 fact(_log, logging.CRITICAL, "the ready file cannot be written", error=str(exc))
                 return self.stop(EXIT_ERROR)
             if not self._was_ready:
                 self._was_ready = True
                 fact(_log, logging.INFO, "server is ready", address=self.address, shards=len(self._sockets))
 
-    def _describe(self) -> bytes:
+    def _describe(self) -> dict[str, Any]:
         shards = [
             {"shard": shard, "address": format_address(*self._addresses[shard]), "pid": self._children[shard].pid}
             for shard in sorted(self._children)
@@ -313,10 +312,4 @@ class Supervisor:
         told: dict[str, Any] = {"address": self.address, "pid": os.getpid(), "shards": shards}
         if self._monitor is not None:
             told["metrics"] = self._monitor.address
-        return json.dumps(told).encode() + b"\n"
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    temporary.rename(path)
+        return told

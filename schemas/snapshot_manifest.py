@@ -123,6 +123,23 @@ class ShardPart:
             raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
         return part
 
+    def encode(self) -> str:
+        """Return it as text."""
+        return json.dumps(self.to_json())
+
+    @classmethod
+    def decode(cls, text: str) -> ShardPart:
+        """Return the part of a text made by `encode`.
+
+        Raises:
+            CorruptionError: It is something else.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
+        return cls.from_json(values)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all files."""
@@ -205,11 +222,12 @@ class SnapshotManifest:
             values = json.loads(data)
             found = values.pop("crc32c")
             is_known = values["format"] == _FORMAT and values["format_version"] == FORMAT_VERSION
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            is_whole = crc32c(_dump(values)) == found
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         if not is_known:
             raise CorruptionError(f"not a snapshot manifest of version {FORMAT_VERSION}")
-        if crc32c(_dump(values)) != found:
+        if not is_whole:
             raise CorruptionError("the snapshot manifest's checksum is wrong")
         try:
             name, created_us, shards = values["name"], values["created_us"], values["shards"]

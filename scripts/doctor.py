@@ -20,6 +20,7 @@ from rich.markup import escape
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import ENV_PREFIX, ServerConfig
 from headrace.paramserver.metrics_problems import Severity, find_problems
+from headrace.paramserver.process_flags import settings_sources
 from headrace.paramserver.status_client import (
     AuthorityFlag,
     CertificateFlag,
@@ -110,9 +111,7 @@ def doctor(
 
 
 def _check_server_settings(data: Path | None, file: Path | None) -> Iterator[Finding]:
-    environ = dict(os.environ)
-    variable = environ.pop(ENV_PREFIX + "CONFIG", None)
-    file = file or (Path(variable) if variable else None)
+    environ, file = settings_sources(ENV_PREFIX, file, os.environ)
     try:
         settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file)
         num_shards = settings.shards or _num_shards_at(settings.data)
@@ -134,7 +133,7 @@ def _num_shards_at(path: Path) -> int:
         return 1
     try:
         return int(json.loads(manifest.read_text("utf-8"))["num_shards"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ConfigError(f"{manifest}: not a manifest of a Headrace server: {exc}") from exc
 
 
@@ -167,7 +166,7 @@ def check_clock(address: str) -> Finding:
     try:
         connection.request("GET", "/status.json")
         theirs_s = float(json.loads(connection.getresponse().read())["time_s"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as exc:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as exc:
         advice = "Is this its --metrics-port?"
         return Finding(
             subject="clock", level=Level.PROBLEM, text=f"{address} does not tell its time: {exc}", advice=advice

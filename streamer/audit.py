@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.digest_groups import for_each_table
 from headrace.paramserver.reader import EmbeddingReader, Rows
 from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.row_digest import BUCKET_ROWS
@@ -121,7 +122,11 @@ async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *
 
     Cancellation: harmless.
     """
-    return [await _audit(table, reader, rank) for table in tables if table.num_local_rows]
+    return await for_each_table(
+        [table for table in tables if table.num_local_rows],
+        lambda table: _audit(table, reader, rank),
+        num_rows_of=lambda table: table.num_local_rows,
+    )
 
 
 async def mark_what_differs(tables: Sequence[TappedTable], reader: EmbeddingReader, *, marks_absent: bool) -> int:

@@ -66,7 +66,8 @@ def _header_of(
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
-        except (ValueError, TypeError) as exc:
+        # A header is Python's, and is parsed as such.
+        except (ValueError, TypeError, RecursionError, MemoryError) as exc:
             raise CorruptionError(f"{path}: {info.filename!r} is no array: {exc}") from exc
         return dtype, shape, is_fortran, file.tell()
 
@@ -76,6 +77,6 @@ def _read_notes(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         array = np.lib.format.read_array(file, allow_pickle=False)
     try:
         notes: dict[str, Any] = json.loads(array.tobytes())
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CorruptionError(f"{path}: its notes on tables are damaged") from exc
     return notes

@@ -94,7 +94,7 @@ def _open(path: Path, naming: Naming, known: Mapping[str, TableSpec]) -> _File:
                 precision, packed = note["precision"], list(note["spec"])
                 fqn = packed[0] = naming.target_of(packed[0]) or packed[0]
                 spec = unpack_spec(packed)
-            except (ValueError, KeyError, TypeError) as exc:
+            except (ValueError, KeyError, TypeError, RecursionError) as exc:
                 raise CorruptionError(f"{path}: its notes on the table are damaged: {exc!r}") from exc
             if precision is not None:
                 raise RequestError(f"{path}: exported as {precision}, which is for serving; it cannot be brought back")

@@ -21,6 +21,7 @@ from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.data_dir import DataDir, is_in_use
 from headrace.paramserver.listeners import bind_listeners
 from headrace.paramserver.log_format import configure_logging
+from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.supervisor import Supervisor
 
 HOST = "127.0.0.1"
@@ -55,7 +56,7 @@ def main(arguments: dict[str, Any]) -> int:
         bind_listeners(HOST, config.port, data_dir.manifest.num_shards) as sockets,
     ):
         data_dir.prepare()
-        ready_file = Path(arguments["ready_file"])
+        ready_file = ReadyFile(Path(arguments["ready_file"]))
         supervisor = Supervisor(config, data_dir, sockets, ready_file=ready_file, watch_stdin=True, command=command)
         return asyncio.run(supervisor.run())
 

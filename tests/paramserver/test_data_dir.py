@@ -132,6 +132,7 @@ def test_refuses_a_file(tmp_path: Path) -> None:
     [
         ("", CorruptionError, "not a manifest"),
         ("[]", CorruptionError, "not a manifest"),
+        ("[" * 100_000, CorruptionError, "not a manifest"),
         ('{"format": "other"}', CorruptionError, "not a manifest"),
         ('{"format": "headrace-data", "format_version": 2}', ConfigError, "format version 2, this Headrace reads 1"),
         ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),

@@ -19,6 +19,7 @@ from fact_log import FactLog, collect_facts
 from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.data_dir import DataDir
 from headrace.paramserver.listeners import bind_listeners
+from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.supervisor import Supervisor
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_shard_process.py"
@@ -42,7 +43,7 @@ def _prepared(tmp_path: Path, *behaviour: str, num_shards: int = 2, **settings: 
             config,
             data_dir,
             sockets,
-            ready_file=tmp_path / "ready.json",
+            ready_file=ReadyFile(tmp_path / "ready.json"),
             command=(sys.executable, str(FAKE), *behaviour),
         )
 

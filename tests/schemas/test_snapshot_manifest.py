@@ -61,6 +61,22 @@ def test_a_changed_byte_is_found(old: bytes, new: bytes) -> None:
         SnapshotManifest.decode(data.replace(old, new, 1))
 
 
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"crc32c":1,"a":' + b"[" * 900 + b"]" * 900 + b"}"])
+def test_a_deep_nest_is_no_manifest(data: bytes) -> None:
+    """JSON that nests deeper than Python goes, to be read or to be written again, is refused like any other."""
+    data = data.replace(b'{"crc32c"', b'{"format":"headrace-snapshot","format_version":1,"crc32c"')
+    with pytest.raises(CorruptionError):
+        SnapshotManifest.decode(data)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "7"])
+def test_a_text_that_is_no_part_is_refused(text: str) -> None:
+    """What a shard tells of its part is checked as a file is; what it tells rightly comes back."""
+    with pytest.raises(CorruptionError, match="not a shard's part"):
+        ShardPart.decode(text)
+    assert ShardPart.decode(part(0).encode()) == part(0)
+
+
 @pytest.mark.parametrize(
     "parts", [(), (part(1),), (part(0), part(1, step=8)), (part(0), part(1, server_id="other")), (part(0), part(2))]
 )

@@ -286,6 +286,22 @@ def test_damaged_notes(tmp_path: Path) -> None:
             BackfillConfig().open(tmp_path / "t.safetensors", None)
 
 
+def test_deep_nests_are_damage(tmp_path: Path) -> None:
+    """Notes and headers that nest deeper than Python goes are damage, not a crash."""
+    deep, values = "[" * 100_000, np.zeros((4, 2), np.float32)
+    save_file({"t": values}, tmp_path / "t.safetensors", metadata={"headrace": deep})
+    np.savez(tmp_path / "t.npz", t=values, headrace=np.frombuffer(deep.encode(), np.uint8))
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), 2)
+    table = pa.table({"row_id": pa.array(range(4), pa.int64()), "weights": column})
+    pq.write_table(table.replace_schema_metadata({"headrace": deep}), tmp_path / "t.parquet")
+    header = b"{'descr': " + b"-" * 9000 + b"1}\n"
+    with zipfile.ZipFile(tmp_path / "h.npz", "w") as archive:
+        archive.writestr("t.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    for name in ("t.safetensors", "t.npz", "t.parquet", "h.npz"):
+        with pytest.raises(CorruptionError, match=name):
+            BackfillConfig().open(tmp_path / name, None)
+
+
 def test_rules() -> None:
     """A rule's star stands for anything, the same on both sides; the first rule that fits counts."""
     naming = Naming(["model.*.weight=*.weight", "a=b", "opt.*.*.m=*/m", "*=rest"])
