@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
+import socket
 import ssl
 from types import TracebackType
 from typing import Any, Self, cast
@@ -109,7 +112,10 @@ class ParamServerClient:
                     server_hostname=(server_hostname or host) if ssl_context is not None else None,
                 )
         except TimeoutError as exc:
-            raise UnavailableError(f"no connection to {address} within {format_seconds(timeout_s)}") from exc
+            raise UnavailableError(
+                f"no connection to {address} within {format_seconds(timeout_s)}: the host is down, or a firewall is in "
+                "between"
+            ) from exc
         except ssl.SSLCertVerificationError as exc:
             raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
         except OSError as exc:
@@ -203,7 +209,10 @@ class ParamServerClient:
         try:
             header, frame = await self._protocol.exchange(seqid, segments, timeout_s)
         except TimeoutError as exc:
-            raise UnavailableError(f"{name} to {self.address}: no answer within {format_seconds(timeout_s)}") from exc
+            why = "" if self._protocol.has_answered else ": what listens there hangs, or is no Headrace server"
+            raise UnavailableError(
+                f"{name} to {self.address}: no answer within {format_seconds(timeout_s)}{why}"
+            ) from exc
         try:
             return _result_of(name, header, frame, result_class)
         except ProtocolError as exc:
@@ -217,9 +226,18 @@ class ParamServerClient:
 
 def _reason(exc: OSError) -> str:
     # asyncio's own text names only the address, which is known; that of TLS and of name lookup says more than a number.
-    if type(exc).__module__ == "builtins" and exc.errno:
-        return os.strerror(exc.errno)
-    return exc.strerror or str(exc) or type(exc).__name__
+    if isinstance(exc, ssl.SSLError) and exc.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS; turn TLS on or off on both sides"
+    if isinstance(exc, ConnectionResetError):  # amid the handshake: without TLS there is nothing to reset yet
+        return "it hung up on the TLS handshake; turn TLS on or off on both sides"
+    if isinstance(exc, socket.gaierror):
+        return f"{exc.strerror}; is the host's name right?"
+    # A name with several addresses: all that failed stand in one text.
+    numbers = {exc.errno} if exc.errno else {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(exc))}
+    if type(exc).__module__ != "builtins" or not numbers:
+        return exc.strerror or str(exc) or type(exc).__name__
+    text = ", ".join(os.strerror(number) for number in sorted(numbers))
+    return text + ("; is the server running, and is this its port?" if errno.ECONNREFUSED in numbers else "")
 
 
 _CLASSES = {
@@ -264,6 +282,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._is_tls = False
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._pending: dict[int, asyncio.Future[_Reply]] = {}
         self._abandoned: set[int] = set()
@@ -279,6 +298,11 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             deliver=self._deliver,
             refuse=lambda head, error: None,
         )
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a message has come from the server."""
+        return self._reader.num_begun > 0
 
     async def exchange(self, seqid: int, segments: list[Any], timeout_s: float) -> _Reply:
         """Send a call and return its reply, or raise `TimeoutError`. Cancellation: as `ParamServerClient` says."""
@@ -326,7 +350,8 @@ class _ClientProtocol(asyncio.BufferedProtocol):
                 self.lost = UnavailableError(f"{self._address}: the connection is closed")
             if self._pending:
                 self.fail(self.lost)
-            else:
+            # Twice would be once too often: asyncio's TLS transport then forgets its connection and never ends.
+            elif not self._transport.is_closing():
                 self._writer.flush()
                 self._transport.close()
         try:
@@ -339,19 +364,20 @@ class _ClientProtocol(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._writer.attach(self._transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:
             keep_alive(sock)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        assert self._transport is not None
-        is_tls = self._transport.get_extra_info("sslcontext") is not None
         self._transport = None
         reason = f": {exc}" if exc is not None else ""
-        if is_tls and not self._reader.num_begun:
+        if self._is_tls and not self.has_answered:
             # The server's asyncio closes without TLS's own word for it.
             reason += ", before any answer; it may ask for a client certificate of an authority that it trusts"
+        elif not self.has_answered:
+            reason += ", before any answer; it is stopping, speaks TLS, or is no Headrace server"
         self.fail(self.lost or UnavailableError(f"{self._address} closed the connection{reason}"))
         self._writer.detach()
         self._closed.set_result(None)

@@ -123,7 +123,7 @@ class ShardSettings:
         kind=Kind.BYTES,
         minimum=_MIB,
         maximum=_MAX_BYTES,
-        help="Disk a shard for log that a registered follower or the newest snapshot still needs.",
+        help="Disk a shard for log that a follower or a snapshot needs; beyond it the oldest goes all the same.",
     )
     block_cache_bytes: int = setting(
         0,

@@ -46,6 +46,7 @@ class ShardFollower:
         *,
         from_seq: int,
         name: str | None = None,
+        copy_id: str | None = None,
         lease_s: float = 60.0,
         max_bytes: int = 8 << 20,
         wait_s: float = 10.0,
@@ -56,6 +57,7 @@ class ShardFollower:
             link: To the shard; it has said hello. The caller closes it.
             from_seq: First record wanted, ≥ 1.
             name: Registers at the shard, which then keeps what is not fetched yet, within its bound; None does not.
+            copy_id: Tells followers of one name apart; each has a lease of its own.
             lease_s: For this long after each fetch, seconds.
             max_bytes: Records of one fetch, about.
             wait_s: How long a fetch waits for something new, seconds.
@@ -65,6 +67,7 @@ class ShardFollower:
         self._link = link
         self._server_id = link.hello.server_id
         self._name = name
+        self._copy_id = copy_id
         self._lease_ms = round(lease_s * 1000)
         self._max_bytes = max_bytes
         self._wait_ms = round(wait_s * 1000)
@@ -93,6 +96,15 @@ class ShardFollower:
             expected += 1
         self.next_seq, self.last_seq = expected, reply.last_seq
         return updates
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether each fetch renews a lease."""
+        return self._name is not None
+
+    def let_go(self) -> None:
+        """Renew the lease no more; it ends when it ends."""
+        self._name = self._copy_id = None
 
     async def register(self) -> None:
         """Have the shard keep the log from `next_seq` on for as long as the lease, without fetching; needs a name.
@@ -128,6 +140,7 @@ class ShardFollower:
             max_bytes=self._max_bytes if is_fetch else 1,
             wait_ms=self._wait_ms if is_fetch else 0,
             follower=self._name,
+            copy_id=self._copy_id,
             lease_ms=self._lease_ms if self._name is not None else None,
             body_offset=body_offset or None,
         )

@@ -41,6 +41,10 @@ SMALL_FRAME_BYTES = 16 * 2**10
 # Enough for a message's header: 12 bytes and a name of at most 128.
 MAX_HEAD_BYTES = 140
 
+# How other protocols begin. As lengths they are beyond any bound that makes sense.
+_HTTP_HEADS = frozenset({b"HTTP", b"<!DO", b"<htm", b"GET ", b"HEAD", b"POST", b"PUT "})
+_TLS_HEADS = frozenset({b"\x15\x03", b"\x16\x03"})
+
 Grant = TypeVar("Grant")
 
 
@@ -225,7 +229,7 @@ class FrameReader(Generic[Grant]):
         length: int = PREFIX.unpack_from(data, pos)[0]
         if self._verdict is None:
             if not 0 < length <= self.max_frame_bytes:
-                raise ProtocolError(f"a frame of {length} bytes; the limit is {self.max_frame_bytes}")
+                raise ProtocolError(_describe_bad_length(length, self.max_frame_bytes))
             self.num_begun += 1
         start = pos + PREFIX.size
         is_here = len(data) - start >= length
@@ -274,3 +278,13 @@ class FrameReader(Generic[Grant]):
         else:
             assert grant is not None
             self._deliver(Frame(body.toreadonly(), grant, buffer, self._pool))
+
+
+def _describe_bad_length(length: int, max_frame_bytes: int) -> str:
+    """Say what a length that no frame has may be instead; the peer may be on either side."""
+    head = PREFIX.pack(length)
+    if head in _HTTP_HEADS:
+        return "the peer speaks HTTP, not framed Thrift: metrics and health have ports of their own"
+    if head[:2] in _TLS_HEADS:
+        return "the peer speaks TLS and this side does not: turn it on or off on both"
+    return f"a frame of {length} bytes; the limit is {max_frame_bytes}"

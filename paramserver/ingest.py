@@ -165,14 +165,15 @@ class Ingest:
         Raises:
             SpecMismatchError: A table is registered with another spec; nothing is changed.
             FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
-            RequestError: A field is out of range.
+            RequestError: A field is out of range, or the epoch is too far above all others.
         """
         is_place = rank == world_size == 0 or 0 <= rank < world_size
-        if not run or not client or not 1 <= epoch <= MAX_EPOCH or not is_place:
+        if not run or not client or epoch < 1 or not is_place:
             raise RequestError(
                 f"run {run!r}, client {client!r}, epoch {epoch}, rank {rank} of {world_size}: not a writer"
             )
         self.sessions.fence(run, epoch)
+        self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_unclaimed(epoch)
         new_specs = self.catalog.check(specs)
@@ -224,6 +225,8 @@ class Ingest:
             if self._last_append is not None:
                 await self._durable(self._last_append)
             return self.submitted_seq, True
+        if is_conditional:
+            self.sessions.check_epoch(version_epoch)
         if not (session.is_trainer or is_conditional):
             raise RequestError(f"client {request.client!r} of {request.run!r} is no trainer: version_epoch is missing")
         if request.step < session.step and not is_conditional:

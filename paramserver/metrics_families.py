@@ -74,7 +74,8 @@ _OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float | None]], ...] =
     ("open_files", "File descriptors of the shard's process.", lambda d: d.num_open_files),
     ("disk_free_bytes", "Free where the shard's directory is.", lambda d: d.disk_free_bytes),
     ("disk_size_bytes", "Size of that file system.", lambda d: d.disk_bytes),
-    ("followers", "Registered followers, whose log is kept.", lambda d: d.num_followers),
+    ("followers", "Leases of followers, whose log is kept.", lambda d: d.num_followers),
+    ("log_holds_broken_total", "Leases and snapshots that have lost their log.", lambda d: d.num_holds_broken),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ShardDetail], HistogramSample]], ...] = (
     ("log_fsync_seconds", "Syncs of the update log.", lambda d: d.fsync),

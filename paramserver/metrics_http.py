@@ -112,7 +112,10 @@ class HttpServer:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(self._timeout_s):
                     try:
-                        head = await reader.readuntil(b"\r\n\r\n")
+                        head = await reader.readexactly(1)
+                        # Another protocol's client would wait for an answer, and we for the end of its head.
+                        if head.isalpha():
+                            head += await reader.readuntil(b"\r\n\r\n")
                     except asyncio.LimitOverrunError:
                         answer = _encode(_refusal(431, f"a head of more than {_MAX_HEAD_BYTES} bytes"), has_body=True)
                     else:

@@ -115,6 +115,12 @@ def _of_detail(name: str, detail: ShardDetail) -> Iterator[Problem]:
             text=f"{name}: {100 * detail.disk_free_bytes / max(detail.disk_bytes, 1):.0f} % of its disk is free",
             advice="A full disk stops the shard. Lower --log-retention-bytes, prune snapshots or add disk.",
         )
+    if detail.num_holds_broken:
+        yield Problem(
+            severity=Severity.WARNING,
+            text=f"{name}: log that replicas or snapshots needed was removed {detail.num_holds_broken:,} times",
+            advice="Those replicas begin anew. Raise --log-hold-bytes, or make a snapshot for them to begin from.",
+        )
     if detail.num_failed:
         yield Problem(
             severity=Severity.WARNING,

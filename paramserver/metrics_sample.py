@@ -152,7 +152,8 @@ class ShardDetail:
         num_open_files: File descriptors of the process.
         disk_free_bytes: Free to this user where the shard's directory is.
         disk_bytes: Size of that file system.
-        num_followers: Registered followers, whose log is kept.
+        num_followers: Leases of followers, whose log is kept.
+        num_holds_broken: Leases and snapshots whose log was removed since the start, as the bound for it was reached.
         snapshot: The newest one of the server; None without any.
     """
 
@@ -178,6 +179,7 @@ class ShardDetail:
     disk_free_bytes: int
     disk_bytes: int
     num_followers: int
+    num_holds_broken: int
     snapshot: SnapshotSample | None
 
 

@@ -22,6 +22,7 @@ from headrace.paramserver.applier import Applier
 from headrace.paramserver.catalog import Table
 from headrace.paramserver.expiry import Expirer
 from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.log_retention import LogRetention
 from headrace.paramserver.loop_probe import LoopProbe
 from headrace.paramserver.metrics_sample import (
     CacheSample,
@@ -144,6 +145,7 @@ class Watched:
     applier: Applier
     ingest: Ingest
     feed: UpdateFeed
+    retention: LogRetention
     snapshots: SnapshotFiles
     expirer: Expirer
     probe: LoopProbe
@@ -251,6 +253,7 @@ class ShardWatch:
             num_log_records=log.metrics.num_records,
             log_written_bytes=log.metrics.written_bytes,
             num_followers=len(watched.feed.followers),
+            num_holds_broken=watched.retention.num_broken,
             cpu_s=time.process_time(),
             **slow,
         )
@@ -332,7 +335,7 @@ def block_cache_of(store: RowStore) -> CacheSample:
 
 def _snapshot_of(watched: Watched) -> SnapshotSample | None:
     try:
-        newest = watched.snapshots.newest()
+        newest = watched.snapshots.newest(watched.config.server_id)
     except HeadraceError:  # retention says so in the log; a metric that is absent says it here
         return None
     if newest is None:

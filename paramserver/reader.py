@@ -6,10 +6,10 @@ import asyncio
 import difflib
 import math
 import ssl
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.identity_index import FoundRows
 from headrace.paramserver.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
+from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.table_digest import TableDigest
@@ -37,6 +38,7 @@ _OVERHEAD_BYTES = 4096
 _VERSION_BYTES = 3 * 8
 
 _Int64s = npt.NDArray[np.int64]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,8 @@ class EmbeddingReader:
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
         token: Token | None = None,
+        waits: bool = True,
+        reach_log: ReachLog | None = None,
     ) -> EmbeddingReader:
         """Find and connect to every shard.
 
@@ -100,6 +104,8 @@ class EmbeddingReader:
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name that every shard's certificate has; each shard's own host when None.
             token: For a server that asks for one.
+            waits: Try again while a shard cannot be reached; else the first failure is the answer.
+            reach_log: Says which shards cannot be reached while they are tried again; None makes one.
 
         Raises:
             ConfigError: The address is none.
@@ -114,14 +120,16 @@ class EmbeddingReader:
             token=token,
             # Half of it, so that a shard that does not answer is left for a new connection within one call.
             timeout_s=timeout_s / 2,
+            reach_log=reach_log or ReachLog(),
         )
         host, port = parse_address(address, default_port=DEFAULT_PORT)
+        ask = retry if waits else _once
         first = ShardLink(dial, host, port)
         links = [first]
         try:
             async with asyncio.timeout(timeout_s):
-                links = _links_of(first, await retry(first.refresh), dial)
-                await _gather([retry(link.refresh) for link in links])
+                links = _links_of(first, await ask(first.refresh), dial)
+                await _gather([ask(link.refresh) for link in links])
             return cls(links, _tables_of(links), timeout_s)
         except BaseException as exc:
             await _close_all({first, *links})
@@ -496,6 +504,10 @@ def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:
         links.append(ShardLink(dial, address.host or first.host, address.port, expected))
     links[hello.shard] = first
     return links
+
+
+async def _once(attempt: Callable[[], Awaitable[_T]]) -> _T:
+    return await attempt()
 
 
 def _why(message: str, links: list[ShardLink]) -> str:

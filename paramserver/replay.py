@@ -43,6 +43,7 @@ _WINDOW_MESSAGES, _WINDOW_BYTES = 64, 32 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 # Raise it when the same logs are cut into other batches than before: then an old replay is not gone on with.
 _CUT_VERSION = 1
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,11 @@ class ReplayTarget:
     ssl_context: ssl.SSLContext | None = None
     token: Token | None = None
     timeout_s: float = 60.0
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """For one attempt to connect, and for the answer to a hello, seconds: what is away for long is tried often."""
+        return min(self.timeout_s, _CONNECT_TIMEOUT_S)
 
     def hello(self, run: str, client: str, epoch: int, specs: list[TableSpec]) -> Any:
         """Return the `idl.HelloRequest` of a replay; of epoch 0 one that only asks."""
@@ -114,9 +120,9 @@ class Replay:
         """
         target, tables = self._target, self._source.wanted.tables
         async with await ParamServerClient.connect(
-            target.host, target.port, timeout_s=target.timeout_s, ssl_context=target.ssl_context
+            target.host, target.port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
         ) as client:
-            reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.timeout_s)
+            reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.connect_timeout_s)
         self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if not tables or fqn in tables}
         shards = sorted(reply.shards, key=lambda place: place.shard)
         limits = reply.limits
@@ -271,7 +277,7 @@ class ShardWriter:
     async def _run_connection(self) -> NoReturn:
         target = self._target
         async with await ParamServerClient.connect(
-            self._host, self._port, timeout_s=target.timeout_s, ssl_context=target.ssl_context
+            self._host, self._port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
         ) as client:
             reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
             self._take_acks(reply.last_client_seq)

@@ -92,18 +92,22 @@ def load_token(*, path: Path | None, environ: Mapping[str, str]) -> Token | None
         ConfigError: The file cannot be read or others may read it, or its contents are no token.
     """
     if path is None:
-        secret = environ.get(TOKEN_ENV)
-        return Token(secret) if secret else None
+        secret = environ.get(TOKEN_ENV, "")
+        return _token_of(secret, TOKEN_ENV) if secret else None
     try:
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"token file {path}: others may read it; chmod 600 {path}")
         secret = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"token file {path}: {exc}") from exc
+    return _token_of(secret, f"token file {path}")
+
+
+def _token_of(secret: str, source: str) -> Token:
     try:
         return Token(secret)
     except ConfigError as exc:
-        raise ConfigError(f"token file {path}: {exc}") from exc
+        raise ConfigError(f"{source}: {exc}") from exc
 
 
 class AccessPolicy:

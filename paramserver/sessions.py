@@ -14,12 +14,24 @@ from dataclasses import dataclass
 import msgpack
 
 from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
+from headrace.schemas.row_records import MAX_EPOCH
 
-__all__ = ["Session", "Sessions"]
+__all__ = ["Session", "Sessions", "last_epoch_after"]
 
+# Any epoch up to here is accepted at once, and beyond it those that are so many above the highest.
+_FREE_EPOCHS, _EPOCHS_AT_ONCE = 2**31, 2**20
 # ON DISK: never rename.
 _META_PREFIX = b"session/"
 _META_VERSION_EPOCH = b"version_epoch"
+
+
+def last_epoch_after(highest: int) -> int:
+    """Return the highest epoch that a shard accepts which has seen none above `highest`.
+
+    Trainers take one more than the highest epoch. A client that makes one up, by a bug, leaves them half of all; it
+    would take thousands of such clients to leave none.
+    """
+    return min(max(highest, _FREE_EPOCHS) + _EPOCHS_AT_ONCE, MAX_EPOCH)
 
 
 @dataclass(slots=True)
@@ -141,6 +153,18 @@ class Sessions:
             raise FencedError(
                 f"run {run!r}: epoch {epoch} is fenced off, epoch {current} has taken over; stop this trainer",
                 epoch=current,
+            )
+
+    def check_epoch(self, epoch: int) -> None:
+        """Check that an epoch, of a run or of rows that are brought in, leaves enough of them to later runs.
+
+        Raises:
+            RequestError: It is too far above all that were seen.
+        """
+        if epoch > last_epoch_after(0) and epoch > (last := last_epoch_after(self.highest_epoch)):
+            raise RequestError(
+                f"epoch {epoch} is too far above {self.highest_epoch}, the highest of this shard, which now takes none "
+                f"above {last}; a trainer that starts takes the next one after the highest"
             )
 
     def check_unclaimed(self, epoch: int) -> None:

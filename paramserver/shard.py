@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 from headrace.paramserver.applier import Applier, ApplierConfig
 from headrace.paramserver.catalog import Catalog, Table
@@ -24,6 +23,7 @@ from headrace.paramserver.file_update_log import FileUpdateLog
 from headrace.paramserver.identity_index import index_stored_rows
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_format import fact
+from headrace.paramserver.log_retention import LogRetention
 from headrace.paramserver.loop_probe import LoopProbe
 from headrace.paramserver.metrics_watch import ShardWatch, Watched, count_rows
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
@@ -36,16 +36,22 @@ from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.tracing import span
 from headrace.paramserver.update_feed import UpdateFeed
 from headrace.paramserver.update_log import UpdateLog, UpdateLogConfig
-from headrace.schemas.errors import GoneError, HeadraceError, ProtocolMismatchError, RequestError, UnauthorizedError
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    ProtocolMismatchError,
+    RequestError,
+    UnauthorizedError,
+)
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Shard", "open_shard", "trim_log"]
+__all__ = ["Shard", "open_shard"]
 
 _log = logging.getLogger(__name__)
 
-_RETENTION_INTERVAL_S = 15.0
 # Acks and reads do not wait for it.
 _HOLD_S = 2.0
 # Of the backlog: while so much of it is being written, as much gathers to be written next, and there is room for more.
@@ -77,11 +83,11 @@ class Shard:
         applier: Applier,
         ingest: Ingest,
         feed: UpdateFeed,
-        retaining: asyncio.Task[NoReturn],
+        retention: LogRetention,
         probe: LoopProbe,
         expirer: Expirer,
     ) -> None:
-        """Serve an opened log and store; `retaining` is the task that trims the log."""
+        """Serve an opened log and store."""
         self._config = config
         self.log = log
         self._store = store
@@ -90,11 +96,11 @@ class Shard:
         self.feed = feed
         self._snapshots = SnapshotFiles(config.snapshots_path)
         self._snapshot_maker = SnapshotMaker(
-            ingest, applier, store, self._snapshots, server_id=config.server_id, shard=config.shard
+            ingest, applier, store, self._snapshots, retention.cuts, server_id=config.server_id, shard=config.shard
         )
         self._digester = Digester(ingest, applier, store)
         self.expirer = expirer
-        self._retaining = retaining
+        self._retention = retention
         self._probe = probe
         self.server: ThriftServer | None = None
         self._started_s = time.monotonic()
@@ -108,7 +114,7 @@ class Shard:
             asyncio.create_task(self._ingest.wait_failed(), name="headrace-ingest-failed"),
             asyncio.create_task(self.log.wait_failed(), name="headrace-log-failed"),
             asyncio.create_task(self._applier.wait_failed(), name="headrace-apply-failed"),
-            asyncio.create_task(_error_of(asyncio.shield(self._retaining)), name="headrace-retention-failed"),
+            asyncio.create_task(self._retention.wait_failed(), name="headrace-retention-failed"),
         ]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -239,7 +245,7 @@ class Shard:
         Cancellation: the part stays until it is discarded; the shard goes on.
         """
         part = await self._snapshot_maker.create(request)
-        return idl.CreateSnapshotReply(part=json.dumps(part.to_json()))
+        return idl.CreateSnapshotReply(part=part.encode())
 
     async def finish_snapshot(self, call: Call, request: Any) -> Any:
         """Publish a snapshot of all shards, discard it, or remove a published one.
@@ -251,7 +257,10 @@ class Shard:
         elif request.manifest is None:
             await asyncio.to_thread(self._snapshots.discard, request.name)
         else:
-            manifest = SnapshotManifest.decode(request.manifest.encode())
+            try:
+                manifest = SnapshotManifest.decode(request.manifest.encode())
+            except CorruptionError as exc:  # on its way, not on a disk of ours
+                raise RequestError(str(exc)) from exc
             if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
                 raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
             await asyncio.to_thread(self._snapshots.publish, manifest)
@@ -270,7 +279,7 @@ class Shard:
     def _read_snapshot(self, request: Any) -> Any:
         name = request.name
         if not name:
-            newest = self._snapshots.newest()
+            newest = self._snapshots.newest(self._config.server_id)
             if newest is None:
                 raise GoneError("this server has no snapshot yet")
             name = newest.name
@@ -287,6 +296,7 @@ class Shard:
             applier=self._applier,
             ingest=self._ingest,
             feed=self.feed,
+            retention=self._retention,
             snapshots=self._snapshots,
             expirer=self.expirer,
             probe=self._probe,
@@ -426,8 +436,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
         feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
-        retaining = asyncio.create_task(_retain(log, store, feed, config), name="headrace-retention")
-        stack.push_async_callback(_cancel, retaining)
+        retention = await stack.enter_async_context(LogRetention(log, store, feed.followers, config))
         probe = await stack.enter_async_context(LoopProbe())
         context = RunContext(
             ingest=ingest,
@@ -439,52 +448,4 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             rows_per_s=config.expiry_rows_per_s,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        yield Shard(config, log, store, applier, ingest, feed, retaining, probe, expirer)
-
-
-async def _retain(log: FileUpdateLog, store: RowStore, feed: UpdateFeed, config: ShardConfig) -> NoReturn:
-    while True:
-        await asyncio.sleep(_RETENTION_INTERVAL_S)
-        try:
-            newest = await asyncio.to_thread(SnapshotFiles(config.snapshots_path).newest)
-        except HeadraceError as exc:  # snapshots are others' copies: no reason for a shard to stop
-            fact(_log, logging.WARNING, "the snapshots cannot be read; no log is kept for them", error=str(exc))
-            newest = None
-        needed = [] if feed.followers.floor is None else [feed.followers.floor]
-        if newest is not None and newest.server_id == config.server_id and config.shard < len(newest.parts):
-            needed.append(newest.parts[config.shard].seq + 1)
-        await asyncio.to_thread(trim_log, log, store.durable_seq, min(needed, default=None), config)
-
-
-def trim_log(log: UpdateLog, durable_seq: int, needed_seq: int | None, config: ShardConfig) -> None:
-    """Remove log that has outlived its settings, and never what the store would need to recover.
-
-    Args:
-        log: The log.
-        durable_seq: What the store has for good.
-        needed_seq: First record that somebody else needs; kept as long as the log is not larger than the bound for it.
-        config: The bounds.
-
-    Raises:
-        StorageError: A segment could not be removed.
-
-    Thread: any; it blocks.
-    """
-    floor = durable_seq + 1
-    wanted = floor if needed_seq is None else min(floor, needed_seq)
-    log.trim(wanted, max_bytes=config.log_retention_bytes, max_age_s=config.log_retention_s)
-    if wanted < floor:
-        log.trim(floor, max_bytes=max(config.log_hold_bytes, config.log_retention_bytes))
-
-
-async def _cancel(task: asyncio.Task[NoReturn]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
-async def _error_of(never_done: Awaitable[object]) -> HeadraceError:
-    try:
-        await never_done
-    except HeadraceError as exc:
-        return exc
-    raise AssertionError("what never ends has ended")
+        yield Shard(config, log, store, applier, ingest, feed, retention, probe, expirer)

@@ -6,11 +6,12 @@ import asyncio
 import random
 import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.security import Token
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
@@ -38,6 +39,7 @@ class Dial:
         token: For a server that asks for one.
         timeout_s: One attempt at anything, seconds.
         role: What the shard is asked to let this client do.
+        reach_log: Told of every attempt to connect.
     """
 
     ssl_context: ssl.SSLContext | None
@@ -45,6 +47,7 @@ class Dial:
     token: Token | None
     timeout_s: float
     role: int = idl.Role.READER
+    reach_log: ReachLog = field(default_factory=ReachLog)
 
     async def connect(self, host: str, port: int) -> tuple[ParamServerClient, Any]:
         """Return a connection and the shard's hello."""
@@ -182,7 +185,14 @@ class ShardLink:
 
     async def _connect(self) -> ParamServerClient:
         self._check_open()
-        client, hello = await self._attempt(None, self._dial.connect(self.host, self._port))
+        reach_log = self._dial.reach_log
+        began_s = reach_log.trying(self.address)
+        try:
+            client, hello = await self._attempt(None, self._dial.connect(self.host, self._port))
+        except UnavailableError as exc:
+            reach_log.failed(self.address, exc, began_s=began_s)
+            raise
+        reach_log.reached(self.address)
         expected = self.hello
         try:
             self._check_open()

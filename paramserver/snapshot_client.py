@@ -8,7 +8,6 @@ are asked again, for a step further on. Nothing has to stop for it.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from headrace.paramserver.snapshot_files import SnapshotFiles, check_file, fsync
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,
+    GoneError,
     HeadraceError,
     OverloadedError,
     StorageError,
@@ -32,7 +32,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
 
-__all__ = ["create_snapshot", "fetch_snapshot", "remove_snapshot"]
+__all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
 
 # One attempt waits this long for the run; a trainer that flushes less often needs more of them.
 _ATTEMPT_S = 10.0
@@ -78,6 +78,29 @@ async def create_snapshot(
         await asyncio.gather(*(link.close() for link in links))
 
 
+async def newest_snapshot(address: str, *, dial: Dial) -> SnapshotManifest:
+    """Return the manifest of a running server's newest snapshot.
+
+    Args:
+        address: `host:port` of any shard.
+        dial: How to connect.
+
+    Raises:
+        GoneError: There is none.
+        UnavailableError: The server is not there.
+        CorruptionError: What has come is no manifest.
+
+    Cancellation: harmless.
+    """
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    link = ShardLink(dial, host, port)
+    try:
+        await link.refresh()
+        return SnapshotManifest.decode(await _fetch_manifest(link, ""))
+    finally:
+        await link.close()
+
+
 async def fetch_snapshot(
     address: str,
     directory: Path,
@@ -98,7 +121,7 @@ async def fetch_snapshot(
         on_progress: Called with (bytes so far, bytes in all).
 
     Raises:
-        GoneError: There is no such snapshot, or it was removed meanwhile.
+        GoneError: There is no such snapshot, or it was removed meanwhile; then what has come is removed, too.
         UnavailableError: The server is not there, or has gone for long.
         CorruptionError: A file came damaged, twice.
         StorageError: The disk failed.
@@ -116,7 +139,11 @@ async def fetch_snapshot(
         done, total = 0, manifest.size_bytes
         folder = files.new_folder(manifest.name)
         for path, file in manifest.files().items():
-            await _fetch_file(link, manifest.name, path, file, folder)
+            try:
+                await _fetch_file(link, manifest.name, path, file, folder)
+            except GoneError:  # and so is what a later call would go on from
+                await asyncio.to_thread(files.discard, manifest.name)
+                raise
             done += file.size_bytes
             if on_progress is not None:
                 on_progress(done, total)
@@ -179,7 +206,7 @@ async def _cut(links: list[ShardLink], name: str, run: str | None, at_step: bool
         for error in errors:
             if not isinstance(error, UnavailableError | OverloadedError) or time.monotonic() >= deadline_s:
                 raise error
-        parts = [ShardPart.from_json(json.loads(r.part)) for r in results if not isinstance(r, BaseException)]
+        parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
         if not errors and len({part.step for part in parts}) == 1:
             return parts
         if time.monotonic() >= deadline_s:

@@ -37,6 +37,7 @@ __all__ = [
     "hash_folder",
     "link_or_copy",
     "part_folder",
+    "read_manifest",
     "verify_snapshot",
 ]
 
@@ -107,9 +108,17 @@ class SnapshotFiles:
             raise CorruptionError(f"{path}: {exc}") from exc
         return manifest
 
-    def newest(self) -> SnapshotManifest | None:
-        """Return the newest snapshot that can be read; None when there is none."""
+    def newest(self, server_id: str | None = None) -> SnapshotManifest | None:
+        """Return the newest snapshot that can be read; None when there is none.
+
+        Args:
+            server_id: Look only at this store's, and go by their places in its log: whoever made one may have had a
+                wrong clock. None takes the one that was made last by its maker's clock, of whatever store.
+        """
         manifests, _ = self.list()
+        if server_id is not None:
+            own = (manifest for manifest in manifests if manifest.server_id == server_id)
+            manifests = sorted(own, key=lambda manifest: [part.seq for part in manifest.parts])
         return manifests[-1] if manifests else None
 
     def publish(self, manifest: SnapshotManifest) -> None:
@@ -199,14 +208,25 @@ def verify_snapshot(folder: Path, *, on_progress: Callable[[int], None] | None =
         CorruptionError: A file is missing, has another length or another checksum; it is named.
         StorageError: A file cannot be read.
     """
-    try:
-        with _mapped_errors(folder):
-            manifest = SnapshotManifest.decode((folder / MANIFEST_NAME).read_bytes())
-    except FileNotFoundError as exc:
-        raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}") from exc
+    manifest = read_manifest(folder)
     for path, expected in manifest.files().items():
         check_file(folder / path, expected, on_progress=on_progress)
     return manifest
+
+
+def read_manifest(folder: Path) -> SnapshotManifest:
+    """Return the manifest of a snapshot's directory, wherever it lies.
+
+    Raises:
+        ConfigError: There is no snapshot.
+        CorruptionError: The manifest is damaged.
+        StorageError: It cannot be read.
+    """
+    try:
+        with _mapped_errors(folder):
+            return SnapshotManifest.decode((folder / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}") from exc
 
 
 def check_file(path: Path, expected: SnapshotFile, *, on_progress: Callable[[int], None] | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.paramserver.applier import Applier
 from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.log_leases import MAX_LEASE_S, LogLeases
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.store import RowStore
 from headrace.schemas.durations import format_seconds
@@ -24,6 +25,8 @@ from headrace.schemas.tables import TableSpec
 __all__ = ["SnapshotMaker"]
 
 _MAX_WAIT_S = 3600.0
+# For the other shards, and for publishing, which nobody tells a shard of.
+_PUBLISH_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,18 @@ class SnapshotMaker:
     """
 
     def __init__(
-        self, ingest: Ingest, applier: Applier, store: RowStore, files: SnapshotFiles, *, server_id: str, shard: int
+        self,
+        ingest: Ingest,
+        applier: Applier,
+        store: RowStore,
+        files: SnapshotFiles,
+        cuts: LogLeases,
+        *,
+        server_id: str,
+        shard: int,
     ) -> None:
-        """Copy `store` into `files`."""
+        """Copy `store` into `files`; `cuts` keeps the log behind a cut until its snapshot can be published."""
+        self._cuts = cuts
         self._ingest = ingest
         self._applier = applier
         self._store = store
@@ -77,6 +89,10 @@ class SnapshotMaker:
             cut = await self._wait_for_cut(request, folder)
             await cut.copied
             hashed = await asyncio.to_thread(hash_folder, folder)
+            self._cuts.renew(_lease_of(request), cut.seq + 1, _PUBLISH_S)
+        except BaseException:
+            self._cuts.renew(_lease_of(request), 1, 0)
+            raise
         finally:
             self._is_busy = False
             self._ingest.on_accepted = None
@@ -111,7 +127,8 @@ class SnapshotMaker:
             watermark = self._ingest.sessions.watermark_of(request.epoch)
             raise UnavailableError(
                 f"epoch {request.epoch} has not stood exactly at a step from {request.min_step} on within "
-                f"{format_seconds(request.wait_ms / 1000)}; its watermark on shard {self._shard} is {watermark}"
+                f"{format_seconds(request.wait_ms / 1000)}; its watermark on shard {self._shard} is {watermark}: "
+                "a rank of it is amid a step or has gone; wait, name another --run, or cut --now, at no step"
             ) from exc
         finally:
             self._ingest.on_accepted = None
@@ -124,7 +141,12 @@ class SnapshotMaker:
         seq = self._ingest.accepted_seq
         copied = self._applier.run_at(seq, lambda: self._store.checkpoint(folder))
         tables = tuple(table.spec for table in self._ingest.catalog)
+        self._cuts.renew(_lease_of(request), seq + 1, MAX_LEASE_S)
         return _Cut(seq, step, tables, copied)
+
+
+def _lease_of(request: Any) -> str:
+    return f"snapshot {request.name}"
 
 
 def _make_folder(path: Path) -> None:

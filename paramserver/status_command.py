@@ -82,7 +82,9 @@ def _tables_of(shards: list[ShardAnswer]) -> list[tuple[TableSpec, int]]:
         for table in shard.reply.tables if shard.reply else ():
             spec = spec_from_idl(table.spec)
             rows[spec] = rows.get(spec, 0) + table.num_rows_estimate
-    return sorted(rows.items(), key=lambda item: item[0].fqn)
+    # A row that was written again may count twice until the store has merged its files.
+    known = [(spec, min(num_rows, spec.num_rows or num_rows)) for spec, num_rows in rows.items()]
+    return sorted(known, key=lambda item: item[0].fqn)
 
 
 def _clients_of(shards: list[ShardAnswer]) -> list[dict[str, Any]]:
@@ -216,6 +218,8 @@ def _show_replica(reply: Any, console: Console) -> None:
     replica = reply.replica
     if replica.is_ready:
         console.print("[bold green]ready[/bold green]")
+        if replica.failure:
+            console.print(f"[bold yellow]{escape(replica.failure)}[/bold yellow]", soft_wrap=True)
     else:
         console.print(f"[bold red]not ready:[/bold red] {escape(replica.failure or 'no reason is told')}")
     table = _table("Replica", "pid>", "up>", "connections>", "epoch>", "step>", "behind>", "steps behind>")

@@ -2,30 +2,24 @@
 
 A follower that asks for what is not there yet waits for it without holding anything up; reading is done in a thread.
 A follower that gives a name and a lease holds back the removal of log from where it is, until the lease ends or the
-configured bound is reached. Leases are in memory: after a restart of the shard a follower has the time until the first
-trim to ask again.
+configured bound is reached (`log_retention.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.log_leases import LogLeases
 from headrace.paramserver.update_log import LogRecord, UpdateLog
-from headrace.schemas.errors import GoneError, OverloadedError, RequestError
+from headrace.schemas.errors import GoneError, RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import pack_header
 
-__all__ = ["Followers", "UpdateFeed"]
+__all__ = ["UpdateFeed"]
 
 MAX_WAIT_S = 60.0
-MAX_LEASE_S = 86_400.0
-_MAX_NAME_BYTES = 256
-_MAX_FOLLOWERS = 1024
 # Records of one reply: its containers stay far below what a decoder accepts.
 _MAX_RECORDS = 4096
 # A long enough reply to be fast, and short enough that a follower in another place is not held up for long.
@@ -37,67 +31,13 @@ _REPLY_OVERHEAD_BYTES = 4096
 _NUM_READERS = 2
 
 
-@dataclass(slots=True)
-class _Lease:
-    seq: int
-    expires_s: float
-
-
-class Followers:
-    """Who holds back the removal of log, from where and until when.
-
-    Thread: the event loop's.
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know of nobody.
-
-        Args:
-            clock: Monotonic seconds.
-        """
-        self._clock = clock
-        self._leases: dict[str, _Lease] = {}
-
-    def renew(self, name: str, from_seq: int, lease_s: float) -> None:
-        """Keep the log from a seq on for a follower; a lease of 0 seconds lets go of it.
-
-        Raises:
-            RequestError: The name or the lease is out of range.
-            OverloadedError: There are too many followers.
-        """
-        if not 1 <= len(name.encode()) <= _MAX_NAME_BYTES or not 0 <= lease_s <= MAX_LEASE_S:
-            raise RequestError(f"follower {name!r} with a lease of {lease_s:g} s: not a name, or not 0..{MAX_LEASE_S}")
-        if not lease_s:
-            self._leases.pop(name, None)
-            return
-        self._expire()
-        if name not in self._leases and len(self._leases) >= _MAX_FOLLOWERS:
-            raise OverloadedError(f"{_MAX_FOLLOWERS} followers are registered, the most", retry_after_s=1.0)
-        self._leases[name] = _Lease(from_seq, self._clock() + lease_s)
-
-    @property
-    def floor(self) -> int | None:
-        """Lowest seq that a follower needs; None when nobody is registered."""
-        self._expire()
-        return min((lease.seq for lease in self._leases.values()), default=None)
-
-    def __len__(self) -> int:
-        self._expire()
-        return len(self._leases)
-
-    def _expire(self) -> None:
-        now = self._clock()
-        for name in [name for name, lease in self._leases.items() if lease.expires_s <= now]:
-            del self._leases[name]
-
-
 class UpdateFeed:
     """Answers `fetchUpdates`.
 
     Thread: the event loop's.
 
     Attributes:
-        followers: Who is registered.
+        followers: The leases of those who are registered.
         num_waiting: Long polls that wait now.
     """
 
@@ -110,7 +50,7 @@ class UpdateFeed:
             server_id: Identity of the store.
             max_frame_bytes: Longest reply.
         """
-        self.followers = Followers()
+        self.followers = LogLeases()
         self.num_waiting = 0
         self._log = log
         self._ingest = ingest
@@ -137,7 +77,7 @@ class UpdateFeed:
             raise RequestError(f"seq {from_seq}, {request.max_bytes} bytes, offset {offset} or wait is out of range")
         self._check(request.server_id, from_seq)
         if request.follower is not None:
-            self.followers.renew(request.follower, from_seq, (request.lease_ms or 0) / 1000)
+            await self._hold(request)
         if from_seq > self._log.last_seq:
             await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
         records: list[Any] = []
@@ -146,6 +86,14 @@ class UpdateFeed:
             async with self._readers:
                 records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes)
         return idl.FetchUpdatesReply(records=records, first_seq=self._log.first_seq, last_seq=self._log.last_seq)
+
+    async def _hold(self, request: Any) -> None:
+        """Keep the log for a follower, and make sure that it still is there."""
+        lease_s, copy_id = (request.lease_ms or 0) / 1000, request.copy_id or ""
+        if self.followers.renew(request.follower, request.from_seq, lease_s, copy_id=copy_id):
+            async with self.followers.removing:  # what is being removed was chosen without this lease
+                pass
+            self._check(request.server_id, request.from_seq)
 
     def _check(self, server_id: str, from_seq: int) -> None:
         if server_id != self._server_id:

@@ -379,6 +379,8 @@ struct FetchUpdatesRequest {
   6: optional i64 lease_ms,
   /** Where to go on in the body of record `from_seq`, whose first part has come already. */
   7: optional i64 body_offset,
+  /** Tells followers of one name apart, as copies of one replica are: each has a lease of its own. */
+  8: optional string copy_id,
 }
 
 /** One record of the update log. */

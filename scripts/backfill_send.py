@@ -110,9 +110,9 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
     Cancellation: harmless.
     """
     async with await ParamServerClient.connect(
-        target.host, target.port, timeout_s=target.timeout_s, ssl_context=target.ssl_context
+        target.host, target.port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
     ) as client:
-        reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.timeout_s)
+        reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.connect_timeout_s)
     limits = reply.limits
     places = sorted(reply.shards, key=lambda place: place.shard)
     return ServerFacts(

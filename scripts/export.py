@@ -32,6 +32,9 @@ from headrace.scripts.table_sinks.written_aside import check_place, written_asid
 
 __all__ = ["ExportResult", "export", "export_snapshot"]
 
+# For one answer of a shard: what listens and is no server must not be waited for as long as a step.
+_ANSWER_TIMEOUT_S = 10.0
+
 # Format: module, function, the library that it needs, and the extra that brings it.
 _WRITERS = {
     "safetensors": ("safetensors_file", "write_safetensors", "safetensors", "tools"),
@@ -145,7 +148,7 @@ def export(
                 else None,
                 server_hostname=None,
                 token=load_token(path=token_file, environ=os.environ),
-                timeout_s=timeout_s,
+                timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S),
                 role=idl.Role.ADMIN,
             )
             snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))

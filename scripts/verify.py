@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +17,14 @@ import numpy.typing as npt
 import typer
 
 from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.digest_groups import for_each_table
+from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.reader import EmbeddingReader, Rows
 from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.status_client import AuthorityFlag, TokenFlag
 from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import ConfigError, UnknownTableError
+from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
 
 __all__ = ["verify"]
@@ -103,22 +106,24 @@ def verify(
     context = client_tls_context(authority=tls_authority) if tls_authority is not None else None
     file = None if against is None or not Path(against).is_file() else Path(against)
     saved = None if file is None else _load(file)
-    begin_s = time.perf_counter()
+    begin_s, reach_log = time.perf_counter(), ReachLog()
+    connect = partial(EmbeddingReader.connect, ssl_context=context, token=token, waits=False, reach_log=reach_log)
 
     async def compare() -> list[_TableResult]:
         async with (
             asyncio.timeout(timeout_s),
-            await EmbeddingReader.connect(address, ssl_context=context, token=token) as reader,
+            await connect(address) as reader,
         ):
             if against is None or saved is not None:
                 return await _digest_all(reader, table, saved)
-            async with await EmbeddingReader.connect(against, ssl_context=context, token=token) as other:
+            async with await _connect_to_other(connect, against) as other:
                 return await _compare_servers(reader, other, table)
 
     try:
         results = asyncio.run(compare())
     except TimeoutError as exc:
-        raise ConfigError(f"not done within {format_seconds(timeout_s)}; give it more with --timeout-s") from exc
+        why = reach_log.trouble() or "give it more with --timeout-s"
+        raise ConfigError(f"not done within {format_seconds(timeout_s)}: {why}") from exc
     seconds = time.perf_counter() - begin_s
     if save is not None:
         _save(save, results)
@@ -129,21 +134,27 @@ def verify(
     return 0 if all(result.is_equal for result in results) else 1
 
 
+async def _connect_to_other(connect: Callable[[str], Awaitable[EmbeddingReader]], against: str) -> EmbeddingReader:
+    try:
+        return await connect(against)
+    except UnavailableError as exc:
+        what = "" if ":" in against else "no such file, nor a server of that name: "
+        raise UnavailableError(f"--against {against}: {what}{exc}") from exc
+
+
 async def _digest_all(
     reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None
 ) -> list[_TableResult]:
-    results = []
-    for fqn in _chosen(reader.tables.keys() | (saved or {}).keys(), only):
-        if fqn not in reader.tables:
-            if only is not None and saved is None:
-                raise UnknownTableError(f"no table {fqn!r} on this server")
-            results.append(_TableResult(fqn=fqn, digest=None, problem="not on the server"))
-            continue
+    async def look(fqn: str) -> _TableResult:
+        if fqn not in reader.tables and not (only is not None and saved is None):
+            return _TableResult(fqn=fqn, digest=None, problem="not on the server")
         result = _TableResult(fqn=fqn, digest=await reader.digest(fqn))
-        results.append(result)
         if saved is not None:
             _compare_saved(result, saved.get(fqn))
-    return results
+        return result
+
+    fqns = _chosen(reader.tables.keys() | (saved or {}).keys(), only)
+    return await for_each_table(fqns, look, num_rows_of=partial(_num_rows_of, reader))
 
 
 def _compare_saved(result: _TableResult, saved: _Saved | None) -> None:
@@ -160,10 +171,8 @@ def _compare_saved(result: _TableResult, saved: _Saved | None) -> None:
 async def _compare_servers(
     reader: EmbeddingReader, other: EmbeddingReader, only: list[str] | None
 ) -> list[_TableResult]:
-    results = []
-    for fqn in _chosen(reader.tables.keys() | other.tables.keys(), only):
+    async def compare(fqn: str) -> _TableResult:
         result = _TableResult(fqn=fqn, digest=None)
-        results.append(result)
         if fqn not in reader.tables or fqn not in other.tables:
             result.problem = f"not on the {'first' if fqn not in reader.tables else 'second'} server"
         elif difference := reader.tables[fqn].describe_difference(other.tables[fqn]):
@@ -176,7 +185,14 @@ async def _compare_servers(
                     break
                 result.row_ids += await _differing_rows(reader, other, fqn, bucket)
             del result.row_ids[_MAX_NAMED:]
-    return results
+        return result
+
+    fqns = _chosen(reader.tables.keys() | other.tables.keys(), only)
+    return await for_each_table(fqns, compare, num_rows_of=partial(_num_rows_of, reader))
+
+
+def _num_rows_of(reader: EmbeddingReader, fqn: str) -> int:
+    return reader.tables[fqn].num_rows if fqn in reader.tables else 0
 
 
 async def _differing_rows(reader: EmbeddingReader, other: EmbeddingReader, fqn: str, bucket: int) -> list[int]:
@@ -237,7 +253,7 @@ def _load(path: Path) -> dict[str, _Saved]:
             )
             for table in content["tables"]
         }
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ConfigError(f"{path} is no file that --save has made") from exc
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.security import Token
+from headrace.paramserver.sessions import last_epoch_after
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
@@ -165,6 +166,7 @@ async def claim_epoch(
         while True:
             claimant = writer.with_epoch(epoch)
             try:
+                await _bring_up(first, claimant, connect)
                 await _hello(first.host, first.port, claimant.hello((), claims_epoch=True), connect)
             except FencedError as exc:
                 epoch = exc.epoch + 1
@@ -201,8 +203,13 @@ async def open_session(
         UnavailableError: A shard could not be reached in time.
     """
     request = writer.hello(tables)
+
+    async def say_to(shard: StoreShard) -> Any:
+        await _bring_up(shard, writer, connect)
+        return await _hello(shard.host, shard.port, request, connect)
+
     return await _until_answered(
-        lambda: _gather([_hello(shard.host, shard.port, request, connect) for shard in shards]),
+        lambda: _gather([say_to(shard) for shard in shards]),
         timeout_s=timeout_s,
         random=random,
         what="a shard does not answer",
@@ -226,7 +233,7 @@ async def _until_answered(
                     last_error = exc
                 await asyncio.sleep(backoff.next_s())
     except TimeoutError:
-        reason = f" ({last_error})" if last_error else ""
+        reason = f" ({last_error or 'what is there hangs, or a firewall is in between'})"
         raise UnavailableError(f"{what} within {format_seconds(timeout_s)}{reason}{advice}") from last_error
 
 
@@ -257,6 +264,20 @@ async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Stor
         highest_epoch=max(reply.highest_epoch for reply in replies),
         table_names=frozenset(table.fqn for reply in replies for table in reply.tables),
     )
+
+
+async def _bring_up(shard: StoreShard, writer: Writer, connect: Connect) -> None:
+    """Have a shard accept the writer's epoch, where only others have seen such high ones.
+
+    A client that made up its epoch may have said it to one shard alone. To the others it is too far away, so they are
+    brought there in steps; there are as many as such clients.
+    """
+    if writer.epoch <= last_epoch_after(0):
+        return
+    reached = (await _hello(shard.host, shard.port, writer.with_epoch(0).hello(()), connect)).highest_epoch
+    while (step := last_epoch_after(reached)) < writer.epoch and step > reached:
+        await _hello(shard.host, shard.port, writer.with_epoch(step).hello(()), connect)
+        reached = step
 
 
 async def _hello(host: str, port: int, request: Any, connect: Connect) -> Any:

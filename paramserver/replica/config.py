@@ -94,7 +94,9 @@ class ReplicaConfig:
         name: Registers at the server, which keeps log for it while it is away; None does not.
         lease_s: For so long, seconds.
         max_memory_bytes: Tables of all copies together; None for what the machine has free when one is begun.
-        max_pending_bytes: A shard that is this far ahead of the others, with a whole step, is not fetched from; bytes.
+        max_pending_bytes: Memory a shard, in `step`, for what has come and is no whole step yet. A shard that is so far
+            ahead of the others is not fetched from. Where waiting for others is of no use, the replica begins anew
+            aside, and a copy that lookups do not see yet needs none of it.
         snapshot_dir: Where snapshots are put that are fetched; None for a temporary directory.
         fetch_wait_s: How long one fetch waits for something new, seconds.
         timeout_s: For one answer of a shard, seconds.

@@ -41,6 +41,7 @@ class Copies:
         self._builder = builder
         self._followed: list[Followed] = []  # the current one last
         self._dropped: list[Followed] = []  # to be closed
+        self._beginning: Followed | None = None  # the last that was begun
         self._rebuilding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
 
@@ -54,6 +55,20 @@ class Copies:
         if not self._followed:
             raise UnavailableError("the replica is closed")
         return self._followed[-1]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Shards that are followed into the copy that answers; none when there is none.
+
+        Thread: any.
+        """
+        return [link.address for copy in self._followed[-1:] for link in copy.reader.links]
+
+    def describe_lag(self) -> str:
+        """Say what the copy that was begun last has not come to; one line without an end."""
+        if self._beginning is None:
+            return "its tables are being read"
+        return _describe_lag(self._beginning)
 
     async def switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
         """Begin another copy, let it catch up, and have lookups see it.
@@ -106,14 +121,16 @@ class Copies:
         await self._end_dropped()
 
     async def _begin(self, snapshot: Path | None, is_enough: Callable[[Followed, Generation | None], bool]) -> Followed:
+        self._beginning = None
         copy = await self._builder.build(
             snapshot,
             held_bytes=sum(copy.generation.size_bytes for copy in self._followed),
             on_change=self._notify,
             on_lost=self._on_lost,
         )
+        self._beginning = copy
         try:
-            await copy.wait_until(lambda: is_enough(copy, self.current))
+            await copy.show_when(lambda: is_enough(copy, self.current))
         except BaseException:
             self._dropped.append(copy)
             await self._end_dropped()
@@ -197,6 +214,15 @@ def has_caught_up(copy: Followed, old: Generation | None) -> bool:
         return True  # the server was set back: what lookups see is not in its log any more
     is_behind = old.visible is not None and new.visible < old.visible
     return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
+
+
+def _describe_lag(copy: Followed) -> str:
+    if copy.generation.visible is None:
+        return "the newest run has not ended a step that all shards have"
+    for tail, seq in zip(copy.generation.tails, copy.target_seqs, strict=True):
+        if tail.seq < seq:
+            return f"it is at record {tail.seq} of {seq} of shard {tail.shard}'s log"
+    return "it does not show yet what the present copy shows"
 
 
 def _what_is_lacking(new: Generation, old: Generation | None) -> str | None:

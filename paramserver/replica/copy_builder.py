@@ -8,16 +8,18 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from headrace.paramserver.machine_memory import free_memory_bytes
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copy_folders import CopyFolders
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.loading import load_live, load_snapshot
+from headrace.paramserver.replica.log_hold import CopyLease, LogHold
 from headrace.paramserver.replica.storage import Storage, memory_needed
 from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import fetch_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshot_client import fetch_snapshot, newest_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
@@ -84,26 +86,24 @@ class CopyBuilder:
             ssl_context=dial.ssl_context,
             server_hostname=dial.server_hostname,
             token=dial.token,
+            reach_log=dial.reach_log,
         )
+        lease = CopyLease.of(self._config)
         specs = list(reader.tables.values())
         storage = Storage(self._config, self._folders, specs)
         try:
             if snapshot is not None:
-                generation = await self._load(snapshot, storage, held_bytes)
+                generation = await self._load(snapshot, reader, lease, storage, held_bytes)
             elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 generation = await load_live(
                     reader,
                     is_by_step=self._is_by_step,
                     make_table=storage.make,
-                    name=self._config.name,
-                    lease_s=self._config.lease_s,
+                    lease=lease,
                 )
             else:
-                generation = await self._load_newest(storage, held_bytes)
-            server_id = reader.links[0].hello.server_id
-            if generation.server_id != server_id:
-                raise GoneError(f"the snapshot is of store {generation.server_id}, the server has {server_id}")
+                generation = await self._load_newest(reader, lease, storage, held_bytes)
             targets = [status.accepted_seq for status in await reader.status()]
         except BaseException:
             await reader.close()
@@ -113,36 +113,70 @@ class CopyBuilder:
             generation,
             reader,
             self._config,
+            lease,
             target_seqs=targets,
             on_change=on_change,
             on_lost=on_lost,
         )
 
-    async def _load(self, folder: Path, storage: Storage, held_bytes: int) -> Generation:
-        manifest: SnapshotManifest = await asyncio.to_thread(verify_snapshot, folder)
-        self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
-        await asyncio.to_thread(storage.link, folder, manifest)
-        return await asyncio.to_thread(
-            load_snapshot,
-            folder,
-            manifest,
-            is_by_step=self._is_by_step,
-            make_table=storage.make,
-            check_wanted=storage.check_open,
-        )
+    async def _load(
+        self, folder: Path, reader: EmbeddingReader, lease: CopyLease, storage: Storage, held_bytes: int
+    ) -> Generation:
+        manifest: SnapshotManifest = await asyncio.to_thread(read_manifest, folder)
+        async with _hold(reader, manifest, lease) as hold:
+            await asyncio.to_thread(verify_snapshot, folder)
+            self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
+            await asyncio.to_thread(storage.link, folder, manifest)
 
-    async def _load_newest(self, storage: Storage, held_bytes: int) -> Generation:
+            def check_wanted() -> None:
+                storage.check_open()
+                hold.check()
+
+            return await asyncio.to_thread(
+                load_snapshot,
+                folder,
+                manifest,
+                is_by_step=self._is_by_step,
+                make_table=storage.make,
+                check_wanted=check_wanted,
+            )
+
+    async def _load_newest(
+        self, reader: EmbeddingReader, lease: CopyLease, storage: Storage, held_bytes: int
+    ) -> Generation:
         with contextlib.ExitStack() as stack:
             directory = self._config.snapshot_dir
             if directory is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+            folder = await self._fetch_newest(directory, reader, lease)
+            return await self._load(folder, reader, lease, storage, held_bytes)
+
+    async def _fetch_newest(self, directory: Path, reader: EmbeddingReader, lease: CopyLease) -> Path:
+        """Bring the server's newest snapshot into a directory, while the log behind it is kept; return its folder."""
+        tried = ""
+        while True:
             try:
-                manifest = await fetch_snapshot(self._address, directory, dial=self._dial)
+                manifest = await newest_snapshot(self._address, dial=self._dial)
             except GoneError as exc:
                 raise GoneError(
                     f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
                 ) from exc
-            return await self._load(SnapshotFiles(directory).folder_of(manifest.name), storage, held_bytes)
+            try:
+                async with _hold(reader, manifest, lease) as hold:
+                    await fetch_snapshot(
+                        self._address,
+                        directory,
+                        dial=self._dial,
+                        name=manifest.name,
+                        on_progress=lambda *_, hold=hold: hold.check(),
+                    )
+                return SnapshotFiles(directory).folder_of(manifest.name)
+            except GoneError as exc:  # it was removed, or its log: perhaps there is a newer one by now
+                if manifest.name == tried:
+                    raise GoneError(
+                        f"snapshot {tried!r} cannot be followed from: {exc}; headrace snapshot create makes another"
+                    ) from exc
+                tried = manifest.name
 
     @property
     def _is_by_step(self) -> bool:
@@ -152,7 +186,7 @@ class CopyBuilder:
         """Refuse a copy that will not fit beside those that are there."""
         needed = memory_needed(self._config, specs, snapshot_bytes)
         limit = self._config.max_memory_bytes
-        free = _free_memory_bytes() if limit is None else limit - held_bytes
+        free = free_memory_bytes() if limit is None else limit - held_bytes
         if needed > free:
             raise ConfigError(
                 f"replica: a new copy takes about {needed >> 20} MiB, {max(free, 0) >> 20} MiB are free "
@@ -160,10 +194,13 @@ class CopyBuilder:
             )
 
 
-def _free_memory_bytes() -> int:
-    """Return what the machine can give without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("replica: /proc/meminfo does not say what is free; set max_memory_bytes")
+def _hold(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogHold:
+    """Return what has the log behind a snapshot kept; enter it.
+
+    Raises:
+        GoneError: The snapshot is of another store.
+    """
+    server_id = reader.links[0].hello.server_id
+    if manifest.server_id != server_id:
+        raise GoneError(f"the snapshot is of store {manifest.server_id}, the server has {server_id}")
+    return LogHold(reader.links, [part.seq + 1 for part in manifest.parts], lease)

@@ -9,11 +9,13 @@ that was killed, and are removed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 from headrace.schemas.errors import ConfigError
@@ -38,18 +40,20 @@ class CopyFolders:
         """Claim a directory and remove what a killed replica has left in it.
 
         Args:
-            path: Directory, made when it is not there; None makes a temporary one, which `close` removes.
+            path: Directory, made when it is not there; None makes a temporary one, which `close`
+                removes, or the end of this process without it.
 
         Raises:
             ConfigError: It cannot be used, or another replica uses it.
         """
-        self._is_temporary = path is None
         try:
             self.path = Path(tempfile.mkdtemp(prefix="headrace-replica-")) if path is None else path
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as exc:
             raise ConfigError(f"replica: disk_dir {path} cannot be used: {exc.strerror}") from exc
+        # A finalizer also runs when the interpreter ends.
+        self._removal = weakref.finalize(self, _remove, self.path, os.getpid()) if path is None else None
         self._numbers = itertools.count(1)
         self._is_closed = False
         try:
@@ -71,6 +75,16 @@ class CopyFolders:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._is_temporary:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self._removal is not None:
+            self._removal()
         os.close(self._lock_fd)
+
+
+def _remove(path: Path, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child that ends; the copies are its parent's
+    # Aside first: a RocksDB that is open yet, at the end of the interpreter, makes no more files in it.
+    aside = path.with_name(f"{path.name}-removed")
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

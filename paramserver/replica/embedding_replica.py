@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_copy, digest_copy
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copies import Copies
@@ -78,6 +79,7 @@ class EmbeddingReplica:
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
         token: Token | None = None,
+        reach_log: ReachLog | None = None,
         **settings: Any,
     ) -> None:
         """Connect, load, and return when the copy has caught up with the server.
@@ -91,6 +93,7 @@ class EmbeddingReplica:
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name that every shard's certificate has; each shard's own host when None.
             token: For a server that asks for one.
+            reach_log: Says which shards cannot be reached; None makes one. Replicas of one server may share it.
             **settings: Fields of `ReplicaConfig`, without `config`.
 
         Raises:
@@ -110,7 +113,9 @@ class EmbeddingReplica:
             server_hostname=server_hostname,
             token=token,
             timeout_s=self._config.timeout_s,
+            reach_log=reach_log or ReachLog(),
         )
+        self._reach_log = dial.reach_log
         self._counting = threading.Lock()
         self._builder = CopyBuilder(address, dial, self._config)
         self._copies = Copies(self._builder)
@@ -335,7 +340,13 @@ class EmbeddingReplica:
     @property
     def failure(self) -> HeadraceError | None:
         """Why the replica is not kept up to date at the moment; None while it is."""
-        return self._copies.failure
+        failure, trouble = self._copies.failure, self._reach_log.trouble(self._copies.addresses)
+        return UnavailableError(trouble) if failure is None and trouble is not None else failure
+
+    @property
+    def is_beginning_anew(self) -> bool:
+        """Whether the copy that answers has lost its place and another is made; else a failure may pass by itself."""
+        return self._copies.failure is not None
 
     def freshness(self) -> list[Freshness]:
         """Return how far behind each shard's part is."""
@@ -360,7 +371,8 @@ class EmbeddingReplica:
         copies = self._copies
         with copies.changed:
             if not copies.changed.wait_for(is_visible, timeout_s):
-                why = f"; {copies.failure}" if copies.failure is not None else ""
+                failure = self.failure
+                why = f"; {failure}" if failure is not None else ""
                 raise UnavailableError(
                     f"step {step} is not visible within {format_seconds(timeout_s)}, step {self.step} is{why}"
                 )
@@ -422,9 +434,12 @@ class EmbeddingReplica:
 
     def _switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
         switch = self._copies.switch(snapshot, keep_previous=keep_previous, timeout_s=timeout_s)
-        self._thread.run(
-            switch, late=f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}"
-        )
+
+        def late() -> str:
+            why = self._reach_log.trouble() or self._copies.describe_lag()
+            return f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}: {why}"
+
+        self._thread.run(switch, late=late)
 
     def roll_back(self) -> None:
         """Change back to the copy before the last `load_snapshot`, and drop the present one.

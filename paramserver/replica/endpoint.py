@@ -180,7 +180,7 @@ class ReplicaService:
     def _replica(self) -> EmbeddingReplica:
         replica = self._readiness.replica
         if replica is None:
-            raise UnavailableError(f"this replica has not begun to serve: {self._readiness.starting}")
+            raise UnavailableError(f"this replica has not begun to serve: {self._readiness.why_not_begun}")
         return replica
 
 

@@ -66,7 +66,7 @@ class EndpointConfig:
         minimum=0,
         maximum=65535,
         default_text="none",
-        help="Port for plain HTTP: GET /healthz and /readyz. 0 lets the system choose.",
+        help="Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
     )
     max_lag_s: float = setting(
         30.0,
@@ -141,6 +141,13 @@ class EndpointConfig:
         maximum=_MAX_BYTES,
         default_text="what the machine has free",
         help="Memory for tables. While the replica begins anew, the old copy counts too.",
+    )
+    max_pending_bytes: int = setting(
+        256 * 2**20,
+        kind=Kind.BYTES,
+        minimum=2**20,
+        maximum=_MAX_BYTES,
+        help="With `step`, memory a shard for steps that are not whole yet. Beyond it the replica begins anew aside.",
     )
     start_timeout_s: float = setting(
         600.0,
@@ -240,6 +247,7 @@ class EndpointConfig:
             name=self.name,
             lease_s=self.lease_s,
             max_memory_bytes=self.max_memory_bytes,
+            max_pending_bytes=self.max_pending_bytes,
             snapshot_dir=self.snapshot_dir,
         )
 

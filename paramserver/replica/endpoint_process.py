@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from headrace.paramserver.listeners import bind_listener
 from headrace.paramserver.log_format import fact
 from headrace.paramserver.metrics_http import HttpServer, Page, Reply, Request
 from headrace.paramserver.protection import Protection
+from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint import ReplicaService
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
@@ -37,6 +36,7 @@ from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.metrics import replica_metrics
 from headrace.paramserver.rpc_server import ThriftServer
 from headrace.paramserver.security import load_token
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 
 __all__ = ["ReplicaProcess"]
@@ -63,7 +63,7 @@ class ReplicaProcess:
         config: EndpointConfig,
         *,
         environ: Mapping[str, str],
-        ready_file: Path | None = None,
+        ready_file: ReadyFile | None = None,
         watch_stdin: bool = False,
     ) -> None:
         """Load what protects it; nothing is bound yet.
@@ -71,7 +71,7 @@ class ReplicaProcess:
         Args:
             config: Settings.
             environ: Where tokens may be, under `HEADRACE_TOKEN`.
-            ready_file: Written, as JSON, when the replica serves.
+            ready_file: Gets addresses and process id when the replica serves.
             watch_stdin: Stop when stdin ends.
 
         Raises:
@@ -140,7 +140,7 @@ class ReplicaProcess:
                 self._readiness.replica = None
                 await asyncio.to_thread(replica.close)
                 if self._ready_file is not None:
-                    self._ready_file.unlink(missing_ok=True)
+                    self._ready_file.remove()
         return _EXIT_OK
 
     def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
@@ -149,10 +149,7 @@ class ReplicaProcess:
             fact(_log, logging.WARNING, "tables that the server does not have yet", tables=", ".join(absent))
         fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
         if self._ready_file is not None:
-            self._ready_file.with_name(self._ready_file.name + ".tmp").write_text(
-                json.dumps({**addresses, "pid": os.getpid()}) + "\n", "utf-8"
-            )
-            self._ready_file.with_name(self._ready_file.name + ".tmp").rename(self._ready_file)
+            self._ready_file.write({**addresses, "pid": os.getpid()})
 
     def _pages(self) -> dict[str, Page]:
         async def alive(_: Request) -> Reply:
@@ -162,8 +159,8 @@ class ReplicaProcess:
             state = self._readiness.look()
             if not state.is_ready:
                 return Reply(status=503, body=f"not ready: {state.failure}\n".encode())
-            epoch, step = state.visible
-            return Reply(body=f"ready: epoch {epoch}, step {step}, {state.lag_s:.3f} s behind\n".encode())
+            (epoch, step), but = state.visible, "" if state.failure is None else f"; {state.failure}"
+            return Reply(body=f"ready: epoch {epoch}, step {step}, {state.lag_s:.3f} s behind{but}\n".encode())
 
         async def metrics(_: Request) -> Reply:
             replica = self._readiness.replica
@@ -200,10 +197,14 @@ class ReplicaProcess:
             try:
                 return await _in_thread(lambda: self._open(left_s))  # noqa: B023
             except UnavailableError as exc:
+                trouble = self._readiness.reach_log.trouble()
                 if time.monotonic() + pause_s > deadline_s:
-                    raise
-                self._readiness.starting = f"starting: {exc}"
-                fact(_log, logging.WARNING, "replica cannot begin yet", error=str(exc), pause_s=pause_s)
+                    after = format_seconds(config.start_timeout_s)
+                    raise UnavailableError(f"given up after {after} (--start-timeout-s): {trouble or exc}") from exc
+                level = logging.DEBUG  # of what cannot be reached the reach log speaks, less often than it is tried
+                if trouble is None:
+                    self._readiness.starting, level = f"starting: {exc}", logging.WARNING
+                fact(_log, level, "replica cannot begin yet", error=str(exc), pause_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -217,6 +218,7 @@ class ReplicaProcess:
             ssl_context=self._server_tls,
             server_hostname=config.server_hostname,
             token=self._server_token,
+            reach_log=self._readiness.reach_log,
         )
 
     async def _until_stopped(self, work: Any) -> Any:
@@ -255,7 +257,7 @@ class ReplicaProcess:
             return
         fact(_log, logging.WARNING, "replica is stopped at once", signal=number.name)
         if self._ready_file is not None:
-            self._ready_file.unlink(missing_ok=True)
+            self._ready_file.remove()
         os._exit(_EXIT_INTERRUPTED)  # nothing here is worth a wait: the server has all of it
 
     def _on_stdin(self) -> None:

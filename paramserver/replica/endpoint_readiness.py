@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.freshness import Freshness
 from headrace.schemas.durations import format_seconds
@@ -82,6 +83,7 @@ class Readiness:
     Attributes:
         replica: None until it has begun.
         starting: What is being done while there is none, for people.
+        reach_log: Told of every attempt to reach the server.
     """
 
     def __init__(self, *, max_lag_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,6 +93,7 @@ class Readiness:
             max_lag_s: How far behind a replica may be and be ready, seconds; 0 for any.
             clock: Monotonic, seconds.
         """
+        self.reach_log = ReachLog(clock_s=clock)
         self.replica: EmbeddingReplica | None = None
         self.starting = "starting"
         self._is_stopping = False
@@ -103,21 +106,32 @@ class Readiness:
         self.starting = "stopping"
         self._is_stopping = True
 
+    @property
+    def why_not_begun(self) -> str:
+        """What is being done while there is no replica, and what keeps it up."""
+        trouble = None if self._is_stopping else self.reach_log.trouble()
+        return self.starting if trouble is None else f"{self.starting}; {trouble}"
+
     def look(self) -> ReadyState:
         """Return how it stands now."""
         replica = self.replica
         if replica is None:
-            return ReadyState(is_ready=False, failure=self.starting, lag_s=0.0)
+            return ReadyState(is_ready=False, failure=self.why_not_begun, lag_s=0.0)
         try:
             # The failure first: it is taken back only when what comes next is of the new copy.
-            failure, visible, shards = replica.failure, (replica.epoch, replica.step), replica.freshness()
+            begins_anew, failure = replica.is_beginning_anew, replica.failure
+            visible, shards = (replica.epoch, replica.step), replica.freshness()
         except UnavailableError as exc:
             return ReadyState(is_ready=False, failure=str(exc), lag_s=0.0)
         now_s = self._clock()
         lag_s = max((self._lags.setdefault(s.shard, KnownLag()).look(s, now_s) for s in shards), default=0.0)
         is_late = 0 < self._max_lag_s < lag_s
-        why = "stopping" if self._is_stopping else None if failure is None else f"begins anew: {failure}"
+        why = "stopping" if self._is_stopping else f"begins anew: {failure}" if begins_anew and failure else None
         if why is None and is_late:
             bound = format_seconds(self._max_lag_s)
             why = f"updates have been known for {lag_s:.1f} s that are not visible, the bound is {bound}"
-        return ReadyState(is_ready=why is None, failure=why, lag_s=lag_s, shards=shards, visible=visible)
+            why += "" if failure is None else f"; {failure}"
+        is_ready = why is None
+        # A server that is away takes no readiness: perhaps there is nothing new.
+        why = str(failure) if why is None and failure is not None else why
+        return ReadyState(is_ready=is_ready, failure=why, lag_s=lag_s, shards=shards, visible=visible)

@@ -10,6 +10,7 @@ from headrace.paramserver.follower import ShardFollower, Update
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.schemas.errors import HeadraceError
 
 __all__ = ["Followed"]
@@ -31,6 +32,7 @@ class Followed:
         generation: Generation,
         reader: EmbeddingReader,
         config: ReplicaConfig,
+        lease: CopyLease,
         *,
         target_seqs: Sequence[int],
         on_change: Callable[[], None],
@@ -42,6 +44,7 @@ class Followed:
             generation: Loaded.
             reader: Connected to the server; closed with this.
             config: Settings.
+            lease: Has the shards keep what is not fetched yet.
             target_seqs: See the attribute.
             on_change: Called when something has become visible.
             on_lost: Called once, when following has ended.
@@ -51,6 +54,7 @@ class Followed:
         self.lost: HeadraceError | None = None
         self._reader = reader
         self._config = config
+        self._lease = lease
         self._on_change = on_change
         self._on_lost = on_lost
         self._changed = asyncio.Event()
@@ -76,6 +80,19 @@ class Followed:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    async def show_when(self, is_so: Callable[[], bool]) -> None:
+        """Return when something holds; from that very moment on the copy changes as one that lookups see.
+
+        Raises:
+            HeadraceError: Following has ended before.
+
+        Cancellation: harmless for a copy that nobody wants any more.
+        """
+        while not self.generation.is_shown:
+            await self.wait_until(is_so)
+            async with self._taking:  # another thread may be taking updates
+                self.generation.is_shown = self.lost is None and is_so()
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -146,16 +163,13 @@ class Followed:
 
     async def _follow(self, shard: int) -> None:
         generation, config = self.generation, self._config
-        follower = ShardFollower(
-            self._reader.links[shard],
-            from_seq=generation.tails[shard].seq + 1,
-            name=config.name,
-            lease_s=config.lease_s,
-            wait_s=config.fetch_wait_s,
-        )
+        from_seq, link = generation.tails[shard].seq + 1, self._reader.links[shard]
+        follower = self._lease.follower(link, from_seq=from_seq, wait_s=config.fetch_wait_s)
         try:
             while True:
-                await self.wait_until(lambda: not generation.is_waiting(shard, config.max_pending_bytes))
+                await self._wait_for_room(shard, follower)
+                if generation.is_shown and not self._lease.is_lasting:
+                    follower.let_go()
                 updates = await follower.fetch()
                 if await self._take(shard, updates, follower.last_seq):
                     self._on_change()
@@ -163,12 +177,28 @@ class Followed:
         except Exception as exc:  # a bug of ours, too: the copy stays, and says so
             self._end(_as_ours(exc))
 
+    async def _wait_for_room(self, shard: int, follower: ShardFollower) -> None:
+        """Return when more of a shard is to be fetched; its log is kept meanwhile."""
+        max_bytes = self._config.max_pending_bytes
+        while True:
+            try:
+                async with asyncio.timeout(self._lease.renewal_s):
+                    return await self.wait_until(lambda: not self.generation.is_waiting(shard, max_bytes))
+            except TimeoutError:
+                if follower.is_registered:
+                    await follower.register()
+
     async def _take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
+        def take() -> bool:
+            has_changed = self.generation.take(shard, updates, last_seq)
+            self.generation.make_room(shard, self._config.max_pending_bytes)
+            return has_changed
+
         async with self._taking:
             if not self.generation.is_on_disk:
-                return self.generation.take(shard, updates, last_seq)
+                return take()
             # The disk may be waited for, and the connections must not. One shard at a time, as in the loop.
-            return await _to_its_end(lambda: self.generation.take(shard, updates, last_seq))
+            return await _to_its_end(take)
 
     def _end(self, error: HeadraceError) -> None:
         if self.lost is None:

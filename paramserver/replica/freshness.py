@@ -73,6 +73,7 @@ class Freshness:
         lag_s: Age of the newest visible update while `is_behind`; else 0: an idle shard is not stale. Seconds.
         lag_steps: Steps that have been fetched from this shard and are not visible.
         delay: From the trainer's clock at an update to its being visible here, of each record.
+        pending_bytes: Memory of what has been fetched from this shard and is not visible.
     """
 
     shard: int
@@ -82,3 +83,4 @@ class Freshness:
     lag_s: float
     lag_steps: int
     delay: Histogram
+    pending_bytes: int = 0

@@ -12,7 +12,7 @@ from headrace.paramserver.replica.identity_map import IdentityMap
 from headrace.paramserver.replica.shard_tail import Change, Cut, ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.replica.version_gate import VersionGate
-from headrace.schemas.errors import UnknownTableError
+from headrace.schemas.errors import OverloadedError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 
@@ -37,6 +37,7 @@ class Generation:
         gate: Readers look through it.
         visible: (epoch, step) up to which everything is visible; None when it is at no step yet.
         failure: Why an update was applied in part. What is read once it is there is of no one moment.
+        is_shown: Lookups see it. Until they do, it may be between steps.
         limits: Last record of each shard that may be shown for now; None where all may be. By step, nothing is shown
             while there are limits.
     """
@@ -66,6 +67,7 @@ class Generation:
         self.gate = VersionGate()
         self.visible: tuple[int, int] | None = None
         self.failure: Exception | None = None
+        self.is_shown = False
         self.limits: Sequence[int] | None = None
         self._is_by_step = is_by_step
         self._make_table = make_table
@@ -144,6 +146,31 @@ class Generation:
         cut = tail.newest_cut
         return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self.tails)
 
+    def make_room(self, shard: int, max_bytes: int) -> None:
+        """Bound what is pending of a shard, after `take`, where to wait for other shards is of no use.
+
+        A copy that is not shown yet applies all of it: nobody sees that it is between steps then. No step is lost that
+        it could have come to. Every other shard has been taken to the last step in there or beyond it, and has none in
+        common with it, else that would have been applied.
+
+        Raises:
+            OverloadedError: The copy is shown: it cannot go on within the bound.
+        """
+        tail = self.tails[shard]
+        if tail.pending_bytes <= max_bytes or self.is_waiting(shard, max_bytes):
+            return
+        if self.is_shown:
+            raise OverloadedError(
+                f"shard {shard}: updates that wait for the end of a step take more than max_pending_bytes, {max_bytes}"
+            )
+        self.visible = None
+        now_us = self._clock_us()
+        with self.gate.write():
+            while tail.pending:
+                change = tail.pending[0]
+                self._apply(change)
+                tail.shown(change, now_us)
+
     def close(self) -> None:
         """Free what the tables hold beside memory; nothing is taken or looked up any more. Idempotent.
 
@@ -170,6 +197,7 @@ class Generation:
                     if is_behind and tail.visible_time_us
                     else 0.0,
                     lag_steps=len({change.step for change in list(tail.pending) if change.deltas}),
+                    pending_bytes=tail.pending_bytes,
                     delay=tail.delay,
                 )
             )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.follower import ShardFollower
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.identity_loading import load_identities
 from headrace.paramserver.replica.identity_map import IdentityMap
+from headrace.paramserver.replica.log_hold import CopyLease, LogHold
 from headrace.paramserver.replica.shard_tail import ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.sessions import Session, Sessions
@@ -33,8 +32,6 @@ _MakeTable = Callable[[TableSpec], ReplicaTable | None]
 # ON THE WIRE: `RowPresence` in paramserver.thrift.
 _PRESENT, _DELETED = 1, 2
 _LIVE_ROWS_AT_ONCE = 65_536
-# Of a lease, while rows are read: one may come late.
-_RENEWALS = 3
 
 
 def load_snapshot(
@@ -96,9 +93,7 @@ async def load_live(
     *,
     is_by_step: bool,
     make_table: _MakeTable,
-    name: str | None = None,
-    lease_s: float = 60.0,
-    monotonic_s: Callable[[], float] = time.monotonic,
+    lease: CopyLease,
 ) -> Generation:
     """Return a copy of what a running server holds, read while it goes on.
 
@@ -109,9 +104,7 @@ async def load_live(
         reader: Connected to all shards; every table must have a number of rows.
         is_by_step: See `Generation`.
         make_table: See `Generation`.
-        name: Registers at the shards, which then keep the log that has to be followed when all is read; None does not.
-        lease_s: For so long at a time, seconds.
-        monotonic_s: Clock of the leases.
+        lease: The shards keep the log that has to be followed when all is read.
 
     Raises:
         UnavailableError: A shard does not answer.
@@ -120,20 +113,20 @@ async def load_live(
     Cancellation: harmless.
     """
     before = await reader.status()
-    followers = [
-        ShardFollower(link, from_seq=status.log_seq + 1, name=name, lease_s=lease_s)
-        for link, status in zip(reader.links, before, strict=True)
-    ]
-    due_s = float("-inf")
+    async with LogHold(reader.links, [status.log_seq + 1 for status in before], lease) as hold:
+        return await _read_live(reader, before, hold, is_by_step=is_by_step, make_table=make_table)
+
+
+async def _read_live(
+    reader: EmbeddingReader, before: Sequence[Any], hold: LogHold, *, is_by_step: bool, make_table: _MakeTable
+) -> Generation:
     specs = {spec.fqn: spec for status in before for spec in (spec_from_idl(table.spec) for table in status.tables)}
     tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
     identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
     for fqn, table in tables.items():
         assert specs[fqn].num_rows, "a table of virtual ids cannot be read by id"
         for first in range(0, specs[fqn].num_rows, _LIVE_ROWS_AT_ONCE):
-            if name is not None and monotonic_s() >= due_s:
-                due_s = monotonic_s() + lease_s / _RENEWALS
-                await asyncio.gather(*(follower.register() for follower in followers))
+            hold.check()
             ids = np.arange(first, min(first + _LIVE_ROWS_AT_ONCE, specs[fqn].num_rows), dtype=np.int64)
             rows = await reader.get(fqn, ids, with_versions=True)
             assert rows.epochs is not None

@@ -59,12 +59,14 @@ class LoopThread:
         if self._is_closed:
             raise UnavailableError(f"{self._owner} is closed")
 
-    def run(self, work: Coroutine[Any, Any, _T], *, late: str, timeout_s: float | None = None) -> _T:
+    def run(
+        self, work: Coroutine[Any, Any, _T], *, late: str | Callable[[], str], timeout_s: float | None = None
+    ) -> _T:
         """Return what a coroutine returns.
 
         Args:
             work: Runs on the loop.
-            late: What a `TimeoutError`, its own or that of `timeout_s`, is told as.
+            late: What a `TimeoutError`, its own or that of `timeout_s`, is told as; a function is asked when it is.
             timeout_s: Deadline, seconds; None for the coroutine's own.
 
         Raises:
@@ -80,7 +82,7 @@ class LoopThread:
         try:
             return future.result()
         except TimeoutError as exc:
-            raise UnavailableError(late) from exc
+            raise UnavailableError(late if isinstance(late, str) else late()) from exc
         except concurrent.futures.CancelledError as exc:
             raise UnavailableError(f"{self._owner} was closed meanwhile") from exc
         finally:

@@ -65,6 +65,7 @@ def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
         ("lag_seconds", "Age of the newest visible update while behind; 0 when idle.", [f.lag_s for f in freshness]),
         ("lag_steps", "Steps that have come and are not visible.", [f.lag_steps for f in freshness]),
         ("behind", "1 while rows are known that are not visible.", [f.is_behind for f in freshness]),
+        ("pending_bytes", "Memory of what has come and is not visible.", [f.pending_bytes for f in freshness]),
         ("visible_seq", "Last record of the shard's log that is visible.", [f.visible_seq for f in freshness]),
         ("last_seq", "Last durable record, as the shard last told.", [f.last_seq for f in freshness]),
     ):

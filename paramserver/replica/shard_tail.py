@@ -26,6 +26,8 @@ Cut = tuple[int, int, int]
 with other rows each time, and what ended it carries the same clock to every shard."""
 
 _BEFORE_ANY: Cut = (0, -1, 0)
+# What Python takes for a record that has been decoded, and for each delta in it, about.
+_CHANGE_BYTES, _DELTA_BYTES = 512, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class ShardTail:
         if update.kind == idl.UpdateKind.HELLO:
             self._take_hello(update)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, 0)
+            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES)
         if update.kind != idl.UpdateKind.BATCH:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
@@ -160,7 +162,7 @@ class ShardTail:
             deltas=deltas,
             is_conditional=is_conditional,
             cut=self.cut,
-            size_bytes=update.body.nbytes,
+            size_bytes=update.body.nbytes + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
         )
 
     def _take_hello(self, update: Update) -> None:

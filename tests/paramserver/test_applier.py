@@ -309,7 +309,9 @@ async def test_rows_split_by_columns_are_put_together(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_a_failed_write_stops_applying_but_not_reading(store: GatedStore) -> None:
+async def test_a_failed_write_stops_applying_but_not_reading(
+    store: GatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """After a failure nothing is taken any more, waiters hear of it, and what was acked can still be read."""
     released: list[int] = []
     model, batch = Model(), make_batch(1, [1], release=lambda: released.append(1))
@@ -326,6 +328,8 @@ async def test_a_failed_write_stops_applying_but_not_reading(store: GatedStore) 
             await applier.wait_below(0)
         model.check([1], await read(applier, [1]))
         assert (applier.applied_seq, applier.submitted_seq) == (0, 1)
+    assert "nothing is applied any more: disk on fire" in caplog.text
+    assert "Traceback" not in caplog.text
     assert released == [1]
     assert store.applied_seq == 0
 
@@ -338,6 +342,7 @@ async def test_an_unforeseen_error_is_not_swallowed(store: GatedStore, caplog: p
         with pytest.raises(HeadraceError, match="bug"):
             await asyncio.wait_for(applier.wait_applied(1), 30)
     assert "ZeroDivisionError" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 async def test_a_failed_flush_stops_applying(store: GatedStore) -> None:

@@ -86,14 +86,59 @@ async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        with pytest.raises(UnavailableError, match=rf"127\.0\.0\.1:{port}: Connection refused"):
+        expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
+        with pytest.raises(UnavailableError, match=expected):
             await ParamServerClient.connect("127.0.0.1", port)
 
 
 async def test_unknown_host_is_unavailable() -> None:
     """A name that does not resolve is an error that names it."""
-    with pytest.raises(UnavailableError, match=r"no-such-host\.invalid:1"):
+    with pytest.raises(UnavailableError, match=r"no-such-host\.invalid:1.*; is the host's name right\?"):
         await ParamServerClient.connect("no-such-host.invalid", 1)
+
+
+async def test_all_addresses_of_a_name_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with two addresses, at neither of which anybody listens, is told as one refusal."""
+    texts = "[Errno 111] Connect call failed ('::1', 9, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 9)"
+
+    async def create_connection(*_: Any, **__: Any) -> Any:
+        raise OSError(f"Multiple exceptions: {texts}")  # as asyncio does
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", create_connection)
+    with pytest.raises(UnavailableError, match=r"^no connection to localhost:9: Connection refused; is the server"):
+        await ParamServerClient.connect("localhost", 9)
+
+
+async def test_peers_that_are_no_servers() -> None:
+    """One that never answers, one that hangs up, and one that speaks HTTP or TLS: each is told as what it may be."""
+    request = hello_request()
+
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with scripted(silent) as client:
+        with pytest.raises(UnavailableError, match=r"no answer within 0\.05 s: what listens there hangs, or is no Hea"):
+            await client.hello(request, timeout_s=0.05)
+
+    async def hang_up(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+
+    async with scripted(hang_up) as client:
+        with pytest.raises(UnavailableError, match="before any answer; it is stopping, speaks TLS, or is no Headrace"):
+            await client.hello(request)
+
+    for answer, spoken in (
+        (b"HTTP/1.1 400 Bad Request", "HTTP, not framed Thrift"),
+        (b"\x15\x03\x03\0\2\2\x46", "TLS"),
+    ):
+
+        async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = answer) -> None:
+            writer.write(answer)
+            await reader.read()
+
+        async with scripted(other) as client:
+            with pytest.raises(ProtocolError, match=rf"^127\.0\.0\.1:\d+: the peer speaks {spoken}"):
+                await client.hello(request)
 
 
 async def test_deadline_leaves_the_connection_usable() -> None:

@@ -17,14 +17,12 @@ import pytest
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.follower import ShardFollower
-from headrace.paramserver.memory_update_log import MemoryUpdateLog
+from headrace.paramserver.log_retention import trim_log
 from headrace.paramserver.rpc_server import ThriftServer
-from headrace.paramserver.shard import Shard, open_shard, trim_log
+from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.shard_link import Dial, ShardLink
-from headrace.paramserver.update_feed import Followers
-from headrace.paramserver.update_log import UpdateLogConfig
-from headrace.schemas.errors import GoneError, OverloadedError, ProtocolError, RequestError, UnauthorizedError
+from headrace.schemas.errors import GoneError, ProtocolError, RequestError, UnauthorizedError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.tables import DType, TableSpec
@@ -243,6 +241,29 @@ async def test_removed_records_are_gone(tmp_path: Path) -> None:
         assert reply.records[0].seq == reply.first_seq == first_seq
 
 
+async def test_copies_of_one_name_hold_the_log_each_for_itself(tmp_path: Path) -> None:
+    """Two replicas that were given one name: the fast one's place does not cost the slow one its own."""
+    config = shard_config(tmp_path, log_segment_bytes=1 << 20, log_retention_bytes=1 << 20)
+    async with (
+        serving(config) as served,
+        served.follow(2, name="replica", copy_id="slow") as slow,
+        served.follow(name="replica", copy_id="fast", max_bytes=1 << 24) as fast,
+        served.follow(9, name="replica") as other,
+    ):
+        for i in range(8):
+            await served.write(list(range(20_000)), float(i))
+        await slow.register()
+        while fast.next_seq <= 9:
+            await fast.fetch()
+        await fast.register()
+        await other.register()  # one that does not tell copies apart, as before there were copy ids
+        await served.shard.applied()
+        await asyncio.to_thread(served.shard._store.flush)
+        await served.shard._retention.trim()
+        assert [lease.seq for lease in served.shard.feed.followers.held()] == [2, 10, 9]
+        assert (await slow.fetch())[0].seq == 2
+
+
 async def test_a_record_larger_than_a_reply_comes_in_parts(tmp_path: Path) -> None:
     """A batch as long as the longest frame is fetched whole, in replies that are no longer than that."""
     config = shard_config(tmp_path, max_frame_bytes=1 << 16)
@@ -252,49 +273,6 @@ async def test_a_record_larger_than_a_reply_comes_in_parts(tmp_path: Path) -> No
         async with served.follow(2, max_bytes=10_000) as follower:
             (update,) = await follower.fetch()
     assert len(update.body) > 62_000 and values_of(update.body) == (rows, 1.5)
-
-
-async def test_a_registered_follower_holds_back_the_trim_within_the_bound() -> None:
-    """Records that a lease covers stay, until the log is larger than the bound for it."""
-    config = dataclasses.replace(
-        ShardConfig(directory=Path("/d"), shard=0, server_id="s", addresses=(("h", 1),)),
-        log_retention_bytes=1 << 20,
-        log_hold_bytes=4 << 20,
-    )
-    log = MemoryUpdateLog(config=UpdateLogConfig(segment_bytes=1 << 18))
-    for _ in range(12):
-        await log.append(epoch=1, header={}, body=[bytes(1 << 18)]).durable
-    trim_log(log, 12, 3, config)
-    assert log.first_seq == 3
-    for _ in range(8):
-        await log.append(epoch=1, header={}, body=[bytes(1 << 18)]).durable
-    trim_log(log, 20, 3, config)
-    assert 3 < log.first_seq < 10
-    trim_log(log, 20, None, config)
-    assert log.first_seq > 15
-    await log.close()
-
-
-def test_leases_end() -> None:
-    """The floor is the slowest follower's place; a lease that has ended, or is given back, counts no more."""
-    now = 0.0
-    followers = Followers(clock=lambda: now)
-    assert followers.floor is None
-    followers.renew("a", 5, 10.0)
-    followers.renew("b", 9, 20.0)
-    assert (followers.floor, len(followers)) == (5, 2)
-    followers.renew("a", 7, 10.0)
-    assert followers.floor == 7
-    now = 10.0
-    assert followers.floor == 9
-    followers.renew("b", 9, 0.0)
-    assert followers.floor is None
-    with pytest.raises(RequestError):
-        followers.renew("", 1, 1.0)
-    for i in range(1024):
-        followers.renew(str(i), 1, 1.0)
-    with pytest.raises(OverloadedError):
-        followers.renew("one more", 1, 1.0)
 
 
 @pytest.mark.parametrize("change", [{"from_seq": 0}, {"max_bytes": 0}, {"wait_ms": -1}, {"body_offset": -1}])

@@ -438,7 +438,9 @@ _FAULTS = [
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize(("operation", "code"), _FAULTS)
-async def test_failing_disk_stops_the_log_for_good(tmp_path: Path, operation: str, code: int, after: int) -> None:
+async def test_failing_disk_stops_the_log_for_good(
+    tmp_path: Path, operation: str, code: int, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Any refusal by the disk fails what waits, acks nothing more, and leaves all that was acked for the next start."""
     path, ops = tmp_path / "log", FaultyFileOps()
     log = FileUpdateLog.open(path, config=_SMALL, ops=ops)
@@ -469,6 +471,8 @@ async def test_failing_disk_stops_the_log_for_good(tmp_path: Path, operation: st
     async with _opened(path, _SMALL) as log:
         assert log.last_seq >= acked
         _check(log, log.last_seq)
+    assert "the update log stops" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_short_write_stops_the_log(tmp_path: Path) -> None:

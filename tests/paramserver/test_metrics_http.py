@@ -61,6 +61,8 @@ async def _ask(address: tuple[str, int], text: bytes) -> bytes:
         (b"GET /broken HTTP/1.1\r\n\r\n", 500),
         (b"GET / HTTP/2\r\n\r\n", 400),
         (b"nonsense\r\n\r\n", 400),
+        (b"\0\0\0\x2a\x80\1\0\1", 400),  # a Thrift client, which waits for an answer
+        (b"\x16\x03\1\2\0", 400),  # and one of TLS
         (b"GET / HTTP/1.1\r\nX: " + b"x" * 10_000 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", 403),
         (b"GET / HTTP/1.1\r\nHost: 127.0.0.1.evil.example\r\n\r\n", 403),

@@ -27,6 +27,11 @@ def test_nothing_is_wrong() -> None:
         ({"detail": {"apply_lag_s": 15.1}}, Severity.WARNING, "15 s behind the log"),
         ({"detail": {"disk_free_bytes": 9}}, Severity.WARNING, "9 % of its disk is free"),
         ({"detail": {"num_failed": 2}}, Severity.WARNING, "2 requests were ended by a bug"),
+        (
+            {"detail": {"num_holds_broken": 3}},
+            Severity.WARNING,
+            "log that replicas or snapshots needed was removed 3 times",
+        ),
         ({"detail": {"refused": {"overloaded": 3, "malformed": 0}}}, Severity.NOTE, "start: 3 overloaded"),
         ({"expiry": ExpirySample(num_failed=1)}, Severity.WARNING, "1 runs of expiry"),
         ({"worst_loop_pause_s": 0.26}, Severity.WARNING, "paused for 0.26 s"),

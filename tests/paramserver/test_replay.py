@@ -351,3 +351,9 @@ async def test_a_target_that_is_away_is_named(source: Any, unused_tcp_port: int)
     """Nobody at the target's address is an error that names it."""
     with pytest.raises(UnavailableError, match=f"127.0.0.1:{unused_tcp_port}"):
         await _replay(source[0], unused_tcp_port)
+
+
+def test_one_attempt_is_shorter_than_all() -> None:
+    """However long a shard may be away, it is tried again every ten seconds, and sooner where all is to be sooner."""
+    assert ReplayTarget(host="h", port=1, timeout_s=600.0).connect_timeout_s == 10.0
+    assert ReplayTarget(host="h", port=1, timeout_s=0.5).connect_timeout_s == 0.5

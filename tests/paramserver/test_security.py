@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_service import batch, hello_request, read, serve
+from fake_service import WAIT_S, batch, hello_request, read, serve
 
+from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.security import (
     AccessPolicy,
     Token,
@@ -46,6 +48,29 @@ async def test_calls_over_tls(size_bytes: int) -> None:
                 reply = await client.get_embeddings(read("t", bytes([n])))
                 assert bytes(reply.weights) == bytes([n]) * size_bytes
         assert served.service.num_bytes == 5 * size_bytes
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_connection_over_tls_may_be_closed_twice(hangs: bool) -> None:
+    """`close` ends, for each of two who call it at once and again afterwards, also when the server hangs."""
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        if hangs:
+            writer.transport.pause_reading()
+
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=server_tls())
+    client = await ParamServerClient.connect(
+        *server.sockets[0].getsockname(), ssl_context=client_tls(), server_hostname="shard.test"
+    )
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(client.close(), client.close())
+        await client.close()
+    assert client.is_closed
+    server.close()
+    for writer in writers:
+        writer.transport.abort()
 
 
 async def test_certificate_name_is_checked() -> None:
@@ -175,6 +200,8 @@ def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
         load_token(path=path, environ={})
     with pytest.raises(ConfigError, match="missing"):
         load_token(path=tmp_path / "missing", environ={})
+    with pytest.raises(ConfigError, match=r"^HEADRACE_TOKEN: a token must have 16"):
+        load_token(path=None, environ={"HEADRACE_TOKEN": "short"})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from headrace.paramserver.sessions import Session, Sessions
+from headrace.paramserver.sessions import Session, Sessions, last_epoch_after
 from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
 
 
@@ -120,6 +120,40 @@ def test_rows_brought_in_raise_the_epoch_that_a_new_trainer_takes() -> None:
     sessions.raise_version_epoch(7)
     assert sessions.highest_epoch == 9
     assert Sessions(meta).highest_epoch == 9
+
+
+def test_a_made_up_epoch_leaves_half_of_all_to_later_runs() -> None:
+    """Epochs of the lower half are accepted at once; beyond it, only those not far above the highest."""
+    sessions = _opened()
+    for epoch in (1, 1_700_000_000, 2**31, last_epoch_after(0)):
+        sessions.check_epoch(epoch)
+    for epoch in (last_epoch_after(0) + 1, 2**32 - 1, 2**32, 2**63 - 1):
+        with pytest.raises(RequestError, match="far above 5, the highest"):
+            sessions.check_epoch(epoch)
+    sessions.raise_version_epoch(last_epoch_after(0))
+    sessions.check_epoch(sessions.highest_epoch + 1)
+
+
+@given(st.lists(st.integers(1, 2**32 - 1), max_size=40))
+def test_whatever_clients_make_up_the_next_trainer_has_an_epoch(epochs: list[int]) -> None:
+    """After any sequence of hellos, the good and the refused, one more than the highest is accepted."""
+    sessions = Sessions({})
+    for epoch in epochs:
+        try:
+            sessions.check_epoch(epoch)
+        except RequestError:
+            continue
+        sessions.raise_version_epoch(epoch)
+    sessions.check_epoch(sessions.highest_epoch + 1)
+    assert 2**32 - sessions.highest_epoch > 2**31 - (len(epochs) + 1) * 2**20
+
+
+def test_the_last_epoch_is_the_last() -> None:
+    """A store that has seen the greatest epoch refuses the one behind it; nothing wraps round."""
+    sessions = Sessions({})
+    sessions.raise_version_epoch(2**32 - 1)
+    with pytest.raises(RequestError, match="none above 4294967295"):
+        sessions.check_epoch(2**32)
 
 
 def test_a_run_stands_exactly_where_all_ranks_have_ended_a_step() -> None:

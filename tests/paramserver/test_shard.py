@@ -361,6 +361,21 @@ async def test_an_epoch_is_given_away_once(tmp_path: Path) -> None:
         await client.hello(_hello(5, claims_epoch=True))
 
 
+async def test_the_greatest_epoch_is_not_given_to_who_makes_it_up(tmp_path: Path) -> None:
+    """Neither a hello nor rows that are brought in take the epochs of all later runs; the next trainer writes."""
+    async with _serving(_config(tmp_path)) as (_, client):
+        with pytest.raises(RequestError, match="too far above 0"):
+            await client.hello(_hello(2**32 - 1, client="fuzzer"))
+        await client.hello(_hello(1))
+        with pytest.raises(RequestError, match="too far above 1"):
+            await client.set_embeddings(_set(1, [1], 1.0, version_epoch=2**32 - 1))
+        await client.set_embeddings(_set(1, [1], 1.0))
+        highest = (await client.hello(_hello(0))).highest_epoch
+        await client.hello(_hello(highest + 1, claims_epoch=True))
+        await client.set_embeddings(_set(1, [1], 2.0, epoch=highest + 1))
+        assert (highest, (await _get(client, [1]))["values"]) == (1, [2.0])
+
+
 async def test_a_log_that_has_failed_while_idle_stops_the_shard(tmp_path: Path) -> None:
     """A log that failed with no batch on its way is noticed at the next one, which is refused as retriable."""
     async with _serving(_config(tmp_path)) as (shard, client):

@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -21,11 +22,11 @@ from headrace.paramserver.rpc_server import ThriftServer
 from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, newest_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
-from headrace.schemas.errors import ConfigError, GoneError, RequestError, UnavailableError
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import decode_key, key_prefix
@@ -69,13 +70,13 @@ class Trainer:
                 )
             )
 
-    async def train(self, *, step: int | None = None, ends_step: bool = True) -> None:
+    async def train(self, *, step: int | None = None, ends_step: bool = True, num_rows: int = 20) -> None:
         self.step = self.step + 1 if step is None else step
         for half in range(2):
             self._client_seq += 1
             ends = ends_step and half == 1
             batches = [
-                self._batch(rows_on(shard, half * 20 + self._rank * 100, half * 20 + 20 + self._rank * 100), ends)
+                self._batch(rows_on(shard, half * 20 + self._rank * 100, half * 20 + num_rows + self._rank * 100), ends)
                 for shard in range(len(self._clients))
             ]
             pairs = zip(self._clients, batches, strict=True)
@@ -116,7 +117,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[Server]:
+async def serving(directory: Path, **changes: Any) -> AsyncIterator[Server]:
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_SHARDS)]
         addresses = [sock.getsockname() for sock in sockets]
@@ -131,6 +132,7 @@ async def serving(directory: Path) -> AsyncIterator[Server]:
                 addresses=tuple(addresses),
                 block_cache_bytes=32 << 20,
                 memtable_bytes=6 << 20,
+                **changes,
             )
             opened = await stack.enter_async_context(open_shard(config))
             rpc = ThriftServer(opened, limits=ServerLimits())
@@ -227,6 +229,110 @@ async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
         assert rows_of(server.files.folder_of(manifest.name), 1) == expected
 
 
+@contextmanager
+def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have shards wait before they hash what they have copied; yield what says that one does."""
+    hashing, may_hash = threading.Event(), threading.Event()
+
+    def hash_late(folder: Path) -> Any:
+        hashing.set()
+        assert may_hash.wait(20)
+        return hash_folder(folder)
+
+    monkeypatch.setattr("headrace.paramserver.snapshot_maker.hash_folder", hash_late)
+    try:
+        yield hashing
+    finally:
+        may_hash.set()
+
+
+async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a first snapshot is made, a writer outruns retention; whoever begins from it finds the log all the same."""
+    mib = 1 << 20
+    async with serving(tmp_path, log_segment_bytes=mib, log_retention_bytes=mib) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        with _held_hashing(monkeypatch) as hashing:
+            making = asyncio.create_task(server.snapshot(name="first"))
+            assert await asyncio.to_thread(hashing.wait, 20)
+            for _ in range(3):
+                await trainer.train(num_rows=60_000)
+            for shard in server.shards:
+                await shard.applied()
+                await asyncio.to_thread(shard._store.flush)
+                await shard._retention.trim()
+        manifest = await making
+        for part, client, shard in zip(manifest.parts, server.clients, server.shards, strict=True):
+            assert shard.log.last_seq > part.seq + 4 and shard.log.size_bytes > 2 * mib
+            request = idl.FetchUpdatesRequest(
+                server_id="a-server", from_seq=part.seq + 1, max_bytes=1, wait_ms=0, follower="replica", lease_ms=1
+            )
+            assert (await client.fetch_updates(request)).records[0].seq == part.seq + 1
+
+
+async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that failed lets go of the log at once, one that is made an hour later: nobody tells of publishing."""
+
+    def fail(folder: Path) -> Any:
+        raise StorageError("the disk is on fire")
+
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        with monkeypatch.context() as patched, pytest.raises(HeadraceError, match="on fire"):
+            patched.setattr("headrace.paramserver.snapshot_maker.hash_folder", fail)
+            await server.snapshot(name="failed")
+        assert [shard._retention.cuts.held() for shard in server.shards] == [[], []]
+        manifest = await server.snapshot(name="made")
+        for part, shard in zip(manifest.parts, server.shards, strict=True):
+            (lease,) = shard._retention.cuts.held()
+            assert (lease.name, lease.seq) == ("snapshot made", part.seq + 1)
+            assert 3500 < lease.expires_s - time.monotonic() <= 3600
+
+
+async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_path: Path) -> None:
+    """A maker's clock that was ahead, and a snapshot of another store beside it, send nobody to the wrong one."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        for name in ("first", "second"):
+            await trainer.train()
+            await server.snapshot(name=name)
+        manifest_path = server.files.folder_of("first") / "manifest.json"
+        first = dataclasses.replace(server.files.manifest_of("first"), created_us=10**16)
+        manifest_path.write_bytes(first.encode())
+        assert server.files.newest() == first
+        assert (await newest_snapshot(server.address, dial=READER)).name == "second"
+        server.files.folder_of("second").rename(tmp_path / "elsewhere")
+        foreign = tuple(dataclasses.replace(part, server_id="another") for part in first.parts)
+        manifest_path.write_bytes(dataclasses.replace(first, parts=foreign).encode())
+        with pytest.raises(GoneError, match="no snapshot yet"):
+            await newest_snapshot(server.address, dial=READER)
+
+
+async def test_a_snapshot_that_is_removed_while_it_is_fetched_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of what is gone cannot be completed by a later call, so they do not stay."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        await server.snapshot(name="one")
+        progress: list[int] = []
+
+        def remove(done: int, _: int) -> None:
+            progress.append(done)
+            if len(progress) == 2:
+                server.files.remove("one")
+
+        with pytest.raises(GoneError):
+            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER, on_progress=remove)
+    assert len(progress) == 2 and list((tmp_path / "copy").iterdir()) == []
+
+
 async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: Path) -> None:
     """What is there already is kept; a damaged piece of it is found out and fetched again."""
     async with serving(tmp_path / "server") as server:
@@ -307,3 +413,25 @@ async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:
         assert verify_snapshot(folder) == manifest
         assert rows_of(folder, 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
         assert verify_snapshot(folder) == manifest  # reading it changed nothing either
+
+
+@pytest.mark.parametrize("manifest", ["{", "[" * 100_000, '{"crc32c": 1, "format": "headrace-snapshot"}'])
+async def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: str) -> None:
+    """Whoever publishes with bytes that are no manifest is told so, nothing is published, and it is no bug of ours."""
+    async with serving(tmp_path) as server:
+        client = server.clients[0]
+        await client.hello(
+            idl.HelloRequest(
+                protocol_version=PROTOCOL_VERSION,
+                role=idl.Role.ADMIN,
+                run="",
+                client="",
+                epoch=0,
+                rank=0,
+                world_size=1,
+                tables=[],
+            )
+        )
+        with pytest.raises(RequestError, match="not a snapshot manifest"):
+            await client.finish_snapshot(idl.FinishSnapshotRequest(name="one", manifest=manifest))
+        assert server.files.newest() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from headrace.cli import main
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.status_client import ShardAnswer
+from headrace.paramserver.status_command import _tables_of
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -111,6 +114,14 @@ def test_shard_that_does_not_answer(server: ServerProcess, capfd: pytest.Capture
         assert "shard 1 does not answer: hello to" in capfd.readouterr().out
     finally:
         hanging.resume()
+
+
+def test_no_more_rows_than_a_table_has() -> None:
+    """Rows that are counted twice for now are not told as more than there can be; of virtual ids all are told."""
+    virtual = dataclasses.replace(SPEC, fqn="virtual", num_rows=0)
+    tables = [idl.TableStatus(spec=spec_to_idl(spec), num_rows_estimate=600_000) for spec in (SPEC, virtual)]
+    shards = [ShardAnswer(shard=n, address="", reply=idl.StatusReply(tables=tables)) for n in range(2)]
+    assert [num_rows for _, num_rows in _tables_of(shards)] == [1_000_000, 1_200_000]
 
 
 @pytest.mark.parametrize(

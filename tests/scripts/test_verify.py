@@ -187,8 +187,19 @@ def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", servers[1], "--against", str(file)]) == 0
     assert main(["verify", servers[2], "--against", str(file)]) == 1
     assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in capsys.readouterr().out
-    file.write_text("[]")
-    assert main(["verify", servers[0], "--against", str(file)]) == 1
-    assert "no file that --save has made" in capsys.readouterr().err
-    assert main(["verify", servers[0], "--table", "nothing"]) == 1
-    assert "no table 'nothing'" in capsys.readouterr().err
+    for text in ("[]", "[" * 100_000):
+        file.write_text(text)
+        assert main(["verify", servers[0], "--against", str(file)]) == 1
+        assert "no file that --save has made" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--table", SPEC.fqn[:-1]]) == 1
+    assert f"no table {SPEC.fqn[:-1]!r} on this server; there is {SPEC.fqn!r}" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said at once, in one line, and of `--against` what it was taken for."""
+    assert main(["verify", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["verify", servers[0], "--against", "127.0.0.1:1"]) == 1
+    assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--against", "no-such-file.invalid"]) == 1
+    assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -224,6 +225,14 @@ def test_bad_run_is_refused(run: str) -> None:
     """A run's name is a short, printable line."""
     with pytest.raises(ConfigError, match="run "):
         RawEmbeddingStreamer("127.0.0.1:1", run=run)
+
+
+def test_a_port_that_never_answers_is_told() -> None:
+    """What listens and says nothing is named with what it may be, in time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match=rf"no parameter server at {address} within 0\.1 s \(what is there"):
+            RawEmbeddingStreamer(address, run="test", connect_timeout_s=0.1)
 
 
 def test_no_server_leaves_no_thread() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from pathlib import Path
 
+import pytest
 from fake_shard import FakeStore
+from shard_servers import serve_shards
 from trainer_tables import WRITER
 
 from headrace.paramserver.client import ParamServerClient
-from headrace.streamer.rendezvous import claim_epoch, find_store
+from headrace.paramserver.sessions import last_epoch_after
+from headrace.streamer.rendezvous import claim_epoch, find_store, open_session
 
 CONNECT = functools.partial(ParamServerClient.connect, timeout_s=5.0)
 
@@ -24,3 +28,20 @@ async def test_trainers_that_start_together_get_epochs_of_their_own() -> None:
         )
     epochs = [writer.epoch for writer in writers]
     assert sorted(epochs) == [found.highest_epoch + i for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path: Path, shard: int) -> None:
+    """Shards that are far behind the highest epoch are brought up to it, whichever has seen it."""
+    async with serve_shards(tmp_path, 3) as ports:
+        for _ in range(2):  # the highest that is accepted, and then the highest again
+            async with await CONNECT("127.0.0.1", ports[shard]) as client:
+                reached = (await client.hello(WRITER.with_epoch(0).hello(()))).highest_epoch
+                await client.hello(WRITER.with_epoch(last_epoch_after(reached)).hello(()))
+        found = await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        assert found.highest_epoch == last_epoch_after(0) + 2**20
+        writer = await claim_epoch(found, WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        for _ in range(2):  # a second time after a lost connection
+            replies = await open_session(found.shards, writer, (), CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        assert writer.epoch == found.highest_epoch + 1
+        assert [reply.highest_epoch for reply in replies] == [writer.epoch] * 3

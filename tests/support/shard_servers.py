@@ -11,15 +11,20 @@ from typing import Any
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.rpc_server import ThriftServer
-from headrace.paramserver.shard import open_shard
+from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 
 
 @contextlib.asynccontextmanager
 async def serve_shards(
-    directory: Path, num_shards: int, *, advertise_host: str = "127.0.0.1", **changes: Any
+    directory: Path,
+    num_shards: int,
+    *,
+    advertise_host: str = "127.0.0.1",
+    opened: list[Shard] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[list[int]]:
-    """Serve the shards of a directory laid out as a server's; yield their ports."""
+    """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`."""
     async with contextlib.AsyncExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num_shards)]
         ports = [sock.getsockname()[1] for sock in sockets]
@@ -36,7 +41,11 @@ async def serve_shards(
             )
             config = dataclasses.replace(config, **changes)
             limits = ServerLimits(max_frame_bytes=config.max_frame_bytes)
-            server = ThriftServer(await stack.enter_async_context(open_shard(config)), limits=limits)
+            shard_opened = await stack.enter_async_context(open_shard(config))
+            if opened is not None:
+                opened.append(shard_opened)
+            server = ThriftServer(shard_opened, limits=limits)
             await server.start(sock)
             stack.push_async_callback(server.close, drain_s=5)
+            stack.callback(shard_opened.begin_drain)
         yield ports

@@ -51,6 +51,10 @@ class FakeCopy:
             if self.lost is not None:
                 raise self.lost
 
+    async def show_when(self, is_so: Callable[[], bool]) -> None:
+        await self.wait_until(is_so)
+        self.generation.is_shown = True
+
     def move(self, seq: int, visible: Any) -> None:
         self.tail.seq = self.tail.visible_seq = seq
         self.generation.visible = visible

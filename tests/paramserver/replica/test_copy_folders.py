@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,26 @@ def test_a_temporary_directory_goes_with_its_replica() -> None:
     assert folders.path.is_dir()
     folders.close()
     assert not folders.path.exists()
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGINT)"])
+def test_a_temporary_directory_goes_with_its_process(tmp_path: Path, ending: str) -> None:
+    """A process that ends without `close`, but by SIGKILL, leaves nothing; a forked child that ends touches nothing."""
+    program = (
+        "import os, signal, sys\n"
+        "from headrace.paramserver.replica.copy_folders import CopyFolders\n"
+        "folders = CopyFolders(None)\n"
+        "folders.new().mkdir()\n"
+        "if not (child := os.fork()):\n"
+        "    sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "print(os.listdir(folders.path), flush=True)\n"
+    )
+    command = [sys.executable, "-c", program + ending]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert sorted(ast.literal_eval(ended.stdout)) == ["LOCK", "copy-000001"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

@@ -481,3 +481,40 @@ def test_no_server_is_one_line() -> None:
     """An address where nobody listens is said so, in time."""
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         EmbeddingReplica("127.0.0.1:1", timeout_s=0.5, open_timeout_s=5.0)
+
+
+def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lookups go on while the server is away; `failure`, `wait_for` and one warning say what cannot be reached."""
+    with ServerProcess.start(tmp_path / "data") as server:
+        training = Training(server.address)
+        training.step()
+        replica = EmbeddingReplica(server.address)
+        _settle(replica, training)
+        training.close()
+        assert replica.failure is None
+        server.kill()
+    with replica:
+        wait_until(lambda: "is tried again" in caplog.text)
+        assert "Connection refused" in str(replica.failure)
+        assert not replica.is_beginning_anew
+        _assert_equal(replica, training)
+        with pytest.raises(UnavailableError, match=r"step 9 is not visible within 0\.1 s, .*Connection refused"):
+            replica.wait_for(9, 0.1)
+        with ServerProcess.start(tmp_path / "data", port=int(server.address.rpartition(":")[2])):
+            wait_until(lambda: replica.failure is None)
+    assert "is reached again, after" in caplog.text
+
+
+def test_a_server_that_goes_while_a_copy_is_begun(server: ServerProcess, training: Training) -> None:
+    """A copy that does not catch up in time says what it waits for: a shard that is away, or a step."""
+    training.close()
+    with EmbeddingReplica(server.address, consistency="step") as replica:
+        snapshot = _snapshot(server)
+        second = Training(server.address)  # a run that has said hello, and has not ended a step
+        with pytest.raises(UnavailableError, match="the newest run has not ended a step that all shards have"):
+            EmbeddingReplica(server.address, consistency="step", open_timeout_s=1.0)
+        second.close()
+        server.kill()
+        wait_until(lambda: replica.failure is not None)
+        with pytest.raises(UnavailableError, match=r"in 0\.5 s: .*Connection refused"):
+            replica.load_snapshot(snapshot, timeout_s=0.5)

@@ -35,6 +35,11 @@ class FakeReplica:
     epoch: int = 3
     step: int = 40
     is_closed: bool = False
+    is_server_away: bool = False
+
+    @property
+    def is_beginning_anew(self) -> bool:
+        return self.failure is not None and not self.is_server_away
 
     def freshness(self) -> list[Freshness]:
         if self.is_closed:
@@ -117,6 +122,33 @@ def test_a_failed_rebuild_is_not_ready(clock: Clock) -> None:
     assert (state.look().is_ready, state.look().failure) == (False, "begins anew: the log begins at seq 9")
     replica.failure = None
     assert state.look().is_ready
+
+
+def test_a_server_that_is_away_takes_no_readiness_and_is_told(clock: Clock) -> None:
+    """A replica whose server cannot be reached is ready and says why it may lack something, also when it is late."""
+    away = UnavailableError("h:1 has not been reached for 5 s")
+    replica = FakeReplica(failure=away, is_server_away=True)
+    state = readiness(clock, replica)
+    assert (state.look().is_ready, state.look().failure) == (True, "h:1 has not been reached for 5 s")
+    replica.shards = [shard(5, 6)]
+    state.look()
+    clock.now_s += 6.0
+    seen = state.look()
+    assert not seen.is_ready
+    assert seen.failure == (
+        "updates have been known for 6.0 s that are not visible, the bound is 5 s; h:1 has not been reached for 5 s"
+    )
+
+
+def test_what_keeps_it_from_beginning_is_told(clock: Clock) -> None:
+    """Before there is a replica, what cannot be reached is named; once it stops, that does not matter any more."""
+    state = Readiness(max_lag_s=5.0, clock=clock)
+    state.starting = "starting: it copies"
+    state.reach_log.failed("h:1", UnavailableError("refused"), began_s=clock.now_s)
+    clock.now_s += 3.0
+    assert state.look().failure == "starting: it copies; h:1 has not been reached for 3 s: refused"
+    state.stop()
+    assert state.look().failure == "stopping"
 
 
 def test_a_closed_or_stopping_replica_is_not_ready(clock: Clock) -> None:

@@ -13,36 +13,44 @@ from headrace.paramserver.catalog import Catalog
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import Change, ShardTail
 from headrace.paramserver.sessions import Sessions
 from headrace.schemas.errors import GoneError, HeadraceError, StorageError
+from headrace.schemas.idl import idl
 
 WAIT_S = 20.0
 
 
 class Silent:
-    """A server of one shard that never answers."""
+    """A server of one shard that notes what it is asked, and never answers."""
 
     def __init__(self) -> None:
         hello = SimpleNamespace(server_id="s")
         self.links = [SimpleNamespace(hello=hello, fetch_updates=self._never, address="nowhere")]
+        self.asked: asyncio.Queue[Any] = asyncio.Queue()
 
     async def _never(self, request: object) -> None:
+        self.asked.put_nowait(request)
         await asyncio.Event().wait()
 
     async def close(self) -> None:
         pass
 
 
-def followed(consistency: Any = "latest", **settings: Any) -> tuple[Followed, list[HeadraceError]]:
+def followed(
+    consistency: Any = "latest", *, server: Any = None, **settings: Any
+) -> tuple[Followed, list[HeadraceError]]:
     tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}))
     generation = Generation("s", [tail], is_by_step=consistency == "step", make_table=MemoryTable)
     lost: list[HeadraceError] = []
+    config = ReplicaConfig(consistency=consistency, **settings)
     copy = Followed(
         generation,
-        cast("Any", Silent()),
-        ReplicaConfig(consistency=consistency, **settings),
+        server or cast("Any", Silent()),
+        config,
+        CopyLease.of(config),
         target_seqs=[0],
         on_change=lambda: None,
         on_lost=lambda _, error: lost.append(error),
@@ -113,4 +121,67 @@ async def test_by_step_what_is_held_is_not_waited_for() -> None:
         assert copy.generation.is_waiting(0, 1)
         assert not await copy.show_up_to([2])
         tail.pending.clear()
+    await copy.close()
+
+
+class Answering(Silent):
+    """A server of one shard that answers at once, with nothing new, as often as the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = asyncio.Semaphore(0)
+
+    async def _never(self, request: object) -> Any:
+        self.asked.put_nowait(request)
+        await self.turns.acquire()
+        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=0)
+
+
+async def test_a_copy_that_waits_for_others_keeps_its_log() -> None:
+    """While a shard is not fetched from, for however long, its lease is renewed from the place where it stands."""
+    server = Silent()
+    copy, _ = followed("step", server=server, name="replica", lease_s=0.003, max_pending_bytes=1)
+    tail = copy.generation.tails[0]
+    tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
+    tail.seq, tail.pending_bytes = 1, 100
+    copy.generation.limits = [0]
+    async with asyncio.timeout(WAIT_S):
+        request = await server.asked.get()  # it answers the first one never: that is enough
+        assert (request.max_bytes, request.wait_ms, request.follower) == (1, 0, "replica")
+    assert (request.from_seq, request.lease_ms) == (2, 3)
+    await copy.close()
+
+
+@pytest.mark.parametrize("name", [None, "replica"])
+async def test_without_a_name_the_log_is_kept_until_the_copy_is_shown(name: str | None) -> None:
+    """Until then a fast writer's log would be gone again and again; afterwards only a name keeps it."""
+    server = Answering()
+    copy, _ = followed(server=server, name=name)
+    async with asyncio.timeout(WAIT_S):
+        first = await server.asked.get()
+        assert first.follower == (name or "unnamed") and len(first.copy_id) == 16
+        await copy.show_when(lambda: True)
+        server.turns.release()
+        second = await server.asked.get()
+    assert (second.follower, second.copy_id) == ((name, first.copy_id) if name else (None, None))
+    await copy.close()
+
+
+async def test_a_copy_is_shown_when_nobody_is_changing_it() -> None:
+    """What is so while a thread applies updates may not be so when it has; it is looked at once more."""
+    copy, _ = followed()
+    is_so = True
+    async with copy._taking:
+        showing = asyncio.create_task(copy.show_when(lambda: is_so))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        is_so = False
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not showing.done() and not copy.generation.is_shown
+    is_so = True
+    copy._changed.set()
+    async with asyncio.timeout(WAIT_S):
+        await showing
+    assert copy.generation.is_shown
     await copy.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from headrace.paramserver.catalog import Catalog, pack_spec
 from headrace.paramserver.follower import Update
@@ -14,7 +16,7 @@ from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import ShardTail
 from headrace.paramserver.sessions import Sessions
-from headrace.schemas.errors import CorruptionError
+from headrace.schemas.errors import CorruptionError, OverloadedError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.tables import DType, TableSpec
@@ -215,6 +217,109 @@ def test_a_shard_waits_only_for_those_behind_it() -> None:
     assert not generation.is_waiting(1, max_bytes=10_000)
     assert generation.take(0, ours[2:], 3) and generation.visible == (1, 2)
     assert not generation.is_waiting(0, max_bytes=10) and not generation.is_waiting(1, max_bytes=10)
+
+
+MAX_BYTES = 20_000
+
+
+def take_all(copy: Copy, shard: int, updates: list[Update]) -> int:
+    """Take records one by one, each followed by `make_room`; return the most that was pending, bytes."""
+    most = 0
+    for update in updates:
+        copy.take(shard, [update])
+        copy.generation.make_room(shard, MAX_BYTES)
+        most = max(most, copy.generation.tails[shard].pending_bytes)
+    return most
+
+
+def test_a_copy_that_is_shown_does_not_grow_with_a_step() -> None:
+    """Amid a step that others write into, or that is too long, it ends with an error, and lookups see what they saw."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    take_all(copy, 0, shard.take())
+    copy.generation.is_shown = True
+    shard.write(2, 2.0, ends=False)  # and there the trainer dies
+    for row in range(100):
+        shard.backfill(row, 9.0)
+    with pytest.raises(OverloadedError, match="shard 0: updates that wait for the end of a step take more than"):
+        take_all(copy, 0, shard.take())
+    assert MAX_BYTES < copy.generation.tails[0].pending_bytes < MAX_BYTES + 5000
+    assert (copy.generation.visible, copy.values(0)) == ((1, 1), [1.0])
+    copy.generation.limits = [3]  # while it is held it may wait, and is not fetched from
+    copy.generation.make_room(0, MAX_BYTES)
+    assert copy.generation.is_waiting(0, MAX_BYTES)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_shard_that_is_ahead_keeps_the_steps_that_others_come_to(is_shown: bool) -> None:
+    """What it is waited with is neither too much nor applied, though it ends amid a step that never ends."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.generation.is_shown = is_shown
+    for step in range(1, 21):
+        for shard in shards:
+            shard.write(step, float(step))
+    shards[0].write(21, 21.0, ends=False)
+    assert take_all(copy, 0, shards[0].take()) > MAX_BYTES
+    assert copy.generation.is_waiting(0, MAX_BYTES)
+    take_all(copy, 1, shards[1].take())
+    assert (copy.generation.visible, copy.values(0)) == ((1, 20), [20.0])
+
+
+def test_a_copy_that_nobody_sees_applies_what_it_cannot_keep() -> None:
+    """Its memory is bounded however long a step takes; it is at no step meanwhile, and at the next one that ends."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        assert take_all(copy, number, shard.take()) < MAX_BYTES
+    assert copy.generation.visible == (1, 1)
+    for value in range(200):
+        shards[0].write(2, float(value), ends=False)
+    assert MAX_BYTES / 2 < take_all(copy, 0, shards[0].take()) <= MAX_BYTES
+    assert copy.generation.visible is None and copy.values(0)[0] > 100
+    shards[0].write(2, 2.0)
+    shards[0].write(3, 3.0)
+    take_all(copy, 0, shards[0].take())
+    assert copy.generation.visible is None
+    shards[1].write(2, 2.5)
+    take_all(copy, 1, shards[1].take())
+    assert (copy.generation.visible, copy.values(0)) == ((1, 2), [2.5])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    shown_at=st.integers(0, 12),
+)
+def test_whatever_room_was_made_a_copy_comes_to_the_newest_step(
+    lengths: list[tuple[int, int]], order: Any, shown_at: int
+) -> None:
+    """Memory is bounded, no step is torn and the last one is seen, however long steps are and however they come.
+
+    Once it is shown, a copy is at a step, or ends.
+    """
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.generation.add_tables([SPEC])
+    for step, of_shards in enumerate(lengths, 1):
+        for shard, length in zip(shards, of_shards, strict=True):
+            for i in range(length):
+                shard.write(step, step + i / 100 if i < length - 1 else float(step), ends=i == length - 1)
+    queues = [shard.take() for shard in shards]
+    is_lost = False
+    while any(queues) and not is_lost:
+        visible = copy.generation.visible
+        copy.generation.is_shown = copy.generation.is_shown or (visible is not None and visible[1] >= shown_at)
+        able = [at for at in range(2) if queues[at] and not copy.generation.is_waiting(at, MAX_BYTES)]
+        assert able, "all shards wait"
+        at = order.choice(able)
+        try:
+            assert take_all(copy, at, [queues[at].pop(0)]) < MAX_BYTES + 5000
+        except OverloadedError:
+            is_lost = True
+        visible = copy.generation.visible
+        if visible is not None:
+            assert copy.values(0) == [float(visible[1])] if visible[1] > 0 else [0.0]
+        assert not (copy.generation.is_shown and visible is None)
+    assert is_lost or copy.generation.visible == (1, len(lengths))
 
 
 def test_a_copy_that_begins_at_a_step_shows_it() -> None:

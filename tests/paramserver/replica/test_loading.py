@@ -12,6 +12,7 @@ import pytest
 
 from headrace.paramserver.replica import loading
 from headrace.paramserver.replica.loading import load_live
+from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.schemas.errors import GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
@@ -22,45 +23,40 @@ SPEC = TableSpec(fqn="t", num_rows=40, dim=1, dtype=DType.FLOAT32)
 
 
 class Server:
-    """One shard that tells what it was asked; a read takes ten seconds of a clock that does not run by itself."""
+    """One shard that tells what it was asked; its log may be removed when a row has been read."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.now_s = 0.0
-        self.removed_at_s = float("inf")
+        self.removed_at = -1
         self.links = [
             SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=self.fetch, address="nowhere")
         ]
+        self._gone = asyncio.Event()
 
     async def status(self) -> list[Any]:
         table = SimpleNamespace(spec=spec_to_idl(SPEC))
         return [SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=[])]
 
     async def fetch(self, request: Any) -> Any:
-        if self.now_s >= self.removed_at_s:
+        if self.asked and self.asked[-1] == self.removed_at:
+            self._gone.set()
             raise GoneError("the log begins at seq 100")
-        self.asked.append((request.from_seq, request.follower, request.lease_ms, request.wait_ms, request.max_bytes))
+        if request.from_seq == 8 and (request.wait_ms, request.max_bytes) == (0, 1) and "hold" not in self.asked:
+            self.asked.append("hold")
         return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
 
     async def get(self, fqn: str, ids: Any, *, with_versions: bool) -> Any:
         self.asked.append(int(ids[0]))
-        self.now_s += 10
+        if self.asked[-1] == self.removed_at:
+            await self._gone.wait()
         none = np.zeros(ids.size, np.int64)
         return SimpleNamespace(
             weights=np.zeros((ids.size, 1), np.float32), presence=none.astype(np.uint8), epochs=none, steps=none
         )
 
-    def load(self, name: str | None) -> None:
-        asyncio.run(
-            load_live(
-                cast("Any", self),
-                is_by_step=False,
-                make_table=MemoryTable,
-                name=name,
-                lease_s=60,
-                monotonic_s=lambda: self.now_s,
-            )
-        )
+    def load(self) -> None:
+        lease = CopyLease(name="replica", copy_id="1", lease_s=0.001, is_lasting=True)
+        asyncio.run(load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease))
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +65,19 @@ def _ten_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_is_kept_while_rows_are_read() -> None:
-    """A named replica holds the log back from before its first read on, and renews that in time."""
+    """A copy holds the log back, from the place that it will follow from, before its first read."""
     server = Server()
-    server.load("replica-1")
-    lease = (8, "replica-1", 60_000, 0, 1)
-    assert server.asked == [lease, 0, 10, lease, 20, 30]
-
-
-def test_without_a_name_nothing_is_kept() -> None:
-    """A replica that did not give a name is known to nobody."""
-    server = Server()
-    server.load(None)
-    assert server.asked == [0, 10, 20, 30]
+    server.load()
+    assert server.asked == ["hold", 0, 10, 20, 30]
 
 
 def test_a_log_that_has_gone_ends_the_reading() -> None:
     """No more rows are read when they could not be followed from any more."""
     server = Server()
-    server.removed_at_s = 20.0
+    server.removed_at = 10
     with pytest.raises(GoneError):
-        server.load("replica-1")
-    assert server.asked[1:] == [0, 10]
+        server.load()
+    assert server.asked == ["hold", 0, 10]
 
 
 def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:

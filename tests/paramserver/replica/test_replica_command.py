@@ -19,6 +19,7 @@ from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.replica import endpoint_process
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
@@ -286,7 +287,7 @@ def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
         ]
 
 
-def test_readiness_follows_known_and_missing_updates(tmp_path: Path) -> None:
+def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A step that does not end makes the replica not ready, over HTTP and the wire, until it has ended."""
     with ServerProcess.start(tmp_path / "data") as server:
         write(server, 1)
@@ -311,8 +312,17 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path) -> None:
                 wait_until(lambda: get(endpoint.health, "/readyz")[0] == 200)
                 assert told(endpoint.address).replica.visible_step == 3
                 server.kill()
-                # Nothing is known to be missing now.
+                # Nothing is known to be missing now, and perhaps there is nothing.
+                wait_until(lambda: "has not been reached for" in get(endpoint.health, "/readyz")[1])
                 assert get(endpoint.health, "/readyz")[0] == 200
+                away = told(endpoint.address).replica
+                assert away.is_ready
+                assert f"no connection to {server.address}: Connection refused" in away.failure
+                assert main(["status", endpoint.address]) == 0
+                shown = capfd.readouterr().out
+                assert "\nready\n" in shown
+                assert f"{server.address} has not been reached for" in shown
+                assert "headrace_replica_up_to_date 0.0" in get(endpoint.health, "/metrics")[1]
 
 
 def test_it_waits_for_the_server(tmp_path: Path) -> None:
@@ -321,33 +331,40 @@ def test_it_waits_for_the_server(tmp_path: Path) -> None:
         port, own, health = taken.getsockname()[1], _free_port(), _free_port()
     arguments = [f"--port={own}", f"--health-port={health}"]
     with replica_endpoint(tmp_path, f"127.0.0.1:{port}", *arguments, wait=False) as endpoint:
-        wait_until(lambda: any(fact["message"] == "replica cannot begin yet" for fact in endpoint.facts()))
+        wait_until(lambda: any("is tried again" in fact["message"] for fact in endpoint.facts()))
         assert get(f"127.0.0.1:{health}", "/healthz")[0] == 200
         status, text = get(f"127.0.0.1:{health}", "/readyz")
         assert status == 503
         assert "not ready: starting" in text
+        assert f"no connection to 127.0.0.1:{port}: Connection refused" in text
         with pytest.raises(UnavailableError, match="this replica has not begun to serve: starting"):
             call(f"127.0.0.1:{own}", "")
         with ServerProcess.start(tmp_path / "data", port=port) as server:
             write(server, 1)
             endpoint.wait_ready()
             assert get(endpoint.health, "/readyz")[0] == 200
+    warnings = [fact["message"] for fact in endpoint.facts() if fact["level"] == "warning"]
+    assert len(warnings) == 2
+    assert f"127.0.0.1:{port} has not been reached for " in warnings[0]
+    assert f"127.0.0.1:{port} is reached again, after " in warnings[1]
 
 
 def test_stopped_before_it_has_begun(tmp_path: Path) -> None:
     """A signal ends a replica that still looks for its server, without an error."""
     with replica_endpoint(tmp_path, f"127.0.0.1:{_free_port()}", wait=False) as endpoint:
-        wait_until(lambda: any(fact["message"] == "replica cannot begin yet" for fact in endpoint.facts()))
+        wait_until(lambda: any("is tried again" in fact["message"] for fact in endpoint.facts()))
         endpoint.process.send_signal(signal.SIGTERM)
         assert endpoint.process.wait(WAIT_S) == 0
 
 
 def test_a_server_that_never_comes(tmp_path: Path) -> None:
-    """After its time the replica gives up with one line."""
-    with replica_endpoint(tmp_path, f"127.0.0.1:{_free_port()}", "--start-timeout-s=0.5", wait=False) as endpoint:
+    """After its time the replica gives up with one line, which says what was tried and what came of it."""
+    address = f"127.0.0.1:{_free_port()}"
+    with replica_endpoint(tmp_path, address, "--start-timeout-s=0.5", wait=False) as endpoint:
         assert endpoint.process.wait(WAIT_S) == 1
         last = endpoint.log.read_text().splitlines()[-1]
-        assert last.startswith("headrace: error: ")
+        assert last.startswith("headrace: error: given up after 0.5 s (--start-timeout-s): ")
+        assert f"no connection to {address}: Connection refused" in last
         assert "Traceback" not in endpoint.log.read_text()
 
 
@@ -365,16 +382,17 @@ def test_drains_and_stops(server: ServerProcess, tmp_path: Path, number: signal.
 
 async def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first signal drains, the second ends the process there and then, and takes the ready file with it."""
-    ready_file, ended = tmp_path / "ready.json", []
-    ready_file.write_text("{}")
+    path, ended = tmp_path / "ready.json", []
+    ready_file = ReadyFile(path)
+    ready_file.write({})
     monkeypatch.setattr(endpoint_process.os, "_exit", ended.append)
     process = ReplicaProcess(EndpointConfig(server="h"), environ={}, ready_file=ready_file)
     process._on_signal(signal.SIGTERM)
     assert process._stopping.is_set()
-    assert ready_file.exists() and not ended
+    assert path.exists() and not ended
     process._on_signal(signal.SIGINT)
     assert ended == [130]
-    assert not ready_file.exists()
+    assert not path.exists()
 
 
 def test_ends_with_who_started_it(server: ServerProcess, tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""What is known, and said in the log, of peers that cannot be reached: soon, then rarely, and once they are back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from headrace.schemas.durations import format_seconds
+from headrace.schemas.errors import HeadraceError
+
+__all__ = ["ReachLog"]
+
+_log = logging.getLogger(__name__)
+
+# A restart of a shard is shorter, and is no news.
+_NOTICE_S = 2.0
+_AGAIN_S = 60.0
+# Attempts come and end more often than that: where none has for so long, nobody tries any more.
+_FORGOTTEN_S = 20.0
+
+
+@dataclass(slots=True)
+class _Outage:
+    """Attempts that have all failed.
+
+    Attributes:
+        since_s: When the first of them began, monotonic.
+        last_s: When the last of them began or failed.
+        error: What the last one failed with.
+        said_s: When the log last spoke of it; None before.
+    """
+
+    since_s: float
+    last_s: float
+    error: HeadraceError
+    said_s: float | None = None
+
+
+class ReachLog:
+    """Peers that some readers try to reach, by address. Readers that come and go share one: each would begin anew.
+
+    Thread: any.
+    """
+
+    def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """Know of no trouble.
+
+        Args:
+            clock_s: Monotonic seconds.
+        """
+        self._clock_s = clock_s
+        self._outages: dict[str, _Outage] = {}
+        self._lock = threading.Lock()
+
+    def trying(self, address: str) -> float:
+        """Note that an attempt to reach a peer begins, and return when, monotonic seconds.
+
+        Here is said what has failed before: after a last attempt the caller gets the error, and says it.
+        """
+        now_s = self._clock_s()
+        with self._lock:
+            outage = self._outages.get(address)
+            if outage is None or now_s - outage.last_s > _FORGOTTEN_S:
+                return now_s
+            outage.last_s = now_s
+            due_s = outage.since_s + _NOTICE_S if outage.said_s is None else outage.said_s + _AGAIN_S
+            if now_s < due_s:
+                return now_s
+            outage.said_s = now_s
+        # No fields: programs that have set up no logging see the text alone.
+        _log.warning("%s; it is tried again", _describe(address, outage, now_s))
+        return now_s
+
+    def failed(self, address: str, error: HeadraceError, *, began_s: float) -> None:
+        """Note an attempt to reach a peer that has failed.
+
+        Args:
+            address: Of the peer.
+            error: What the attempt failed with.
+            began_s: What `trying` has returned.
+        """
+        now_s = self._clock_s()
+        with self._lock:
+            outage = self._outages.get(address)
+            if outage is None or now_s - outage.last_s > _FORGOTTEN_S:
+                outage = self._outages[address] = _Outage(began_s, now_s, error)
+            outage.last_s, outage.error = now_s, error
+
+    def reached(self, address: str) -> None:
+        """Note that a peer has answered."""
+        with self._lock:
+            outage = self._outages.pop(address, None)
+        if outage is not None and outage.said_s is not None:
+            # A warning, too: whoever has read of the outage is to read of its end.
+            _log.warning("%s is reached again, after %s", address, format_seconds(self._clock_s() - outage.since_s))
+
+    def trouble(self, of: Collection[str] | None = None) -> str | None:
+        """Return what cannot be reached, since when and why, of several the longest; None when all is well.
+
+        Args:
+            of: Addresses that matter; None for all that somebody tries.
+        """
+        now_s = self._clock_s()
+        with self._lock:
+            tried = {a: o for a, o in self._outages.items() if now_s - o.last_s <= _FORGOTTEN_S}
+            found = [(o.since_s, a, o) for a, o in tried.items() if of is None or a in of]
+            if not found:
+                return None
+            _, address, outage = min(found, key=lambda item: item[:2])
+            return _describe(address, outage, now_s)
+
+
+def _describe(address: str, outage: _Outage, now_s: float) -> str:
+    return f"{address} has not been reached for {format_seconds(now_s - outage.since_s)}: {outage.error}"

@@ -1,0 +1,130 @@
+"""Keeps the server's logs from where a copy begins until it has caught up: a fast writer's would be gone by then."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from headrace.paramserver.follower import ShardFollower
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.shard_link import ShardLink
+from headrace.schemas.errors import HeadraceError
+
+__all__ = ["CopyLease", "LogHold"]
+
+# Of a replica that was given no name. It ends soon after the replica has.
+_UNNAMED, _UNNAMED_LEASE_S = "unnamed", 60.0
+# Of each lease: one may come late.
+_RENEWALS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyLease:
+    """By what the shards know one copy, and for how long they keep what it needs.
+
+    Attributes:
+        name: The replica's; replicas may have one in common.
+        copy_id: This copy's alone: a replica has two while it changes from one to the other.
+        lease_s: For so long at a time, seconds.
+        is_lasting: For as long as the copy follows; else until lookups see it.
+    """
+
+    name: str
+    copy_id: str
+    lease_s: float
+    is_lasting: bool
+
+    @classmethod
+    def of(cls, config: ReplicaConfig) -> Self:
+        """Return that of a new copy."""
+        is_named = config.name is not None
+        return cls(
+            name=config.name or _UNNAMED,
+            copy_id=secrets.token_hex(8),
+            lease_s=config.lease_s if is_named else min(config.lease_s, _UNNAMED_LEASE_S),
+            is_lasting=is_named,
+        )
+
+    @property
+    def renewal_s(self) -> float:
+        """How often to renew it, seconds."""
+        return self.lease_s / _RENEWALS
+
+    def follower(self, link: ShardLink, *, from_seq: int, wait_s: float = 10.0) -> ShardFollower:
+        """Return a follower of one shard's log that keeps it."""
+        return ShardFollower(
+            link, from_seq=from_seq, name=self.name, copy_id=self.copy_id, lease_s=self.lease_s, wait_s=wait_s
+        )
+
+
+class LogHold:
+    """Has every shard keep its log for a copy that is being loaded. Use it with `async with` around the loading.
+
+    Thread: the event loop's, but for `check`.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[ShardLink],
+        from_seqs: Sequence[int],
+        lease: CopyLease,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            links: To all shards.
+            from_seqs: First record of each that the copy will need.
+            lease: Whose.
+            sleep: Waits for some seconds.
+        """
+        self._followers = [lease.follower(link, from_seq=seq) for link, seq in zip(links, from_seqs, strict=True)]
+        self._renewal_s = lease.renewal_s
+        self._sleep = sleep
+        self._error: HeadraceError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Get the leases.
+
+        Raises:
+            GoneError: A shard has no log from there on.
+            HeadraceError: A shard refuses.
+        """
+        await self._renew()
+        self._task = asyncio.create_task(self._keep(), name="headrace-log-hold")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Renew the leases no more; they end when they end, or when the follower's take their place."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def check(self) -> None:
+        """Check that the log is still there, as far as is known. Thread: any.
+
+        Raises:
+            GoneError: It is not: what is being loaded could not be followed from.
+            HeadraceError: A shard has refused to keep it.
+        """
+        if self._error is not None:
+            raise self._error
+
+    async def _keep(self) -> None:
+        try:
+            while True:
+                await self._sleep(self._renewal_s)
+                await self._renew()
+        except HeadraceError as exc:
+            self._error = exc
+
+    async def _renew(self) -> None:
+        await asyncio.gather(*(follower.register() for follower in self._followers))

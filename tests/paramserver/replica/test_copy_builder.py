@@ -1,0 +1,221 @@
+"""How copies begin beside a fast writer, real shards in this process: their log is kept, and memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shard_servers import serve_shards
+
+from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.replica import EmbeddingReplica, copy_builder
+from headrace.paramserver.shard import Shard
+from headrace.paramserver.shard_link import Dial
+from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import DType, TableSpec
+
+WAIT_S = 30.0
+MIB = 1 << 20
+NUM_SHARDS = 2
+VIRTUAL = TableSpec(fqn="virtual.weight", num_rows=0, dim=16, dtype=DType.FLOAT32)
+PLAIN = TableSpec(fqn="plain.weight", num_rows=60_000, dim=16, dtype=DType.FLOAT32)
+ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+
+
+class Writer:
+    """A trainer, or with `epoch` 0 one that brings rows in; every value that it writes is the step."""
+
+    def __init__(self, clients: list[ParamServerClient], spec: TableSpec, *, epoch: int) -> None:
+        self._clients, self._spec, self._epoch = clients, spec, epoch
+        self._client_seq = 0
+
+    async def hello(self) -> None:
+        hello = idl.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            role=idl.Role.WRITER,
+            run="run" if self._epoch else "fill",
+            client="rank0",
+            epoch=self._epoch or 1,
+            rank=0,
+            world_size=1 if self._epoch else 0,
+            tables=[spec_to_idl(self._spec)],
+        )
+        for client in self._clients:
+            await client.hello(hello)
+
+    async def write(self, step: int, rows: range, *, ends: bool = True) -> None:
+        self._client_seq += 1
+        ids = np.array(rows, "<i8")
+        shard_of = shards_of_rows(table_seed(self._spec.fqn), ids, NUM_SHARDS)
+        for shard, client in enumerate(self._clients):
+            await client.set_embeddings(self._batch(step, ids[shard_of == shard], ends))
+
+    def _batch(self, step: int, ids: Any, ends: bool) -> Any:
+        delta = idl.TableDelta(
+            fqn=self._spec.fqn,
+            fingerprint=self._spec.fingerprint,
+            column_offset=0,
+            width=self._spec.dim,
+            row_ids=ids,
+            weights=np.full((ids.size, self._spec.dim), step, "<f4"),
+            states=[],
+        )
+        return idl.SetEmbeddingsRequest(
+            run="run" if self._epoch else "fill",
+            client="rank0",
+            epoch=self._epoch or 1,
+            client_seq=self._client_seq,
+            step=step,
+            time_us=1,
+            ends_step=ends,
+            is_exact_cut=ends,
+            deltas=[delta],
+            version_epoch=None if self._epoch else 1,
+        )
+
+
+class Server:
+    """Two shards whose log is removed as soon as it may."""
+
+    def __init__(self, directory: Path, ports: list[int], shards: list[Shard], clients: list[Any]) -> None:
+        self.files = SnapshotFiles(directory / "snapshots")
+        self.address = f"127.0.0.1:{ports[0]}"
+        self.clients = clients
+        self._shards = shards
+
+    async def writer(self, spec: TableSpec, *, epoch: int = 1) -> Writer:
+        writer = Writer(self.clients, spec, epoch=epoch)
+        await writer.hello()
+        return writer
+
+    async def snapshot(self, name: str) -> None:
+        await create_snapshot(self.address, dial=ADMIN, name=name, timeout_s=WAIT_S)
+
+    async def trim(self) -> None:
+        for shard in self._shards:
+            await shard.applied()
+            await asyncio.to_thread(shard._store.flush)
+            await shard._retention.trim()
+
+
+@asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[Server]:
+    shards: list[Shard] = []
+    settings = {"log_segment_bytes": MIB, "log_retention_bytes": MIB}
+    async with serve_shards(directory, NUM_SHARDS, opened=shards, **settings) as ports:
+        clients = [await ParamServerClient.connect("127.0.0.1", port) for port in ports]
+        try:
+            yield Server(directory, ports, shards, clients)
+        finally:
+            for client in clients:
+                await client.close()
+
+
+async def _looked_up(replica: EmbeddingReplica, fqn: str, rows: range) -> set[float]:
+    """Return the values that rows have."""
+    found = await asyncio.to_thread(replica.lookup, fqn, list(rows))
+    return set(found.flatten().tolist())
+
+
+@pytest.mark.parametrize("name", [None, "replica"])
+async def test_a_copy_that_loads_for_long_finds_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """A newer snapshot is made meanwhile, the copy's is removed, and the log outgrows retention: it begins once."""
+    loading, may_load, loaded = threading.Event(), threading.Event(), []
+
+    def verify_late(folder: Path) -> Any:
+        loading.set()
+        assert may_load.wait(WAIT_S)
+        loaded.append(folder.name)
+        return verify_snapshot(folder)
+
+    monkeypatch.setattr(copy_builder, "verify_snapshot", verify_late)
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        beginning = asyncio.create_task(asyncio.to_thread(EmbeddingReplica, server.address, name=name))
+        assert await asyncio.to_thread(loading.wait, WAIT_S)
+        for step in range(2, 5):
+            await trainer.write(step, range(60_000))
+        await server.snapshot("two")
+        await asyncio.to_thread(server.files.remove, "one")
+        await server.trim()
+        may_load.set()
+        replica = await beginning
+        try:
+            assert loaded == ["one"]
+            await asyncio.to_thread(replica.wait_for, 4, WAIT_S)
+            assert await _looked_up(replica, VIRTUAL.fqn, range(0, 60_000, 7)) == {4.0}
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica goes on with the newest that there is then, and leaves nothing of the other."""
+    fetched: list[str] = []
+    async with serving(tmp_path / "data") as server:
+        loop = asyncio.get_running_loop()
+
+        async def fetch(address: str, directory: Path, *, name: str, on_progress: Any, **settings: Any) -> Any:
+            fetched.append(name)
+            if name == "one":
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.snapshot("two"), loop))
+                server.files.remove("one")
+            return await original(address, directory, name=name, on_progress=on_progress, **settings)
+
+        original = copy_builder.fetch_snapshot
+        monkeypatch.setattr(copy_builder, "fetch_snapshot", fetch)
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        replica = await asyncio.to_thread(EmbeddingReplica, server.address, snapshot_dir=tmp_path / "kept")
+        try:
+            assert fetched == ["one", "two"] and [path.name for path in (tmp_path / "kept").iterdir()] == ["two"]
+            assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+async def test_a_step_that_does_not_end_takes_no_memory_without_bound(tmp_path: Path) -> None:
+    """A trainer dies amid a step, others write on: lookups go on, memory is bounded, and the next run is seen."""
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(PLAIN)
+        await trainer.write(1, range(PLAIN.num_rows))
+        replica = await asyncio.to_thread(
+            EmbeddingReplica, server.address, consistency="step", max_pending_bytes=2 * MIB
+        )
+        try:
+            await trainer.write(2, range(100), ends=False)  # and there it dies
+            backfill = await server.writer(PLAIN, epoch=0)
+            most = 0
+            async with asyncio.timeout(WAIT_S):
+                while replica.failure is None:
+                    await backfill.write(5, range(30_000))  # a megabyte for each shard, not newer than what is there
+                    most = max([most, *(shard.pending_bytes for shard in replica.freshness())])
+                    assert most < 12 * MIB  # of each shard: the bound, and what one fetch brings
+            assert "take more than max_pending_bytes" in str(replica.failure)
+            for _ in range(10):
+                await backfill.write(5, range(30_000))
+            assert await _looked_up(replica, PLAIN.fqn, range(PLAIN.num_rows)) == {1.0}
+            successor = await server.writer(PLAIN, epoch=2)
+            await successor.write(1, range(0, PLAIN.num_rows, 2))
+            await asyncio.to_thread(replica.wait_for, 1, WAIT_S, epoch=2)
+            assert replica.failure is None and replica.epoch == 2
+            assert sum(shard.pending_bytes for shard in replica.freshness()) == 0
+            report = await asyncio.to_thread(replica.audit)
+            assert report.is_equal
+        finally:
+            await asyncio.to_thread(replica.close)

@@ -1,0 +1,90 @@
+"""What has the shards keep their logs for a copy that is being loaded; the shards are made up, and so is the time."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.log_hold import CopyLease, LogHold
+from headrace.schemas.errors import GoneError
+from headrace.schemas.idl import idl
+
+WAIT_S = 20.0
+
+
+class Shards:
+    """Two shards that tell which leases they were asked for; the log of one may go."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, str, str, int]] = []
+        self.first_seqs = [1, 1]
+        self.links = cast("Any", [self._link(shard) for shard in range(2)])
+        self.slept_s: list[float] = []
+        self._turns = asyncio.Semaphore(0)
+        self._renewed = asyncio.Event()
+
+    def _link(self, shard: int) -> Any:
+        async def fetch(request: Any) -> Any:
+            self.asked.append((shard, request.from_seq, request.follower, request.copy_id, request.lease_ms))
+            self._renewed.set()
+            if request.from_seq < self.first_seqs[shard]:
+                raise GoneError(f"the log begins at seq {self.first_seqs[shard]}")
+            return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
+
+        return SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=fetch, address="nowhere")
+
+    async def sleep(self, duration_s: float) -> None:
+        self.slept_s.append(duration_s)
+        await self._turns.acquire()
+
+    async def pass_time(self) -> None:
+        """Return when the leases have been asked for once more."""
+        num_asked = len(self.asked) + len(self.links)
+        self._turns.release()
+        async with asyncio.timeout(WAIT_S):
+            while len(self.asked) < num_asked:
+                self._renewed.clear()
+                await self._renewed.wait()
+
+
+async def test_leases_are_asked_for_first_and_renewed_in_time() -> None:
+    """Each shard is asked before anything is loaded, and again three times as often as a lease lasts, until the end."""
+    shards, lease = Shards(), CopyLease.of(ReplicaConfig(name="replica", lease_s=90.0))
+    expected = [(0, 5, "replica", lease.copy_id, 90_000), (1, 8, "replica", lease.copy_id, 90_000)]
+    async with LogHold(shards.links, [5, 8], lease, sleep=shards.sleep) as hold:
+        assert shards.asked == expected
+        for _ in range(2):
+            await shards.pass_time()
+        hold.check()
+    assert shards.asked == 3 * expected and set(shards.slept_s) == {30.0}
+    assert [task.get_name() for task in asyncio.all_tasks() if "hold" in task.get_name()] == []
+
+
+async def test_a_log_that_has_gone_is_told() -> None:
+    """At the first asking nothing is begun; later on who loads learns it when it looks."""
+    shards, lease = Shards(), CopyLease.of(ReplicaConfig(name="replica"))
+    async with LogHold(shards.links, [5, 8], lease, sleep=shards.sleep) as hold:
+        shards.first_seqs[1] = 9
+        hold.check()
+        await shards.pass_time()
+        assert hold._task is not None
+        await asyncio.wait([hold._task], timeout=WAIT_S)
+        with pytest.raises(GoneError, match="begins at seq 9"):
+            hold.check()
+    with pytest.raises(GoneError):
+        async with LogHold(shards.links, [5, 8], lease, sleep=shards.sleep):
+            pytest.fail("there is nothing to load for")
+
+
+def test_each_copy_has_a_lease_of_its_own() -> None:
+    """Copies of one replica, and replicas of one name, are told apart; without a name a lease is short and ends."""
+    config = ReplicaConfig(name="replica", lease_s=900.0)
+    leases = [CopyLease.of(config) for _ in range(3)]
+    assert len({lease.copy_id for lease in leases}) == 3
+    assert {(lease.name, lease.lease_s, lease.is_lasting) for lease in leases} == {("replica", 900.0, True)}
+    unnamed = CopyLease.of(ReplicaConfig(lease_s=900.0))
+    assert (unnamed.lease_s, unnamed.is_lasting) == (60.0, False)
