@@ -104,7 +104,7 @@ class CutPlan:
         self.header_words = header_words(len(self.tables), num_shards)
         self.end_slot = self.tables[-1].end_slot
         self.min_out_bytes = max(table.row_bytes + (1 + len(table.columns)) * ALIGNMENT_BYTES for table in self.tables)
-        self.descriptors = to_device([_descriptors(self.tables)], self.device)[0]
+        self.descriptors = to_device(torch.tensor(_descriptors(self.tables)), self.device)
 
 
 def _numbers_of(table: CutTable) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ up at the cursor, so that hot low rows do not starve high ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from headrace.kernels.cut_plan import HEADER_WORDS, CutPlan, CutTable
 from headrace.kernels.dispatch import launcher_for
 from headrace.kernels.row_packing import (
     ALIGNMENT_BYTES,
+    MAX_PACKED_BYTES,
     PACKED_COLUMN_WORDS,
     launch_planned_packing,
     pack_rows,
@@ -32,8 +32,6 @@ from headrace.kernels.row_packing import (
 __all__ = ["cut_dirty", "cut_dirty_reference"]
 
 _WORD_BITS = 64
-# Rows have eight bytes or more: 32 bits count them.
-_MAX_OUT_BYTES = 2**34
 # As in dirty_cut.cu and its headers.
 _TAKE_THREADS = 256
 _TILE_WORDS = 1024
@@ -143,9 +141,7 @@ def launch_cut_dirty(
         max_rows if route_tiles else 0,
         route_tiles * num_shards,
     )
-    scratch = torch.empty(sum(sizes), dtype=torch.int64, device=bitmap.device)
-    places = [scratch.data_ptr() + 8 * first for first in accumulate(sizes[:-1], initial=0)]
-    state, tile_rows, table_firsts, packed, row_ids, routed_ids, progress = places
+    state, tile_rows, table_firsts, packed, row_ids, routed_ids, progress = _scratch(sizes, bitmap.device)
     if not route_tiles:
         routed_ids = row_ids
     common = (descriptors, num_tables)
@@ -170,6 +166,11 @@ def launch_cut_dirty(
     routed = (num_shards, state, table_firsts, row_ids, routed_ids, progress, header)
     cut.launch("route_rows_kernel", route_tiles, _ROUTE_THREADS, *common, *routed)
     launch_planned_packing(packing, packed, num_packed, out.numel())
+
+
+def _scratch(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Return int64[size] of each size, of one allocation."""
+    return torch.empty(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
 
 
 @torch.library.custom_op("headrace::cut_dirty", mutates_args={"bitmap", "cursor", "out", "header"})
@@ -280,7 +281,7 @@ def _check_cut(bitmap: Tensor, cursor: Tensor, plan: CutPlan, out: Tensor, heade
         raise ValueError(f"a bitmap of {bitmap.numel()} words has no slot {plan.end_slot - 1}")
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype}{list(out.shape)}: contiguous uint8[m] is needed")
-    if not plan.min_out_bytes <= out.numel() <= _MAX_OUT_BYTES:
-        raise ValueError(f"out has {out.numel()} bytes: {plan.min_out_bytes} to {_MAX_OUT_BYTES} are needed")
+    if not plan.min_out_bytes <= out.numel() <= MAX_PACKED_BYTES:
+        raise ValueError(f"out has {out.numel()} bytes: {plan.min_out_bytes} to {MAX_PACKED_BYTES} are needed")
     if devices := {tensor.device for tensor in (bitmap, cursor, out, header)} - {plan.device}:
         raise ValueError(f"tensors are on {', '.join(sorted(map(str, devices)))}, the plan's on {plan.device}")

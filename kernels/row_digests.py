@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.kernels.cuda_module import Launcher, num_blocks
 from headrace.kernels.dispatch import launcher_for
+from headrace.kernels.row_packing import to_device
 from headrace.schemas.row_digest import digest_rows
 
 __all__ = ["row_digests", "row_digests_reference"]
@@ -58,7 +59,6 @@ def row_digests_reference(row_ids: Tensor, columns: Sequence[Tensor]) -> Tensor:
 def launch_row_digests(launcher: Launcher, row_ids: Tensor, columns: list[Tensor]) -> Tensor:
     """Return what `row_digests` does, with its kernel."""
     digests = torch.empty_like(row_ids)
-    device = row_ids.device
     words = [_words_of(column) for column in columns]
     keys = [_keys(number, its_words.shape[1]) for number, its_words in enumerate(words)]
     jobs, first_key = [], 0
@@ -67,8 +67,7 @@ def launch_row_digests(launcher: Launcher, row_ids: Tensor, columns: list[Tensor
         jobs.append([its_words.data_ptr(), its_words.stride(0) * size, its_words.shape[1], size, first_key])
         first_key += its_words.shape[1]
     # One copy to the device: the columns, and then the keys.
-    told = torch.cat([torch.tensor(jobs, dtype=torch.int64).flatten(), *keys])
-    told = told if device.type == "cpu" else told.pin_memory().to(device, non_blocking=True)
+    told = to_device(torch.cat([torch.tensor(jobs, dtype=torch.int64).flatten(), *keys]), row_ids.device)
     launcher.launch(
         "row_digests_kernel",
         num_blocks(row_ids.numel() * _WARP_LANES, _THREADS),

@@ -21,6 +21,7 @@ from headrace.kernels.dispatch import launcher_for
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "MAX_PACKED_BYTES",
     "PackedColumn",
     "PackedTable",
     "layout_of",
@@ -33,6 +34,9 @@ __all__ = [
 ALIGNMENT_BYTES = 64
 """What columns begin at multiples of, as in the streamer's staging buffers."""
 
+MAX_PACKED_BYTES = 2**34
+"""The longest packed buffer: the kernels count its rows, of 8 bytes or more, and its units of 16 bytes in 32 bits."""
+
 PACKED_COLUMN_WORDS = 10
 """Numbers of 64 bits of a `PackedColumn` in packed_column.cuh."""
 
@@ -41,8 +45,6 @@ _PACK_THREADS = 256
 _UNIT_BYTES = 16
 _TILE_BYTES = 1024 * _UNIT_BYTES
 _UNPACK_THREADS = 256
-# Units of a column are counted in 32 bits.
-_MAX_COLUMN_BYTES = 2**32 * _UNIT_BYTES
 _UNLIMITED = 2**63 - 1
 
 
@@ -218,15 +220,16 @@ def launch_pack_rows(
                 )
             num_tiles += -(-size_bytes // _TILE_BYTES)
             at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, to_device(jobs, out.device), len(jobs))
+    told = to_device(torch.tensor(jobs, dtype=torch.int64), out.device)
+    launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, told, len(jobs))
 
 
-def launch_planned_packing(launcher: Launcher, columns: int, num_columns: int, out_bytes: int) -> None:
+def launch_planned_packing(launcher: Launcher, columns: Tensor, num_columns: int, out_bytes: int) -> None:
     """Pack what a kernel has planned: columns whose tiles are at most all of the buffer's, and one more each.
 
     Args:
         launcher: Of the family `row_packing`.
-        columns: Address of `PackedColumn`s on the device.
+        columns: int64[`PACKED_COLUMN_WORDS` × num_columns] on the device: a `PackedColumn` each.
         num_columns: How many.
         out_bytes: Of the buffer.
     """
@@ -319,8 +322,8 @@ def _whole_rows(rows: Tensor) -> npt.NDArray[np.void]:
 def _check_packing(sources: list[Tensor], row_ids: Sequence[Tensor], out: Tensor, size_bytes: int) -> None:
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < size_bytes:
         raise ValueError(f"out is {out.dtype}{list(out.shape)}: contiguous uint8[{size_bytes}] or more is needed")
-    if size_bytes > _MAX_COLUMN_BYTES:
-        raise ValueError(f"{size_bytes} bytes are more than the {_MAX_COLUMN_BYTES} of the largest buffer")
+    if size_bytes > MAX_PACKED_BYTES:
+        raise ValueError(f"{size_bytes} bytes are more than the {MAX_PACKED_BYTES} of the largest buffer")
     devices = {tensor.device for tensor in (*sources, *row_ids, out)}
     if len(devices) > 1:
         raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
@@ -353,8 +356,17 @@ def _write(out: Tensor, place: PackedColumn, values: Tensor) -> None:
     out[place.offset : place.end] = values.contiguous().flatten().view(torch.uint8)
 
 
-def to_device(numbers: list[list[int]], device: torch.device) -> Tensor:
-    """Return int64[n, m]; on a GPU without waiting for it."""
-    table = torch.tensor(numbers, dtype=torch.int64)
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the CPU on the device; on a GPU without waiting for it.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured. Its replays would copy what the memory on the host holds by then.
+    """
+    if device.type == "cpu":
+        return numbers
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a copy from the host, which this call needs, cannot be captured in a CUDA graph: call it outside"
+        )
     # Pinned memory is not used again before the copy is done: torch's allocator sees to that.
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    return numbers.pin_memory().to(device, non_blocking=True)

@@ -199,7 +199,8 @@ def quantize_rows_reference(rows: torch.Tensor, precision: Precision) -> torch.T
     # Divisors are tensors: torch multiplies by the reciprocal of a plain number, which rounds otherwise.
     num_steps, one = torch.tensor(float(_NUM_STEPS[precision])), torch.tensor(1.0)
     if precision == "int8":
-        scale, bias = (highest - lowest) / num_steps, lowest + 0.0  # which makes +0 of -0
+        # To add 0 makes +0 of -0: which of a row's zeros a minimum or a maximum gives is left open.
+        scale, bias = (highest - lowest) / num_steps + 0.0, lowest + 0.0
         inverse = num_steps / ((highest - lowest) + _INT8_EPSILON)
     else:
         bias = lowest.half() + 0.0

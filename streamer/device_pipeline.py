@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.kernels.cut_plan import HEADER_WORDS, header_words
 from headrace.kernels.dirty_cut import cut_dirty
+from headrace.kernels.row_packing import MAX_PACKED_BYTES
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnavailableError, UnsupportedModelError
 from headrace.schemas.tables import DType
 from headrace.streamer.device_cut import DeviceCut, DeviceStaging, Scalars
@@ -29,9 +30,6 @@ from headrace.streamer.staging import NUM_STAGING_BUFFERS, TORCH_DTYPES, Staging
 from headrace.streamer.sweep_marks import Cut, Half, SweepMarks
 
 __all__ = ["DevicePipeline"]
-
-# The longest buffer that `cut_dirty` takes.
-_MAX_OUT_BYTES = 2**34
 
 
 class DevicePipeline:
@@ -329,7 +327,7 @@ class DevicePipeline:
     def _allocate(self, runtime: DeviceRuntime, num_tables: int) -> None:
         """Make room for the tables' headers, and the first time for rows."""
         num_words = header_words(num_tables, self._num_shards) + num_tables  # no table has more than one scalar
-        size_bytes = min(self._pool.buffer_bytes, _MAX_OUT_BYTES)
+        size_bytes = min(self._pool.buffer_bytes, MAX_PACKED_BYTES)
 
         def header() -> tuple[Tensor, Tensor]:
             on_device = torch.zeros(num_words, dtype=torch.int64, device=runtime.device)

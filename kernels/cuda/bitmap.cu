@@ -8,8 +8,9 @@ __device__ inline void mark_row(uint64* bitmap, int64 num_words, int64 row) {
     uint32* halves = (uint32*)bitmap;
     require(row / 64 < num_words);
     const uint32 bit = 1u << (row % 32);
-    // Hot rows are marked again and again, and nothing clears a bit meanwhile: a read is cheaper than an atomic.
-    if (!(halves[row / 32] & bit)) atomicOr(&halves[row / 32], bit);
+    // Hot rows are marked again and again, and nothing clears a bit meanwhile: a read is cheaper than an atomic. Not a
+    // plain one, which would race with the atomics of other threads.
+    if (!(load_relaxed(&halves[row / 32]) & bit)) atomicOr(&halves[row / 32], bit);
 }
 
 template <typename Id>
@@ -57,14 +58,14 @@ HEADRACE_KERNEL mark_dirty_features_kernel(
 // start: those before this one are running, or done.
 //
 // Source: D. Merrill and M. Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", NVIDIA, 2016.
-__device__ int64 rows_before(volatile uint64* progress, int64 tile) {
+__device__ int64 rows_before(const uint64* progress, int64 tile) {
     int64 total = 0;
     for (int64 nearest = tile - 1;; nearest -= WARP_LANES) {
         const int64 mine = nearest - lane_of_thread();
         uint64 told;
         do {
             told = UP_TO_HERE;  // so that a look beyond the first tile ends there
-            if (mine >= 0) told = progress[mine];
+            if (mine >= 0) told = load_relaxed(&progress[mine]);
         } while (lanes_where(told < OWN));
         const LaneMask knowing = lanes_where(told >= UP_TO_HERE);
         const int last = knowing ? lowest_lane(knowing) : WARP_LANES;
@@ -74,15 +75,15 @@ __device__ int64 rows_before(volatile uint64* progress, int64 tile) {
 }
 
 // Returns the place of a thread's first row, counted over the whole bitmap.
-__device__ int64 place_of_thread(int num_rows, volatile uint64* progress, int64 tile, int64 num_tiles, int64* total) {
+__device__ int64 place_of_thread(int num_rows, uint64* progress, int64 tile, int64 num_tiles, int64* total) {
     __shared__ int64 tile_start;
     int in_tile;
     const int before = sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
     if (warp_of_thread() == 0) {
-        if (threadIdx.x == 0 && tile) progress[tile] = OWN | (uint64)in_tile;
+        if (threadIdx.x == 0 && tile) store_relaxed(&progress[tile], OWN | (uint64)in_tile);
         const int64 start = tile ? rows_before(progress, tile) : 0;
         if (threadIdx.x == 0) {
-            progress[tile] = UP_TO_HERE | (uint64)(start + in_tile);
+            store_relaxed(&progress[tile], UP_TO_HERE | (uint64)(start + in_tile));
             tile_start = start;
             if (tile == num_tiles - 1) *total = start + in_tile;
         }

@@ -74,11 +74,27 @@ __device__ inline void require(bool holds) {
     if (!holds) stop();
 }
 
-// A float as the bits of the nearest half, ties to even; and back. The tests on the host bring their own.
+// A word that other blocks write meanwhile: relaxed accesses of the whole device. What is plain would be a race; these
+// order nothing but the word itself, so it has to hold all that is told by it. And a float as the bits of the nearest
+// half, ties to even, and back. The tests on the host bring their own of these four.
 #if defined(__HIP__)
+template <typename Word>
+__device__ inline Word load_relaxed(const Word* word) {
+    return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+template <typename Word>
+__device__ inline void store_relaxed(Word* word, Word value) {
+    __hip_atomic_store(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 __device__ inline uint16 half_bits(float value) { return __builtin_bit_cast(uint16, (_Float16)value); }
 __device__ inline float half_value(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
 #elif defined(__CUDA_ARCH__)
+// Source: the PTX ISA, "ld" and "st": what is volatile is relaxed, at the scope of the system. `ld.relaxed` itself is not
+// known to GPUs before sm_70.
+template <typename Word>
+__device__ inline Word load_relaxed(const Word* word) { return *(const volatile Word*)word; }
+template <typename Word>
+__device__ inline void store_relaxed(Word* word, Word value) { *(volatile Word*)word = value; }
 __device__ inline uint16 half_bits(float value) {
     uint16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));

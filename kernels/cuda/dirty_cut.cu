@@ -214,12 +214,12 @@ HEADRACE_KERNEL take_rows_kernel(
 
 // Returns the rows of a shard in the tiles of its table before this one, and in the shards before it. It ends as in
 // `bitmap.cu`: tiles are numbered as their blocks start. The table's first tile waits for none.
-__device__ inline int64 rows_before_tile(volatile uint64* progress, int64 num_shards) {
+__device__ inline int64 rows_before_tile(const uint64* progress, int64 num_shards) {
     int64 total = 0;
-    for (volatile uint64* told_at = progress - num_shards;; told_at -= num_shards) {
+    for (const uint64* told_at = progress - num_shards;; told_at -= num_shards) {
         uint64 told;
         do {
-            told = *told_at;
+            told = load_relaxed(told_at);
         } while (told < OWN);
         total += told & NUMBER;
         if (told >= UP_TO_HERE) return total;
@@ -267,7 +267,7 @@ HEADRACE_KERNEL route_rows_kernel(
         sum_up<ROUTE_THREADS>(shard_firsts, num_shards);
     }
     __syncthreads();
-    volatile uint64* told = progress + tile * num_shards;
+    uint64* told = progress + tile * num_shards;
     for (int64 shard = threadIdx.x; shard < num_shards; shard += ROUTE_THREADS) {
         uint32 in_tile = 0;  // each warp's rows of the shard begin behind those of the warps before
         for (int warp = 0; warp < ROUTE_WARPS; ++warp) {
@@ -275,14 +275,17 @@ HEADRACE_KERNEL route_rows_kernel(
             found[warp][shard] = in_tile;
             in_tile += of_warp;
         }
-        if (tile_of_table == 0) told[shard] = UP_TO_HERE | (shard_firsts[shard] + in_tile);
-        else told[shard] = OWN | in_tile;
+        // The first tile waits for none, so it knows all at once.
+        const uint64 word = tile_of_table ? OWN | in_tile : UP_TO_HERE | (shard_firsts[shard] + in_tile);
+        store_relaxed(&told[shard], word);
     }
     for (int64 shard = threadIdx.x; shard < num_shards; shard += ROUTE_THREADS) {
-        uint32 before = shard_firsts[shard];
-        if (tile_of_table) {
+        uint32 before;
+        if (tile_of_table == 0) {
+            before = shard_firsts[shard];
+        } else {
             before = (uint32)rows_before_tile(told + shard, num_shards);
-            told[shard] = UP_TO_HERE | (before + (told[shard] & NUMBER));
+            store_relaxed(&told[shard], UP_TO_HERE | (before + (load_relaxed(&told[shard]) & NUMBER)));
         }
         for (int warp = 0; warp < ROUTE_WARPS; ++warp) found[warp][shard] += before;
     }

@@ -24,8 +24,9 @@ struct Scaling {
 
     __device__ Scaling(float lowest, float highest) {
         if (BITS == 8) {
-            const float scale = (highest - lowest) / 255.0f;
-            bias = lowest + 0.0f;  // which makes +0 of -0
+            // To add 0 makes +0 of -0: which of a row's zeros a minimum or a maximum gives is left open.
+            const float scale = (highest - lowest) / 255.0f + 0.0f;
+            bias = lowest + 0.0f;
             inverse = 255.0f / ((highest - lowest) + 1e-8f);
             fits = is_finite(scale) && is_finite(bias);
             scale_bits = __float_as_uint(fits ? scale : __uint_as_float(0x7fc00000u));

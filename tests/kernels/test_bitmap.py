@@ -147,6 +147,35 @@ def test_a_slice_of_a_bitmap_is_a_bitmap(device: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_several_blocks(device: str, lanes: int) -> None:
+    """Blocks mark the same words at once, and write their tiles' rows, few or many, behind those of other blocks."""
+    launcher, num_rows = launcher_of("bitmap", device, lanes), 5 * 65_536 - 70
+    ids = torch.cat([_ids(300, 600, torch.int32, 1), _ids(num_rows, 400, torch.int32, 2)])
+    plain = bm.make_bitmap(num_rows)
+    bm.mark_dirty_reference(plain, torch.arange(2 * 65_536 + 5, 2 * 65_536 + 10_000))  # a dense part
+    bitmap = plain.to(device, copy=True)
+    bm.launch_mark_dirty(launcher, bitmap, ids.to(device))
+    bm.mark_dirty_reference(plain, ids)
+    assert torch.equal(bitmap.cpu(), plain)
+    for max_rows in (10_100, num_rows):
+        taken, count = bm.launch_take_dirty(launcher, bitmap, max_rows)
+        expected, _ = bm.take_dirty_reference(plain, max_rows)
+        assert expected.numel() and torch.equal(taken[: int(count)].cpu(), expected)
+        assert torch.equal(bitmap.cpu(), plain)
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
+def test_several_blocks_mark_features(device: str) -> None:
+    """Blocks mark the same words of several tables at once."""
+    row_ids, starts = _ids(200, 1000, torch.int64, 1), torch.tensor([0, 400, 900, 1000])
+    features = row_ids, starts, torch.tensor([0, 256, 0]), torch.tensor([200, 200, 200])
+    bitmap, plain = bm.make_bitmap(512, device), bm.make_bitmap(512)
+    bm.launch_mark_dirty_features(launcher_of("bitmap", device), bitmap, *(tensor.to(device) for tensor in features))
+    bm.mark_dirty_features_reference(plain, *features)
+    assert torch.equal(bitmap.cpu(), plain)
+
+
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 def test_a_tile_looks_back_over_many(device: str, lanes: int) -> None:
     """A tile's place is behind the rows of those before it, up to one that knows all before itself."""
     num_tiles, knowing, own, up_to_here = 150, 45, 2**62, -(2**63)

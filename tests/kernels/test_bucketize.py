@@ -62,6 +62,19 @@ def test_kernels_are_the_definition(
     assert _same(bz.Bucketized(bounds, row_ids, positions, None if weights is None else moved), plain)
 
 
+@pytest.mark.parametrize(("num_shards", "block_rows"), [(37, None), (2048, None), (3, 1000)])
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_several_blocks(device: str, lanes: int, num_shards: int, block_rows: int | None) -> None:
+    """Warps of several blocks deal out their tiles, of which some warps have two."""
+    ids, weights = _inputs(9000, num_shards, block_rows, torch.float32, 1)
+    assert weights is not None
+    plain = bz.block_bucketize_reference(ids, num_shards, block_rows=block_rows, seed=5, weights=weights)
+    done = bz.launch_block_bucketize(
+        launcher_of("bucketize", device, lanes), ids.to(device), num_shards, block_rows or 0, 5, weights.to(device)
+    )
+    assert _same(bz.Bucketized(*done), plain)
+
+
 @pytest.mark.parametrize("row", [-1, 40])
 def test_a_row_on_no_shard_is_an_error(row: int) -> None:
     """A row beyond the last block raises on the CPU and stops the kernel."""

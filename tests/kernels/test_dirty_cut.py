@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_inputs import DIMS, DTYPES, WARP_LAUNCHERS, launcher_of, moved, poisoned, random_rows, same_bits
+from sanitizers import WATCHER
 
 from headrace.kernels import dirty_cut as dc
 from headrace.kernels.bitmap import make_bitmap, mark_dirty
@@ -104,11 +105,12 @@ def _inputs(draw: st.DrawFn, shards: tuple[int, ...] = (1, 2, 3, 8, 37, 257, 204
     return _Inputs(tables, bitmap, draw(st.sampled_from(shards)), longest + room, start)
 
 
-def _large(density: float, out_bytes: int, start: int = 0) -> _Inputs:
+def _large(density: float, out_bytes: int, start: int = 0, *, is_narrow: bool = False) -> _Inputs:
     """Several tiles of the bitmap, and of the rows taken, in one table; another behind it."""
     tables = []
     for first_slot, num_rows in ((64, 140_000), (64 * 2200, 9000)):
         columns = (random_rows((num_rows, 1), torch.float32, 1), random_rows((num_rows, 3), torch.uint8, 2))
+        columns = columns[1:] if is_narrow else columns
         tables.append(
             CutTable(first_slot=first_slot, num_rows=num_rows, row_offset=5, seed=2**63 + first_slot, columns=columns)
         )
@@ -139,8 +141,15 @@ def _poisoned_memory() -> Iterator[None]:
 def _launch(plan: CutPlan, cut: _Cut, device: str, lanes: int) -> None:
     launchers = launcher_of("dirty_cut", device, lanes), launcher_of("row_packing", device, lanes)
     args = plan.numbers, plan.num_shards, plan.descriptors, cut.out, cut.header
-    with _poisoned_memory():
+    with _poisoned_memory(), pytest.MonkeyPatch.context() as patch:
+        if WATCHER is not None:
+            patch.setattr(dc, "_scratch", _scratch_apart)
         dc.launch_cut_dirty(launchers, cut.bitmap, cut.cursor, *args)
+
+
+def _scratch_apart(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """An allocation for each, so that a sanitizer sees where each ends."""
+    return tuple(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
 
 
 def _define(inputs: _Inputs, cut: _Cut) -> None:
@@ -173,6 +182,18 @@ def test_kernels_are_the_definition(device: str, lanes: int, inputs: _Inputs) ->
         _launch(plan, there, device, lanes)
         _define(inputs, plain)
         assert there.same(plain)
+
+
+@pytest.mark.parametrize(("num_shards", "out_bytes"), [(3, 150_000), (2048, 110_000)])
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_several_blocks(device: str, lanes: int, num_shards: int, out_bytes: int) -> None:
+    """Several tiles of a bitmap, and of the rows taken, become a cut: of all tables, or of what fits."""
+    inputs = dataclasses.replace(_large(0.08, out_bytes, start=200, is_narrow=True), num_shards=num_shards)
+    there, plain = _Cut.of(inputs, device), _Cut.of(inputs)
+    _launch(inputs.to(device), there, device, lanes)
+    _define(inputs, plain)
+    assert there.same(plain)
+    assert bool(int(plain.cursor)) == (out_bytes == 110_000)
 
 
 def _rows_of(inputs: _Inputs, cut: _Cut) -> list[list[int]]:

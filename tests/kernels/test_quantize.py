@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_inputs import DIMS, WARP_LAUNCHERS, launcher_of, same_bits
 
@@ -44,12 +44,25 @@ def _same_numbers(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from([0, 1, 7, 8, 9, 40]), DIMS, st.sampled_from(["int8", "int4"]), st.integers(0, 2**32))
+@example(8, 2, "int8", 0)  # a row of zeros of both signs
 def test_kernels_are_the_definition(
     device: str, lanes: int, num_rows: int, dim: int, precision: Precision, seed: int
 ) -> None:
     """Every row, finite or not, packs to the definition's bytes and reads as its numbers."""
     launcher = launcher_of("quantize", device, lanes)
     rows = _rows(num_rows, dim, seed)
+    expected = rq.quantize_rows_reference(rows, precision)
+    packed = qz.launch_quantize(launcher, rows.to(device), precision)
+    assert same_bits(packed, expected)
+    read = qz.launch_dequantize(launcher, packed, precision, dim)
+    assert _same_numbers(read.cpu(), rq.dequantize_rows_reference(expected, precision, dim))
+
+
+@pytest.mark.parametrize(("precision", "dim"), [("int8", 33), ("int4", 64)])
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_several_blocks(device: str, lanes: int, precision: Precision, dim: int) -> None:
+    """Warps of several blocks quantize rows, which may share words with their neighbours, and read them back."""
+    launcher, rows = launcher_of("quantize", device, lanes), _rows(20, dim, 1)
     expected = rq.quantize_rows_reference(rows, precision)
     packed = qz.launch_quantize(launcher, rows.to(device), precision)
     assert same_bits(packed, expected)

@@ -44,6 +44,15 @@ def test_digests_are_the_definitions(
         assert torch.equal(digests.cpu(), expected)
 
 
+@pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
+def test_several_blocks(device: str, lanes: int) -> None:
+    """Warps of several blocks digest a row each."""
+    ids, columns = _rows(20, [(33, torch.float32), (7, torch.float16), (5, torch.uint8)], 1)
+    there = [column.to(device) for column in columns]
+    digests = rd.launch_row_digests(launcher_of("row_digests", device, lanes), ids.to(device), there)
+    assert torch.equal(digests.cpu(), _defined(ids, columns))
+
+
 def test_the_sum_does_not_depend_on_the_order() -> None:
     """Rows in another order have the same sum; a row more, or one flipped bit, has another."""
     ids, columns = _rows(40, [(5, torch.float32), (1, torch.float32)], 1)

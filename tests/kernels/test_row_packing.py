@@ -91,6 +91,22 @@ def test_pack_kernel_is_the_definition(device: str, tables: _Tables) -> None:
 
 
 @pytest.mark.parametrize("device", LAUNCHERS)
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.float32), (129, torch.bfloat16), (131, torch.uint8)])
+def test_several_blocks(device: str, dim: int, dtype: torch.dtype) -> None:
+    """Blocks pack parts of columns that other blocks go on with, and write them back."""
+    table, ids = random_rows((150, dim), dtype, 1), torch.randperm(150, generator=torch.Generator().manual_seed(1))
+    _, size_bytes = rp.layout_of([table], [150], [[table]])
+    expected, launcher = poisoned(size_bytes), launcher_of("row_packing", device)
+    places = rp.pack_rows_reference([table], [ids], [[table]], expected)
+    out, there, ids = poisoned(size_bytes).to(device), table.to(device), ids.to(device)
+    rp.launch_pack_rows(launcher, [there, there], [ids], [2], [0], out)
+    assert torch.equal(out.cpu(), expected)
+    rows = out[places[0].columns[0].offset :].view(dtype)[: 9 * dim].view(9, dim)
+    rp.launch_unpack_rows(launcher, there.zero_(), ids[:9], rows)
+    assert same_bits(there[ids[:9]].cpu(), table[ids[:9].cpu()])
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
 @pytest.mark.parametrize(("dim", "dtype"), [(1024, torch.float32), (1023, torch.bfloat16), (1021, torch.uint8)])
 def test_pack_kernel_over_many_tiles(device: str, dim: int, dtype: torch.dtype) -> None:
     """Columns of many tiles are packed whole."""
@@ -158,6 +174,22 @@ def test_bad_arguments_are_named() -> None:
         rp.pack_rows([torch.zeros(3, 5).t()], [ids], [[]], poisoned(512))
     with pytest.raises(ValueError, match="are not 5 rows"):
         rp.unpack_rows(table, ids, torch.zeros(5, 4))
+
+
+def test_more_than_32_bits_can_count_is_refused() -> None:
+    """A buffer in which the kernels' numbers of rows and units would begin anew is an error."""
+    ids = torch.empty(2**31, dtype=torch.int64, device="meta")
+    table, out = (torch.empty(size, dtype=torch.uint8, device="meta") for size in ((5, 1), 2**35))
+    rp.pack_rows([table], [ids[: 2**30]], [[]], out)
+    with pytest.raises(ValueError, match="largest buffer"):
+        rp.pack_rows([table], [ids], [[]], out)
+
+
+def test_what_comes_from_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of a CUDA graph, whose replays would read the host's memory again, a copy to the GPU is an error."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph: call it outside"):
+        rp.to_device(torch.zeros(3, dtype=torch.int64), torch.device("cuda", 0))
 
 
 def test_operators_are_registered_rightly() -> None:

@@ -1,138 +1,92 @@
-// Runs CUDA kernels on the host, one thread after another, so that their code is tested where there is no GPU.
+// What CUDA has beyond C++, for kernels that run on the host, so that their code is tested where there is no GPU. The
+// threads are run by `cuda_on_host.cpp`.
 //
-// Each thread of a block is a context of its own that gives way where it waits for others: at a barrier of the block or
-// at an exchange between the lanes of a warp. Blocks run one after another. So this finds wrong results, wrong addresses,
-// accesses that are not aligned and barriers that not all threads reach; it does not find races, and it says nothing of
-// speed.
-//
-// HEADRACE_WARP_LANES, which the compiler is told, is 32 or 64: a warp of NVIDIA's GPUs, or one of AMD's.
+// HEADRACE_WARP_LANES, which the compiler is told, is 32 or 64: a warp of NVIDIA's GPUs, or one of AMD's. With
+// HEADRACE_RACECHECK several blocks run at once, each as a thread of the operating system: what is a block's own is then
+// that thread's.
 #pragma once
 #include <math.h>
-#include <setjmp.h>
-#include <signal.h>
 #include <stdint.h>
 #include <string.h>
-#include <ucontext.h>
 
-#include <vector>
+#ifdef HEADRACE_RACECHECK
+#define OF_BLOCK __thread
+#else
+#define OF_BLOCK
+#endif
 
-#define __global__
+#define __global__ __attribute__((visibility("default")))
 #define __device__
-#define __shared__ static
+#define __shared__ static OF_BLOCK
 #define __launch_bounds__(...)
 
 struct Index { unsigned x; };
-static Index threadIdx, blockIdx, blockDim, gridDim;
+extern OF_BLOCK Index threadIdx, blockIdx, blockDim, gridDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 namespace host {
-constexpr int LANES = HEADRACE_WARP_LANES, STACK_BYTES = 64 * 1024;
-enum Failure { NONE = 0, TRAPPED = 1, STUCK = 2, MISALIGNED = 3 };
+constexpr int LANES = HEADRACE_WARP_LANES;
 
-struct Meeting {  // where a number of threads wait for each other
-    int num_arrived = 0, generation = 0;
-};
-struct Warp : Meeting {
-    uint64_t told[2][LANES];  // by turns: one is still read while the next is written
-};
-struct Thread {
-    ucontext_t context;
-    std::vector<char> stack = std::vector<char>(STACK_BYTES);
-    bool is_done = false;
-};
+void trap();        // does not return
+void meet_block();  // waits for all threads of the block, and orders what they do to memory
+void meet_warp();   // the same of a warp
 
-static ucontext_t scheduler;
-static std::vector<Thread> threads;
-static std::vector<Warp> warps;
-static Meeting block;
-static long num_steps;  // how often anything went on
-static Failure failure;
-static void (*body)();
+// Tells the warp a value, and returns what all its lanes told, until this lane's next exchange. Orders nothing else: as
+// on a GPU, a shuffle or a ballot is no barrier for memory.
+const uint64_t* exchange(uint64_t value);
 
-inline void give_way() { swapcontext(&threads[threadIdx.x].context, &scheduler); }
-inline void fail(Failure why) {
-    failure = why;
-    give_way();
-}
-inline void meet(Meeting& meeting, int num_expected) {
-    const int generation = meeting.generation;
-    if (++meeting.num_arrived == num_expected) {
-        meeting.num_arrived = 0, ++meeting.generation, ++num_steps;
-    } else {
-        while (meeting.generation == generation) give_way();
-    }
-}
-// Tells the warp a value, and returns what all lanes told.
+// Comes before a look at a word that other blocks may write meanwhile.
+void look();
+
+// Returns the value that another lane has here.
 template <typename Value>
-inline const uint64_t* exchange(Value value) {
-    static_assert(sizeof(Value) <= 8);
-    Warp& warp = warps[threadIdx.x / LANES];
-    uint64_t* told = warp.told[warp.generation % 2];
-    told[threadIdx.x % LANES] = 0;
-    memcpy(&told[threadIdx.x % LANES], &value, sizeof value);
-    meet(warp, LANES);
-    return told;
-}
-template <typename Value>
-inline Value of_lane(const uint64_t* told, int lane) {
-    Value value;
-    memcpy(&value, &told[lane], sizeof value);
+inline Value from_lane(Value value, int lane) {
+    static_assert(sizeof value <= 8);
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = exchange(bits)[lane];
+    memcpy(&value, &bits, sizeof value);
     return value;
-}
-inline void run_thread() {
-    body();
-    threads[threadIdx.x].is_done = true;
-    ++num_steps;
-    give_way();
-}
-inline Failure run_block() {
-    block = Meeting(), warps.assign(threads.size() / LANES, Warp());
-    for (Thread& thread : threads) {
-        thread.is_done = false;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = thread.stack.size();
-        makecontext(&thread.context, run_thread, 0);
-    }
-    for (size_t num_done = 0; num_done < threads.size();) {
-        const long before = num_steps;
-        num_done = 0;
-        for (unsigned i = 0; i < threads.size(); ++i) {
-            threadIdx.x = i;
-            if (!threads[i].is_done) swapcontext(&scheduler, &threads[i].context);
-            if (failure) return failure;
-            num_done += threads[i].is_done;
-        }
-        if (num_steps == before && num_done < threads.size()) return failure = STUCK;
-    }
-    return NONE;
 }
 }  // namespace host
 
-inline void __trap() { host::fail(host::TRAPPED); }
-inline void __syncthreads() { host::meet(host::block, host::threads.size()); }
-inline void __syncwarp() { host::exchange(0); }
+inline void __trap() { host::trap(); }
+inline void __syncthreads() { host::meet_block(); }
+inline void __syncwarp() { host::meet_warp(); }
 template <typename Value>
-Value __shfl_sync(uint64_t, Value value, int lane) { return host::of_lane<Value>(host::exchange(value), lane); }
+Value __shfl_sync(uint64_t, Value value, int lane) { return host::from_lane(value, lane); }
 template <typename Value>
 Value __shfl_xor_sync(uint64_t, Value value, int apart) {
-    return host::of_lane<Value>(host::exchange(value), (threadIdx.x % host::LANES) ^ apart);
+    return host::from_lane(value, (threadIdx.x % host::LANES) ^ apart);
 }
 template <typename Value>
 Value __shfl_up_sync(uint64_t, Value value, int apart) {
     const int lane = threadIdx.x % host::LANES;
-    return host::of_lane<Value>(host::exchange(value), lane < apart ? lane : lane - apart);
+    return host::from_lane(value, lane < apart ? lane : lane - apart);
 }
 inline uint64_t __ballot_sync(uint64_t, bool holds) {
-    const uint64_t* told = host::exchange<int>(holds);
+    const uint64_t* told = host::exchange(holds);
     uint64_t lanes = 0;
     for (int lane = 0; lane < host::LANES; ++lane) lanes |= told[lane] << lane;
     return lanes;
 }
+
+// Relaxed, as CUDA's are: they order nothing but the word itself.
 template <typename Value>
-Value atomicAdd(Value* at, Value value) { const Value was = *at; *at += value; return was; }
-inline int atomicMin(int* at, int value) { const int was = *at; *at = was < value ? was : value; return was; }
-inline unsigned atomicOr(unsigned* at, unsigned bits) { const unsigned was = *at; *at |= bits; return was; }
+Value atomicAdd(Value* at, Value value) { return __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
+inline unsigned atomicOr(unsigned* at, unsigned bits) { return __atomic_fetch_or(at, bits, __ATOMIC_RELAXED); }
+inline int atomicMin(int* at, int value) {
+    int was = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (value < was && !__atomic_compare_exchange_n(at, &was, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return was;
+}
+template <typename Word>
+Word load_relaxed(const Word* word) {
+    host::look();
+    return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+template <typename Word>
+void store_relaxed(Word* word, Word value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
@@ -156,30 +110,4 @@ inline float half_value(unsigned short bits) {
     const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
                                       : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
     return bits >> 15 ? -size : size;
-}
-
-// Every parameter is 8 bytes wide, and a function may be given more of them than it takes: true of x86-64 and aarch64.
-extern "C" int launch_on_host(void* kernel, unsigned num_blocks, unsigned num_threads, const uint64_t* arguments) {
-    static const uint64_t* args;
-    static void (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
-                            uint64_t, uint64_t, uint64_t);
-    args = arguments;
-    function = (decltype(function))kernel;
-    host::body = [] {
-        function(args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7], args[8], args[9], args[10],
-                 args[11]);
-    };
-    host::failure = host::NONE;
-    // Where an access is not aligned, what the compiler has put in stops with an illegal instruction; x86 would not.
-    struct sigaction stop = {}, before;
-    stop.sa_handler = [](int) { host::fail(host::MISALIGNED); };
-    sigaction(SIGILL, &stop, &before);
-    host::threads.resize(num_threads);
-    gridDim.x = num_blocks, blockDim.x = num_threads;
-    for (unsigned i = 0; i < num_blocks && !host::failure; ++i) {
-        blockIdx.x = i;
-        host::run_block();
-    }
-    sigaction(SIGILL, &before, nullptr);
-    return host::failure;
 }

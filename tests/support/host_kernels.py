@@ -1,4 +1,4 @@
-"""Kernels that run on the host: the CUDA sources compiled by g++ with `cuda_on_host.h`."""
+"""Kernels that run on the host: CUDA sources, compiled by g++ with `cuda_on_host.h` and run by `cuda_on_host.cpp`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from sanitizers import WATCHER, new_findings, without_sanitizer
 
 import headrace.kernels.cuda as sources
+
+__all__ = ["HostKernels", "edited_kernels", "host_kernels"]
 
 _HERE = Path(__file__).resolve().parent
 _SOURCES = Path(sources.__file__).resolve().parent
 _MAX_ARGUMENTS = 12
+_COMMON_FLAGS = ("-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", *(WATCHER.engine_flags if WATCHER else ()))
 # -fwrapv and no strict aliasing: as nvcc treats them. No contraction: as NVRTC is told.
-_FLAGS = (
-    "-O1",
-    "-std=c++17",
-    "-shared",
-    "-fPIC",
-    "-fwrapv",
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-Wno-unknown-pragmas",
-    "-fsanitize=alignment",
-    "-fsanitize-undefined-trap-on-error",
-)
+_KERNEL_FLAGS = ("-shared", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas")
+_WATCHED_FLAGS = WATCHER.flags if WATCHER else ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 
 
 class HostKernels:
@@ -44,27 +39,12 @@ class HostKernels:
         packed = (ctypes.c_uint64 * _MAX_ARGUMENTS)(*values)
         function = ctypes.cast(getattr(self._library, kernel), ctypes.c_void_p)
         failure = self._library.launch_on_host(function, blocks, threads, packed)
+        found = new_findings() if WATCHER else ""
+        assert not found, f"{kernel}: {found}"
         if failure == 1:
             raise IndexError(f"{kernel} has stopped with a trap")
         assert failure != 3, f"{kernel}: an access is not aligned"
         assert not failure, f"{kernel}: threads wait for others that do not come"
-
-
-@functools.cache
-def _build(family: str, lanes: int) -> HostKernels:
-    with tempfile.TemporaryDirectory(prefix="host-kernels-") as folder:
-        library = Path(folder) / f"{family}.so"
-        source = (
-            f"-DHEADRACE_WARP_LANES={lanes}",
-            "-x",
-            "c++",
-            "-include",
-            _HERE / "cuda_on_host.h",
-            _SOURCES / f"{family}.cu",
-        )
-        done = subprocess.run(["g++", *_FLAGS, *source, "-o", library], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        return HostKernels(ctypes.CDLL(str(library)))  # stays loaded when the file is gone
 
 
 def host_kernels(family: str, lanes: int = 32) -> HostKernels:
@@ -74,6 +54,50 @@ def host_kernels(family: str, lanes: int = 32) -> HostKernels:
         family: One of `FAMILIES`.
         lanes: Of a warp: 32, or 64 as most of AMD's GPUs have it.
     """
+    return _build(family, lanes, _SOURCES)
+
+
+def edited_kernels(folder: Path, family: str, file: str, edit: Callable[[str], str]) -> HostKernels:
+    """Return a family's kernels with a fault, for tests of what finds faults.
+
+    Args:
+        folder: An empty one, for the sources.
+        family: One of `FAMILIES`.
+        file: Of the source that is changed.
+        edit: Returns its new text.
+    """
+    for source in _SOURCES.glob("*.cu*"):
+        text = source.read_text()
+        (folder / source.name).write_text(edit(text) if source.name == file else text)
+    return _build(family, 32, folder)
+
+
+@functools.cache
+def _build(family: str, lanes: int, folder: Path) -> HostKernels:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed: kernels cannot be run on the host")
-    return _build(family, lanes)
+    header = ("-x", "c++", "-include", _HERE / "cuda_on_host.h")
+    flags = (*_COMMON_FLAGS, *_KERNEL_FLAGS, *_WATCHED_FLAGS)
+    library = _compile(lanes, "so", *flags, *header, folder / f"{family}.cu", "-x", "none", _engine(lanes))
+    return HostKernels(ctypes.CDLL(str(library)))
+
+
+@functools.cache
+def _engine(lanes: int) -> Path:
+    """Return the object that runs kernels; never with a sanitizer, which is to watch the kernels alone."""
+    return _compile(lanes, "o", *_COMMON_FLAGS, "-c", _HERE / "cuda_on_host.cpp")
+
+
+@functools.cache
+def _built() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is there as long as the process: a sanitizer reads functions' names from what is loaded."""
+    return tempfile.TemporaryDirectory(prefix="host-kernels-")
+
+
+def _compile(lanes: int, ending: str, *args: str | Path) -> Path:
+    folder = Path(_built().name)
+    path = folder / f"{len(list(folder.iterdir()))}.{ending}"
+    command = ["g++", f"-DHEADRACE_WARP_LANES={lanes}", *args, "-o", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=without_sanitizer())
+    assert done.returncode == 0, done.stderr
+    return path

@@ -66,9 +66,10 @@ def moved(source: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def poisoned(num_bytes: int) -> torch.Tensor:
-    """Return bytes that show what was not written; aligned to 64."""
-    memory = torch.full((num_bytes + 64,), 0xA5, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % 64 :][:num_bytes]
+    """Return bytes that show what was not written; aligned to 64, and no byte more, so that memcheck sees their end."""
+    memory = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+    assert memory.data_ptr() % 64 == 0  # torch aligns all memory of the CPU so
+    return memory
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
