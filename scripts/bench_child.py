@@ -6,12 +6,13 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from headrace.schemas.errors import UnavailableError
 
-__all__ = ["BenchChild"]
+__all__ = ["BenchChild", "peak_memory_bytes"]
 
 
 class BenchChild:
@@ -74,3 +75,14 @@ class BenchChild:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def peak_memory_bytes(pid: int | Literal["self"] = "self") -> int:
+    """Return the most resident memory that a process has had since it has begun its program.
+
+    `getrusage` counts what the process was before as well: its parent, as large as that was.
+    """
+    for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -21,6 +21,7 @@ from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.idl import idl
+from headrace.scripts.bench_child import peak_memory_bytes
 from headrace.scripts.bench_peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
 from headrace.scripts.bench_report import (
     FolderOption,
@@ -34,7 +35,7 @@ from headrace.scripts.bench_report import (
 from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig, median
 from headrace.scripts.bench_writer import WriteResult, WriterProcess
 
-__all__ = ["SHARD_STORE", "IngestConfig", "IngestResult", "ingest", "peak_memory_bytes", "run", "serve"]
+__all__ = ["SHARD_STORE", "IngestConfig", "IngestResult", "ingest", "run", "serve"]
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _MEMTABLE_BYTES = 192 << 20
@@ -256,11 +257,3 @@ def serve(data_dir: Path, *, shards: int = 1, **settings: Any) -> Iterator[Serve
         yield server
     finally:
         server.close()
-
-
-def peak_memory_bytes(pid: int) -> int:
-    """Return the most memory that a process has had, without the files that it maps."""
-    for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -36,12 +36,14 @@ from torch import nn
 from headrace.scripts.bench_child import BenchChild
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.fbgemm_tap import FbgemmTap
+from headrace.streamer.staging import NUM_STAGING_BUFFERS
 from headrace.streamer.step_boundary import StepBoundary
 
 __all__ = ["Block", "BlockConfig", "ModelConfig", "TrainerProcess"]
 
 _NUM_DENSE = 13
 _ZIPF_EXPONENT = 1.05
+_MAX_WARM_STEPS = 100
 _PAGE_BYTES = resource.getpagesize()
 # What of ours runs on the training thread: the hooks, and what they call. Looked up by name, so that a renamed one is
 # an error and not a smaller share.
@@ -87,7 +89,7 @@ class BlockConfig:
 
     Attributes:
         address: Of the server; None trains without streaming.
-        num_warm_steps: Steps that are not measured.
+        num_warm_steps: Steps that are not measured; with streaming, as many more as fill each staging buffer twice.
         num_steps: Steps that are.
         stopped_pids: The server's processes, stopped during the measured steps.
         settings: Of the streamer.
@@ -203,6 +205,11 @@ class _Trainer:
             with self._clock.watching():
                 streamer.attach(self._model, self._optimizer)
                 for _ in range(block.num_warm_steps):
+                    self._train_step()
+                # The first two flushes into each buffer meet memory that nobody has touched, once in a training run.
+                for _ in range(_MAX_WARM_STEPS):
+                    if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
+                        break
                     self._train_step()
                 measured = self._measure(block, streamer)
             streamer.flush()

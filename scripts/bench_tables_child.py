@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.backfill import BackfillConfig, build_directory
+from headrace.scripts.bench_child import peak_memory_bytes
 from headrace.scripts.bench_tables import bench_spec, record_chunks, snapshot_of, write_source
 from headrace.scripts.export import export_snapshot
 from headrace.scripts.table_sinks.export_table import ExportConfig
@@ -109,7 +109,7 @@ def _main() -> None:
     result = {
         "wall_s": time.perf_counter() - begin_s,
         "cpu_s": time.process_time() - begin_cpu_s,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_memory_bytes(),
     }
     print(json.dumps(result))
 

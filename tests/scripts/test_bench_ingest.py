@@ -5,6 +5,7 @@ import pytest
 
 from headrace import cli
 from headrace.scripts import bench_ingest, bench_recovery
+from headrace.scripts.bench_child import peak_memory_bytes
 from headrace.scripts.bench_ingest import IngestConfig, IngestResult
 from headrace.scripts.bench_peers import has_redis
 from headrace.scripts.bench_recovery import RecoveryConfig
@@ -105,7 +106,7 @@ def test_memory_is_bounded_by_the_settings(tmp_path):
     rows = RowsConfig(ids="uniform", num_batches=150)  # 300 MiB: more than all of it together, but for the process
     with WriterProcess(rows) as writer, bench_ingest.serve(tmp_path / "data", **settings) as server:
         writer.write(server.address, num_batches=rows.num_batches)
-        peak = bench_ingest.peak_memory_bytes(server.shard_pids[0])
+        peak = peak_memory_bytes(server.shard_pids[0])
         server.kill()
     assert 0 < peak < bound
 

@@ -1,0 +1,26 @@
+"""What the benches' child processes have in common."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+
+from headrace.scripts.bench_child import peak_memory_bytes
+
+_MIB = 2**20
+
+
+def test_peak_memory_is_that_of_the_program_itself() -> None:
+    """A large parent counts in no child, which a process's own `getrusage` would have."""
+    parent = np.ones(400 * _MIB, np.uint8)
+    program = (
+        "from headrace.scripts.bench_child import peak_memory_bytes as peak\n"
+        "print(peak(), len(bytearray(b'x') * (50 << 20)), peak())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, _, after = map(int, done.stdout.split())
+    assert 5 * _MIB < before < 200 * _MIB
+    assert 40 * _MIB < after - before < 80 * _MIB
+    assert peak_memory_bytes() > parent.nbytes
