@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import resource
@@ -32,6 +31,7 @@ from headrace.paramserver.shard_channel import (
     ShardReport,
 )
 from headrace.paramserver.shard_config import ShardConfig
+from headrace.paramserver.short_pauses import shorten_pauses
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ _STDIN_FD = 0
 _LAST_GRACE_S = 10.0
 # Files that a shard's log and store may have open at once.
 _FILES_OF_STORE = 4096
-_SWITCH_INTERVAL_S = 0.0005
-# Requests make many objects and hardly a cycle: of batches of many tables, collections took a quarter of the time.
-_COLLECT_AFTER = 50_000
 
 
 def main(*arguments: str) -> int:
@@ -59,11 +56,7 @@ def main(*arguments: str) -> int:
         arguments: None, or `--metrics-fd` and a file descriptor.
     """
     faulthandler.enable()
-    # What is imported stays: a collection that goes through all of it again would be a pause of the event loop.
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER)
-    # How long the event loop waits for a thread that runs Python, and does not let go of the GIL by itself.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    shorten_pauses()
     metrics_fd = int(arguments[1]) if arguments else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):

@@ -18,6 +18,7 @@ from headrace.paramserver.ready_file import ReadyFile
 from headrace.paramserver.replica.endpoint_config import ENV_PREFIX, EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
 from headrace.paramserver.setting_flags import with_setting_flags
+from headrace.paramserver.short_pauses import shorten_pauses
 
 __all__ = ["replica"]
 
@@ -55,6 +56,7 @@ def replica(
     settings = EndpointConfig.load(flags=flags, environ=environ, file=file)
     ready = None if ready_file is None else ReadyFile(ready_file)
     configure_logging(level=settings.log_level, log_format=settings.log_format)
+    shorten_pauses()
     return asyncio.run(_run(settings, environ, ready, watch_stdin))
 
 
