@@ -56,7 +56,6 @@ def main(*arguments: str) -> int:
         arguments: None, or `--metrics-fd` and a file descriptor.
     """
     faulthandler.enable()
-    shorten_pauses()
     metrics_fd = int(arguments[1]) if arguments else None
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
@@ -136,6 +135,7 @@ class _ShardProcess:
         from headrace.paramserver.rpc_server import ThriftServer
         from headrace.paramserver.shard import open_shard
 
+        shorten_pauses()
         config = self._order.config
         protection = Protection.load(config, os.environ)
         with socket.socket(fileno=self._order.socket_fd) as sock:

@@ -41,6 +41,21 @@ def crash(store: RowStore, to: Path) -> RowStore:
     return open_store(to)
 
 
+def test_a_write_takes_rows_of_several_tables_and_no_more_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables with a few rows share writes, and a long one is split: no other Python thread runs during one."""
+    store, sizes = open_store(tmp_path / "db"), []
+    write = store._write
+    monkeypatch.setattr(store, "_write", lambda keys, values: (sizes.append(len(keys)), write(keys, values)))
+    runs = [run_of(1, range(size), table_id) for table_id, size in enumerate((3, 4, 17, 1), 1)]
+    store.write_runs(runs, meta={}, applied_seq=1)
+    assert sizes == [4, 10, 10, 5, 1]  # the tables' column shards, three writes of rows, the log position
+    for run in runs:
+        assert store.get(keys_of(range(run.row_ids.size), run.table_id)) == run.layout.values_of(run.records)
+    store.close()
+
+
 def test_rows_meta_and_position_come_back(tmp_path: Path) -> None:
     """What was written is there after a restart, the callers' metadata apart from the store's own."""
     store = open_store(tmp_path / "db")
