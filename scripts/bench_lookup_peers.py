@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import numpy.typing as npt
 import rocksdict
 
 from headrace.paramserver.direct_file import supports_direct_io
-from headrace.paramserver.replica.disk_stores import DiskStores
+from headrace.paramserver.replica.disk_stores import DiskStores, disk_store_config
 from headrace.paramserver.replica.disk_table import DiskTable
-from headrace.paramserver.store_config import StoreConfig, rocks_options
+from headrace.paramserver.store_config import rocks_options
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.bench_lookup_writer import BATCH_ROWS, TableConfig, ZipfIds
 from headrace.scripts.bench_peers import redis_server
@@ -26,6 +27,7 @@ _Ids = npt.NDArray[np.int64]
 _LOAD_ROWS = 16_384
 _PIPELINED_BATCHES = 4
 _CACHED_PERCENT = 10
+_COMPACTED_S, _POLL_S = 120.0, 0.05
 
 
 class RedisRows:
@@ -77,8 +79,8 @@ def redis_rows(folder: Path, table: TableConfig) -> Iterator[RedisRows]:
 def measure_disk(folder: Path, table: TableConfig, *, num_batches: int) -> dict[str, float]:
     """Return rows a second: `miss`, of a table on disk where its hot rows, warm and a tenth of it, do not have them.
 
-    Beside it `rocksdb`, of sorted multi-gets of the same rows from a RocksDB with the same options and block cache. The
-    two take turns.
+    Beside it `rocksdb`, of sorted multi-gets of the same rows from a RocksDB with the same options and memory. The two
+    take turns, once both have compacted what they were filled with.
 
     Args:
         folder: Where both go.
@@ -89,10 +91,14 @@ def measure_disk(folder: Path, table: TableConfig, *, num_batches: int) -> dict[
     hot_bytes = table.num_rows * width * _CACHED_PERCENT // 100
     stores = DiskStores.create(folder / "table", memory_bytes=hot_bytes, num_threads=1)
     disk = DiskTable(spec, stores, hot_bytes=hot_bytes)
-    config = StoreConfig(block_cache_bytes=max(hot_bytes, 1 << 20))
-    plain = rocksdict.Rdict(str(folder / "plain"), rocks_options(config, is_direct=supports_direct_io(folder)))
+    options = rocks_options(disk_store_config(hot_bytes), is_direct=supports_direct_io(folder))
+    plain = rocksdict.Rdict(str(folder / "plain"), options)
     try:
         _fill(disk, plain, table)
+        (store,) = stores.stores
+        store.flush()
+        _wait_compacted(store.rocksdb_property)
+        _wait_compacted(plain.property_value)
         draw, is_seen = ZipfIds(table.num_rows, seed=4), np.zeros(table.num_rows, np.bool_)
         spent = {"miss": 0.0, "rocksdb": 0.0}
         num_rows = 0
@@ -128,6 +134,15 @@ def _time_rocksdb(plain: Any, table: TableConfig, ids: _Ids) -> float:
     rows = plain[encode_keys(1, table.spec.whole, ids)]
     np.frombuffer(b"".join(rows), np.float32).reshape(ids.size, table.dim)
     return time.perf_counter() - begin_s
+
+
+def _wait_compacted(property_of: Callable[[str], str | None]) -> None:
+    """Return when a RocksDB has nothing to do in the background."""
+    deadline_s = time.monotonic() + _COMPACTED_S
+    while any(property_of(f"rocksdb.{name}") != "0" for name in ("num-running-compactions", "compaction-pending")):
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"RocksDB still compacts, {_COMPACTED_S:.0f} s after it was filled")
+        time.sleep(_POLL_S)
 
 
 def _fill(disk: DiskTable, plain: Any, table: TableConfig) -> None:

@@ -25,7 +25,7 @@ from headrace.schemas.errors import HeadraceError, StorageError, UnavailableErro
 from headrace.schemas.snapshot_manifest import SnapshotManifest, shard_folder
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["DiskStores"]
+__all__ = ["DiskStores", "disk_store_config"]
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ class DiskStores:
             StorageError: The disk failed.
         """
         try:
-            store = RowStore.open(folder / shard_folder(0), config=_config(memory_bytes, 1))
+            store = RowStore.open(folder / shard_folder(0), config=disk_store_config(memory_bytes))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -100,7 +100,7 @@ class DiskStores:
             CorruptionError: A part cannot be opened.
             StorageError: The disk failed.
         """
-        config = _config(memory_bytes, len(manifest.parts))
+        config = disk_store_config(memory_bytes, num_stores=len(manifest.parts))
         stores: list[RowStore] = []
         try:
             for part in manifest.parts:
@@ -197,8 +197,8 @@ class DiskStores:
                     raise StorageError(f"replica: {self.folder} cannot be removed: {exc.strerror}") from exc
 
 
-def _config(memory_bytes: int, num_stores: int) -> StoreConfig:
-    """Return the settings of each store, so that all of them stay within some memory."""
+def disk_store_config(memory_bytes: int, *, num_stores: int = 1) -> StoreConfig:
+    """Return the settings of each of some stores that share memory for blocks and memtables."""
     memtables = int(memory_bytes * _MEMTABLE_SHARE) // (_NUM_MEMTABLES * num_stores)
     memtables = min(max(memtables, _SMALLEST_MEMTABLE_BYTES), _LARGEST_MEMTABLE_BYTES)
     cache = memory_bytes // num_stores - _NUM_MEMTABLES * memtables
