@@ -375,11 +375,13 @@ class PendingSnapshot:
     def _node(self, level: int, number: int) -> _Index:
         node = self._nodes.get((level, number))
         if node is None:
-            if level == 0:
-                node = _Index.of_parts([self._parts[number - self._first]], number)
-            else:
-                older, newer = (self._node(level - 1, 2 * number + child) for child in (0, 1))
+            children = [(level - 1, 2 * number), (level - 1, 2 * number + 1)]
+            if any(child in self._nodes for child in children):
+                older, newer = (self._node(*child) for child in children)
                 node = _Index.of_both(older, newer, self._parts, self._first)
+            else:  # of thousands of small parts: to go up from each of them would take twenty times as long
+                first, end = number << level, (number + 1) << level
+                node = _Index.of_parts(self._parts[first - self._first : end - self._first], first)
             # Two readers may both build it: the results are equal, and the later one stays.
             self._nodes[level, number] = node
         return node

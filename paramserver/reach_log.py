@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 # A restart of a shard is shorter, and is no news.
 _NOTICE_S = 2.0
 _AGAIN_S = 60.0
-# Attempts come and end more often than that: where none has for so long, nobody tries any more.
+# Pauses between attempts are shorter than that: where none has begun or ended for so long, and for as long as one
+# takes, nobody tries any more.
 _FORGOTTEN_S = 20.0
 
 
@@ -30,13 +31,19 @@ class _Outage:
         since_s: When the first of them began, monotonic.
         last_s: When the last of them began or failed.
         error: What the last one failed with.
+        attempt_s: How long the longest of them took, seconds.
         said_s: When the log last spoke of it; None before.
     """
 
     since_s: float
     last_s: float
     error: HeadraceError
+    attempt_s: float = 0.0
     said_s: float | None = None
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether nobody tries any more."""
+        return now_s - self.last_s > _FORGOTTEN_S + self.attempt_s
 
 
 class ReachLog:
@@ -63,7 +70,7 @@ class ReachLog:
         now_s = self._clock_s()
         with self._lock:
             outage = self._outages.get(address)
-            if outage is None or now_s - outage.last_s > _FORGOTTEN_S:
+            if outage is None or outage.is_over(now_s):
                 return now_s
             outage.last_s = now_s
             due_s = outage.since_s + _NOTICE_S if outage.said_s is None else outage.said_s + _AGAIN_S
@@ -85,9 +92,11 @@ class ReachLog:
         now_s = self._clock_s()
         with self._lock:
             outage = self._outages.get(address)
-            if outage is None or now_s - outage.last_s > _FORGOTTEN_S:
+            # By when it began, whatever it took: `trying` has noted that somebody tries.
+            if outage is None or outage.is_over(began_s):
                 outage = self._outages[address] = _Outage(began_s, now_s, error)
             outage.last_s, outage.error = now_s, error
+            outage.attempt_s = max(outage.attempt_s, now_s - began_s)
 
     def reached(self, address: str) -> None:
         """Note that a peer has answered."""
@@ -105,7 +114,7 @@ class ReachLog:
         """
         now_s = self._clock_s()
         with self._lock:
-            tried = {a: o for a, o in self._outages.items() if now_s - o.last_s <= _FORGOTTEN_S}
+            tried = {a: o for a, o in self._outages.items() if not o.is_over(now_s)}
             found = [(o.since_s, a, o) for a, o in tried.items() if of is None or a in of]
             if not found:
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ class ReadyFile:
             ConfigError: The file cannot be written there.
         """
         self._path = path
+        # A disk may hold up one write until the next one comes, or until the process ends.
+        self._lock = threading.Lock()
+        self._is_over = False
         try:
             path.unlink(missing_ok=True)
         except OSError as exc:
@@ -34,18 +38,23 @@ class ReadyFile:
             raise ConfigError(f"--ready-file {path}: its directory is not there or not writable")
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Say that the process is ready; whoever reads the file finds all of it.
+        """Say that the process is ready; whoever reads the file finds all of it. After `remove` nothing is said.
 
         Raises:
             StorageError: It cannot be written.
         """
         temporary = self._path.with_name(self._path.name + ".tmp")
-        try:
-            temporary.write_bytes(json.dumps(facts).encode() + b"\n")
-            temporary.rename(self._path)
-        except OSError as exc:
-            raise StorageError(f"--ready-file {self._path} cannot be written: {exc.strerror}") from exc
+        with self._lock:
+            if self._is_over:
+                return
+            try:
+                temporary.write_bytes(json.dumps(facts).encode() + b"\n")
+                temporary.rename(self._path)
+            except OSError as exc:
+                raise StorageError(f"--ready-file {self._path} cannot be written: {exc.strerror}") from exc
 
     def remove(self) -> None:
-        """Say that it is ready no more. Again is harmless."""
-        self._path.unlink(missing_ok=True)
+        """Say that it is ready no more, for good. Again is harmless."""
+        with self._lock:
+            self._is_over = True
+            self._path.unlink(missing_ok=True)

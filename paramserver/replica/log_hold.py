@@ -87,7 +87,7 @@ class LogHold:
         self._renewal_s = lease.renewal_s
         self._sleep = sleep
         self._error: HeadraceError | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Get the leases.
@@ -96,17 +96,20 @@ class LogHold:
             GoneError: A shard has no log from there on.
             HeadraceError: A shard refuses.
         """
-        await self._renew()
-        self._task = asyncio.create_task(self._keep(), name="headrace-log-hold")
+        await asyncio.gather(*(follower.register() for follower in self._followers))
+        # A task each: while one shard is away, the leases of the others must not end.
+        self._tasks = [
+            asyncio.create_task(self._keep(follower), name="headrace-log-hold") for follower in self._followers
+        ]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Renew the leases no more; they end when they end, or when the follower's take their place."""
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
 
     def check(self) -> None:
         """Check that the log is still there, as far as is known. Thread: any.
@@ -118,13 +121,10 @@ class LogHold:
         if self._error is not None:
             raise self._error
 
-    async def _keep(self) -> None:
+    async def _keep(self, follower: ShardFollower) -> None:
         try:
             while True:
                 await self._sleep(self._renewal_s)
-                await self._renew()
+                await follower.register()
         except HeadraceError as exc:
             self._error = exc
-
-    async def _renew(self) -> None:
-        await asyncio.gather(*(follower.register() for follower in self._followers))

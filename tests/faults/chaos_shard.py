@@ -26,10 +26,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.paramserver import ingest, sessions, shard, shard_process
+from headrace.paramserver import (
+    applier,
+    ingest,
+    log_retention,
+    rpc_connection,
+    rpc_server,
+    sessions,
+    shard,
+    shard_process,
+)
 from headrace.paramserver.applier import ApplierConfig
+from headrace.paramserver.buffer_pool import BufferPool
 from headrace.paramserver.file_ops import SystemFileOps
 from headrace.paramserver.file_update_log import FileUpdateLog
+from headrace.paramserver.frames import FrameReader
 from headrace.paramserver.update_log import Append, DurableFuture
 from headrace.schemas.messages import Segment
 
@@ -174,11 +185,23 @@ def _forget_deletes() -> None:
     ingest.decode_delta = decode_without
 
 
+def _release_early() -> None:
+    """Give each batch's frame back before its rows are in the store."""
+    submit = applier.Applier.submit
+
+    def submit_released(self: Any, batch: Any) -> None:
+        submit(self, batch)
+        batch.release()
+
+    applier.Applier.submit = submit_released  # type: ignore[method-assign]
+
+
 BREAKAGES: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "acks_early": _ack_early,
     "forgets_sequence": _forget_sequence,
     "forgets_deletes": _forget_deletes,
+    "releases_early": _release_early,
 }
 
 
@@ -194,10 +217,25 @@ def main(control: Path, breakage: str) -> int:
             return super().open(path, config=dataclasses.replace(config, allocate_bytes=1 << 20), ops=ops)
 
     shard.FileUpdateLog = _Log  # type: ignore[misc]
-    # What takes minutes in life, flushes of the store and retention of the log, happens in a cycle's time.
-    shard.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
-    shard._RETENTION_INTERVAL_S = 1.0
+    hurry()
+    poison_frames()
     return shard_process.main()
+
+
+def hurry() -> None:
+    """Let happen in a cycle's time what takes minutes in life: flushes of the store and retention of the log."""
+    shard.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
+    # Never a name that is not there: without retention, nothing would be found that it does wrong.
+    assert {"_INTERVAL_S", "_GRACE_S"} <= vars(log_retention).keys()
+    log_retention._INTERVAL_S, log_retention._GRACE_S = 1.0, 0.0
+
+
+def poison_frames() -> None:
+    """Let almost every frame have a buffer of the pool, which is overwritten as soon as it is given back."""
+    small_bytes = 256
+    rpc_server.BufferPool = functools.partial(BufferPool, poison=0xDD)  # type: ignore[misc,assignment]
+    rpc_connection.SMALL_FRAME_BYTES = small_bytes
+    rpc_connection.FrameReader = functools.partial(FrameReader, small_frame_bytes=small_bytes)  # type: ignore[misc,assignment]
 
 
 if __name__ == "__main__":

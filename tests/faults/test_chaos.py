@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import chaos_shard
 import pytest
 from chaos import FAULTS, Chaos, ChaosError, deck
+
+from headrace.paramserver import log_retention, shard
 
 # One of each sort: the network, a process on either side, a disk that loses what it may. The long run has all.
 SHORT = ("bad_network", "kill_shard", "kill_trainer", "lost_unsynced")
@@ -29,10 +32,11 @@ def test_nothing_acked_is_lost(tmp_path: Path) -> None:
         ("acks_early", "lost_unsynced", {"lost", "stale", "resurrected"}),
         ("forgets_sequence", "reorders", {"stale", "resurrected"}),
         ("forgets_deletes", "kill_shard", {"resurrected"}),
+        ("releases_early", "kill_shard", {"wrong"}),
     ],
 )
 def test_a_broken_shard_is_found(tmp_path: Path, breakage: str, fault: str, finds: set[str]) -> None:
-    """A shard that acks before its disk has it, takes batches in any order, or drops deletes does not pass."""
+    """A shard that acks early, takes batches in any order, drops deletes, or reads frames given back does not pass."""
     with Chaos(tmp_path, seed=2, breakage=breakage) as chaos, pytest.raises(ChaosError) as failure:
         for _ in range(12):  # whether a broken shard does harm in a cycle is a matter of timing
             chaos.run_cycle(fault)
@@ -44,3 +48,12 @@ def test_a_run_makes_each_fault_as_often(tmp_path: Path) -> None:
     dealt = deck(2 * len(FAULTS), 7)
     assert sorted(dealt) == sorted([*FAULTS, *FAULTS])
     assert dealt == deck(2 * len(FAULTS), 7) != deck(2 * len(FAULTS), 8)
+
+
+def test_a_cycle_sees_flushes_and_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards of the harness flush their stores and remove old log within seconds, and also just after a start."""
+    for module, name in ((shard, "ApplierConfig"), (log_retention, "_INTERVAL_S"), (log_retention, "_GRACE_S")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # puts them back
+    chaos_shard.hurry()
+    assert shard.ApplierConfig().flush_interval_s == 2.0
+    assert (log_retention._INTERVAL_S, log_retention._GRACE_S) == (1.0, 0.0)

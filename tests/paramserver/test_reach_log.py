@@ -88,3 +88,19 @@ def test_an_outage_that_was_left_begins_anew(log: ReachLog, clock: Clock, caplog
     fail(log, clock)
     assert caplog.records == []
     assert log.trouble() == "10.0.0.7:7601 has not been reached for 0 s: refused"
+
+
+def test_long_attempts_are_one_outage(log: ReachLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Attempts that wait for half a minute each are one outage, of which is known while the next one waits."""
+    fail(log, clock)
+    clock.now_s += 1.0
+    for _ in range(3):
+        fail(log, clock, takes_s=30.0, why="no connection")
+        clock.now_s += 2.0
+    log.trying(PEER)
+    clock.now_s += 29.0
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 126 s: no connection"
+    log.reached(PEER)
+    told = [text.partition(" for ")[2].partition(":")[0] for text in caplog.messages[:-1]]
+    assert told == ["33 s", "97 s"]
+    assert caplog.messages[-1] == "10.0.0.7:7601 is reached again, after 126 s"

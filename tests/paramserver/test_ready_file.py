@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,28 @@ def test_there_while_ready(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["ready"]
     file.remove()
     file.remove()
+    file.write({"pid": 3})  # a thread that was late
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_is_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a disk holds up one write, another begins only behind it: both are whole, and the later one stays."""
+    path, rename, others = tmp_path / "ready", Path.rename, list[threading.Thread]()
+    file = ReadyFile(path)
+
+    def slow_rename(source: Path, target: Path) -> Path:
+        if not others:
+            others.append(threading.Thread(target=file.write, args=({"pid": 2},)))
+            others[0].start()
+            others[0].join(0.2)  # without the rest of this one it does not end
+            assert others[0].is_alive()
+            assert json.loads(source.read_text()) == {"pid": 1}
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", slow_rename)
+    file.write({"pid": 1})
+    others[0].join(20)
+    assert json.loads(path.read_text()) == {"pid": 2}
 
 
 @pytest.mark.parametrize("name", ["absent/ready", "folder", "file/ready"])

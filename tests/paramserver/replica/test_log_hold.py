@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,15 +23,18 @@ class Shards:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, str, str, int]] = []
         self.first_seqs = [1, 1]
+        self.away: set[int] = set()
         self.links = cast("Any", [self._link(shard) for shard in range(2)])
         self.slept_s: list[float] = []
-        self._turns = asyncio.Semaphore(0)
-        self._renewed = asyncio.Event()
+        self._sleepers: list[asyncio.Future[None]] = []
+        self._has_moved = asyncio.Event()
 
     def _link(self, shard: int) -> Any:
         async def fetch(request: Any) -> Any:
             self.asked.append((shard, request.from_seq, request.follower, request.copy_id, request.lease_ms))
-            self._renewed.set()
+            self._has_moved.set()
+            if shard in self.away:
+                await asyncio.get_running_loop().create_future()
             if request.from_seq < self.first_seqs[shard]:
                 raise GoneError(f"the log begins at seq {self.first_seqs[shard]}")
             return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
@@ -39,16 +43,24 @@ class Shards:
 
     async def sleep(self, duration_s: float) -> None:
         self.slept_s.append(duration_s)
-        await self._turns.acquire()
+        self._sleepers.append(asyncio.get_running_loop().create_future())
+        self._has_moved.set()
+        await self._sleepers[-1]
 
-    async def pass_time(self) -> None:
-        """Return when the leases have been asked for once more."""
-        num_asked = len(self.asked) + len(self.links)
-        self._turns.release()
+    async def pass_time(self, num_asleep: int = 2) -> None:
+        """Return when so many leases, which wait for it now or soon, have been asked for once more."""
+        await self._until(lambda: len(self._sleepers) == num_asleep)
+        num_asked = len(self.asked) + num_asleep
+        sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            sleeper.set_result(None)
+        await self._until(lambda: len(self.asked) == num_asked)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while len(self.asked) < num_asked:
-                self._renewed.clear()
-                await self._renewed.wait()
+            while not is_so():
+                self._has_moved.clear()
+                await self._has_moved.wait()
 
 
 async def test_leases_are_asked_for_first_and_renewed_in_time() -> None:
@@ -71,13 +83,24 @@ async def test_a_log_that_has_gone_is_told() -> None:
         shards.first_seqs[1] = 9
         hold.check()
         await shards.pass_time()
-        assert hold._task is not None
-        await asyncio.wait([hold._task], timeout=WAIT_S)
+        await asyncio.wait(hold._tasks, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(GoneError, match="begins at seq 9"):
             hold.check()
     with pytest.raises(GoneError):
         async with LogHold(shards.links, [5, 8], lease, sleep=shards.sleep):
             pytest.fail("there is nothing to load for")
+
+
+async def test_a_shard_that_is_away_keeps_no_other_lease_from_being_renewed() -> None:
+    """While one shard does not answer, the others are asked as often as before."""
+    shards, lease = Shards(), CopyLease.of(ReplicaConfig(name="replica"))
+    async with LogHold(shards.links, [5, 8], lease, sleep=shards.sleep):
+        shards.away = {0}
+        await shards.pass_time()
+        del shards.asked[:]
+        for _ in range(3):
+            await shards.pass_time(num_asleep=1)
+    assert [shard for shard, *_ in shards.asked] == [1, 1, 1]
 
 
 def test_each_copy_has_a_lease_of_its_own() -> None:
