@@ -1,4 +1,4 @@
-"""New files that go to the disk past the page cache, where the file system can.
+"""Files that are written, or read once, past the page cache, where the file system can.
 
 Rows are written once and read, if at all, by compactions, which go past the cache too: cached, they would only push out
 what lookups read, and each page of the cache costs more processor time than the bytes in it.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["DirectFileWriter", "supports_direct_io", "write_buffer"]
+__all__ = ["DirectFileWriter", "read_direct", "supports_direct_io", "write_buffer"]
 
 # A multiple of every disk's block.
 _ALIGNMENT = 4096
@@ -39,6 +40,39 @@ def write_buffer() -> memoryview:
     return memoryview(mmap.mmap(-1, _BUFFER_BYTES))
 
 
+def read_direct(path: Path) -> Iterator[memoryview]:
+    """Yield a file's bytes in pieces, in memory that the next piece is read into.
+
+    Args:
+        path: What nobody writes to meanwhile.
+
+    Raises:
+        OSError: It cannot be read.
+
+    Thread: any one at a time; it blocks.
+    """
+    fd, _ = _open_direct(path, os.O_RDONLY)
+    with open(fd, "rb", buffering=0) as file:
+        left, buffer = os.fstat(fd).st_size, write_buffer()
+        while left:
+            size = os.readv(fd, [buffer])
+            if not size or (size < left and size % _ALIGNMENT):
+                # It is shorter by now; or what is left lies on no boundary, and the next call would be refused.
+                raise OSError(errno.EIO, "the file system gave only part of what is in the file", file.name)
+            yield buffer[:size]
+            left -= size
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Return (a file descriptor, whether it goes past the page cache)."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644), True
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+
+
 class DirectFileWriter:
     """A new file, written from its beginning to its end. Use it with `with`.
 
@@ -59,18 +93,10 @@ class DirectFileWriter:
         Raises:
             OSError: It cannot be made.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self.size_bytes = 0
         self._buffer = buffer
         self._used = 0
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT, 0o644)
-            self.is_direct = True
-        except OSError as exc:
-            if exc.errno != errno.EINVAL:
-                raise
-            self._fd = os.open(path, flags, 0o644)
-            self.is_direct = False
+        self._fd, self.is_direct = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def write(self, data: bytes | memoryview) -> None:
         """Add bytes.

@@ -14,11 +14,13 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from crc32c import crc32c
 
+from headrace.paramserver.direct_file import read_direct
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, HeadraceError, RequestError, StorageError
 from headrace.schemas.snapshot_manifest import (
     MANIFEST_NAME,
@@ -42,11 +44,14 @@ __all__ = [
 ]
 
 _NEW, _GONE = ".new-", ".gone-"
-_CHUNK_BYTES = 4 << 20
 # Files of rows: RocksDB writes them once. All others are copied, as it may append to them.
 _ROW_FILES = ".sst"
 # What lies about unpublished for longer than this was left by somebody who is gone.
 _STALE_S = 86_400.0
+
+
+FileIdentity = tuple[int, int]
+"""A file whatever its names are: its device and its inode."""
 
 
 class SnapshotFiles:
@@ -73,6 +78,9 @@ class SnapshotFiles:
     def list(self) -> tuple[list[SnapshotManifest], list[str]]:
         """Return the manifests of all published snapshots, oldest first, and a line for each that cannot be read.
 
+        Those of one store are together, in the order of their places in its log: a maker's clock may have been wrong.
+        Stores are in the order of their last snapshots' clocks, as they have nothing else in common.
+
         Raises:
             StorageError: The directory cannot be read.
         """
@@ -89,7 +97,7 @@ class SnapshotFiles:
                 pass  # removed since it was listed
             except HeadraceError as exc:
                 damage.append(str(exc))
-        return sorted(manifests, key=lambda manifest: (manifest.created_us, manifest.name)), damage
+        return _by_age(manifests), damage
 
     def manifest_of(self, name: str) -> SnapshotManifest:
         """Return a published snapshot's manifest.
@@ -112,14 +120,29 @@ class SnapshotFiles:
         """Return the newest snapshot that can be read; None when there is none.
 
         Args:
-            server_id: Look only at this store's, and go by their places in its log: whoever made one may have had a
-                wrong clock. None takes the one that was made last by its maker's clock, of whatever store.
+            server_id: Look only at this store's; None for the last of the list.
         """
-        manifests, _ = self.list()
-        if server_id is not None:
-            own = (manifest for manifest in manifests if manifest.server_id == server_id)
-            manifests = sorted(own, key=lambda manifest: [part.seq for part in manifest.parts])
+        manifests = [m for m in self.list()[0] if server_id is None or m.server_id == server_id]
         return manifests[-1] if manifests else None
+
+    def row_files_of_newest(self, server_id: str) -> dict[FileIdentity, SnapshotFile]:
+        """Return what the newest snapshot of a store says of its files of rows, of which its copies have hard links.
+
+        RocksDB writes such a file once. So one that has the same identity now has the same bytes, unless the disk has
+        lost some: then the checksum of before finds it, and a new one would hide it.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        manifest = self.newest(server_id)
+        known: dict[FileIdentity, SnapshotFile] = {}
+        if manifest is not None:
+            folder = self.folder_of(manifest.name)
+            for path, file in manifest.files().items():
+                if path.endswith(_ROW_FILES):
+                    with _mapped_errors(folder), contextlib.suppress(FileNotFoundError):  # removed since
+                        known[_identity_of(folder / path)] = file
+        return known
 
     def publish(self, manifest: SnapshotManifest) -> None:
         """Give what the shards have made its manifest and its name, durably.
@@ -254,8 +277,8 @@ def hash_file(path: Path, *, on_progress: Callable[[int], None] | None = None) -
         StorageError: It cannot be read.
     """
     size_bytes = crc = 0
-    with _mapped_errors(path), open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
+    with _mapped_errors(path):
+        for chunk in read_direct(path):
             crc = crc32c(chunk, crc, True)
             size_bytes += len(chunk)
             if on_progress is not None:
@@ -263,8 +286,12 @@ def hash_file(path: Path, *, on_progress: Callable[[int], None] | None = None) -
     return SnapshotFile(name=path.name, size_bytes=size_bytes, crc32c=crc)
 
 
-def hash_folder(folder: Path) -> tuple[SnapshotFile, ...]:
+def hash_folder(folder: Path, *, known: Mapping[FileIdentity, SnapshotFile] | None = None) -> tuple[SnapshotFile, ...]:
     """Make a shard's folder last, and return what a manifest says of each of its files.
+
+    Args:
+        folder: With files that nobody changes any more.
+        known: What is said of these is not read again; see `SnapshotFiles.row_files_of_newest`.
 
     Raises:
         StorageError: A file cannot be read or synced.
@@ -274,10 +301,16 @@ def hash_folder(folder: Path) -> tuple[SnapshotFile, ...]:
         files = []
         for path in paths:
             fsync_path(path)
-            files.append(hash_file(path))
+            before = (known or {}).get(_identity_of(path))
+            files.append(replace(before, name=path.name) if before else hash_file(path))
         fsync_path(folder)
         fsync_path(folder.parent)
     return tuple(files)
+
+
+def _identity_of(path: Path) -> FileIdentity:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -306,6 +339,16 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _by_age(manifests: Iterable[SnapshotManifest]) -> list[SnapshotManifest]:
+    stores: dict[str, list[SnapshotManifest]] = {}
+    for manifest in manifests:
+        stores.setdefault(manifest.server_id, []).append(manifest)
+    for own in stores.values():
+        own.sort(key=lambda m: ([part.seq for part in m.parts], m.created_us, m.name))
+    in_order = sorted(stores.values(), key=lambda own: (max(m.created_us for m in own), own[-1].server_id))
+    return [manifest for own in in_order for manifest in own]
 
 
 def part_folder(folder: Path, part: ShardPart) -> Path:

@@ -19,7 +19,7 @@ from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.store import RowStore
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import OverloadedError, RequestError, StorageError, UnavailableError
-from headrace.schemas.snapshot_manifest import ShardPart, shard_folder
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, shard_folder
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["SnapshotMaker"]
@@ -88,7 +88,7 @@ class SnapshotMaker:
             await asyncio.to_thread(self._store.flush)
             cut = await self._wait_for_cut(request, folder)
             await cut.copied
-            hashed = await asyncio.to_thread(hash_folder, folder)
+            hashed = await asyncio.to_thread(self._hash, folder)
             self._cuts.renew(_lease_of(request), cut.seq + 1, _PUBLISH_S)
         except BaseException:
             self._cuts.renew(_lease_of(request), 1, 0)
@@ -105,6 +105,10 @@ class SnapshotMaker:
             tables=cut.tables,
             files=hashed,
         )
+
+    def _hash(self, folder: Path) -> tuple[SnapshotFile, ...]:
+        # Once the copy has its links: until then an inode may be given to another file.
+        return hash_folder(folder, known=self._files.row_files_of_newest(self._server_id))
 
     async def _wait_for_cut(self, request: Any, folder: Path) -> _Cut:
         cut = self._cut_here(request, folder)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+from collections import Counter
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -133,16 +134,25 @@ def verify(
 def prune(
     directory: _Directory,
     *,
-    keep: Annotated[int, typer.Option(help="How many of the newest to keep.", min=1, metavar="N")] = 3,
+    keep: Annotated[int, typer.Option(help="How many of the newest of each store to keep.", min=1, metavar="N")] = 3,
 ) -> None:
-    """Remove all snapshots but the newest, and what interrupted ones have left."""
+    """Remove all snapshots but the newest of each store, and what interrupted ones have left.
+
+    The newest are those with the last places in the store's log, whatever the clocks said.
+    """
     files = _files(directory)
     manifests, _ = files.list()
-    for manifest in manifests[:-keep]:
-        files.remove(manifest.name)
-        print(f"Removed {manifest.name}.")
+    num_newer: Counter[str] = Counter()
+    old = []
+    for manifest in reversed(manifests):
+        num_newer[manifest.server_id] += 1
+        if num_newer[manifest.server_id] > keep:
+            old.append(manifest.name)
+    for name in reversed(old):
+        files.remove(name)
+        print(f"Removed {name}.")
     files.sweep()
-    print(f"{min(keep, len(manifests))} left.")
+    print(f"{len(manifests) - len(old)} left.")
 
 
 @snapshot.command()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.paramserver.direct_file import DirectFileWriter, supports_direct_io, write_buffer
+from headrace.paramserver.direct_file import DirectFileWriter, read_direct, supports_direct_io, write_buffer
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, (4 << 20) - 1, 4 << 20, (9 << 20) + 17])
@@ -23,6 +23,7 @@ def test_any_number_of_bytes(tmp_path: Path, size: int) -> None:
             file.sync()
             assert file.size_bytes == size
         assert (tmp_path / name).read_bytes() == data
+        assert b"".join(map(bytes, read_direct(tmp_path / name))) == data
 
 
 def test_file_systems_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +42,7 @@ def test_file_systems_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monk
         file.write(b"abc")
         file.sync()
     assert (tmp_path / "file").read_bytes() == b"abc"
+    assert [bytes(piece) for piece in read_direct(tmp_path / "file")] == [b"abc"]
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -48,6 +50,16 @@ def test_what_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     """A missing folder is not taken for a missing feature."""
     with pytest.raises(FileNotFoundError):
         supports_direct_io(tmp_path / "none")
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """What is missing is not taken for the end."""
+    (tmp_path / "file").write_bytes(bytes(9 << 20))
+    pieces = read_direct(tmp_path / "file")
+    assert len(next(pieces)) == 4 << 20
+    os.truncate(tmp_path / "file", 5 << 20)
+    with pytest.raises(OSError, match="only part"):
+        list(pieces)
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:

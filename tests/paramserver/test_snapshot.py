@@ -23,7 +23,7 @@ from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, newest_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, hash_file, hash_folder, verify_snapshot
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
@@ -31,7 +31,7 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import decode_key, key_prefix
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
@@ -234,10 +234,10 @@ def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Have shards wait before they hash what they have copied; yield what says that one does."""
     hashing, may_hash = threading.Event(), threading.Event()
 
-    def hash_late(folder: Path) -> Any:
+    def hash_late(folder: Path, **settings: Any) -> Any:
         hashing.set()
         assert may_hash.wait(20)
-        return hash_folder(folder)
+        return hash_folder(folder, **settings)
 
     monkeypatch.setattr("headrace.paramserver.snapshot_maker.hash_folder", hash_late)
     try:
@@ -274,7 +274,7 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, m
 async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that failed lets go of the log at once, one that is made an hour later: nobody tells of publishing."""
 
-    def fail(folder: Path) -> Any:
+    def fail(folder: Path, **settings: Any) -> Any:
         raise StorageError("the disk is on fire")
 
     async with serving(tmp_path) as server:
@@ -292,6 +292,35 @@ async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeyp
             assert 3500 < lease.expires_s - time.monotonic() <= 3600
 
 
+async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot reads the files written since the one before; of others it repeats what that one's manifest says."""
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        first = await server.snapshot(name="first")
+        await trainer.train()
+        read: list[Path] = []
+
+        def note(path: Path) -> SnapshotFile:
+            read.append(path)
+            return hash_file(path)
+
+        monkeypatch.setattr("headrace.paramserver.snapshot_files.hash_file", note)
+        second = await server.snapshot(name="second")
+        old, new = (
+            {path: file for path, file in manifest.files().items() if path.endswith(".sst")}
+            for manifest in (first, second)
+        )
+        both = old.keys() & new.keys()
+        assert both and new.keys() - both
+        rows_read = {str(path.relative_to(server.files.new_folder("second"))) for path in read if path.suffix == ".sst"}
+        assert rows_read == new.keys() - both
+        assert {path: old[path] for path in both} == {path: new[path] for path in both}
+        monkeypatch.undo()
+        assert verify_snapshot(server.files.folder_of("second")) == second
+
+
 async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_path: Path) -> None:
     """A maker's clock that was ahead, and a snapshot of another store beside it, send nobody to the wrong one."""
     async with serving(tmp_path / "server") as server:
@@ -303,7 +332,6 @@ async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_pat
         manifest_path = server.files.folder_of("first") / "manifest.json"
         first = dataclasses.replace(server.files.manifest_of("first"), created_us=10**16)
         manifest_path.write_bytes(first.encode())
-        assert server.files.newest() == first
         assert (await newest_snapshot(server.address, dial=READER)).name == "second"
         server.files.folder_of("second").rename(tmp_path / "elsewhere")
         foreign = tuple(dataclasses.replace(part, server_id="another") for part in first.parts)
@@ -357,6 +385,22 @@ async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: 
         server.files.remove("one")
         with pytest.raises(GoneError):
             await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
+
+
+async def test_another_snapshot_of_that_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A name that was given again, or by another server, is told; nothing is fetched, and what is there stays."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        first = await server.snapshot(name="nightly")
+        await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
+        server.files.remove("nightly")
+        await trainer.train()
+        await server.snapshot(name="nightly")
+        with pytest.raises(ConfigError, match=r"copy/nightly is another snapshot of that name: remove it, or fetch"):
+            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
+        assert verify_snapshot(tmp_path / "copy" / "nightly") == first
 
 
 async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from headrace.paramserver import snapshot_files
-from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
+from headrace.paramserver.snapshot_files import SnapshotFiles, check_file, hash_folder, verify_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 
-def make(files: SnapshotFiles, name: str, *, created_us: int = 1) -> SnapshotManifest:
+def make(
+    files: SnapshotFiles, name: str, *, created_us: int = 1, seq: int = 3, server_id: str = "s"
+) -> SnapshotManifest:
     """Make a snapshot of two shards with two files each, unpublished."""
     parts = []
     for shard in range(2):
@@ -21,7 +24,7 @@ def make(files: SnapshotFiles, name: str, *, created_us: int = 1) -> SnapshotMan
         (folder / "CURRENT").write_bytes(b"x" * 16)
         (folder / "000001.sst").write_bytes(bytes(range(256)) * 100)
         hashed = hash_folder(folder)
-        parts.append(ShardPart(shard=shard, server_id="s", seq=3, epoch=1, step=2, tables=(), files=hashed))
+        parts.append(ShardPart(shard=shard, server_id=server_id, seq=seq, epoch=1, step=2, tables=(), files=hashed))
     return SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts))
 
 
@@ -40,6 +43,23 @@ def test_published_snapshots_are_listed_and_read(tmp_path: Path) -> None:
         25600,
     )
     assert SnapshotManifest.decode(files.read("a", "", 0, 1 << 20)[0]) == late
+
+
+def test_snapshots_are_in_the_order_of_the_log(tmp_path: Path) -> None:
+    """A clock that went back between two of a store does not change their order; it orders stores alone."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    for name, seq, created_us, server_id in [
+        ("a", 3, 9, "s"),
+        ("b", 5, 2, "s"),
+        ("c", 4, 7, "s"),
+        ("d", 90, 8, "t"),
+        ("e", 91, 1, "t"),
+    ]:
+        files.publish(make(files, name, seq=seq, created_us=created_us, server_id=server_id))
+    assert [manifest.name for manifest in files.list()[0]] == ["d", "e", "a", "c", "b"]
+    newest = [files.newest(server_id) for server_id in ("s", "t", None)]
+    assert [manifest and manifest.name for manifest in newest] == ["b", "e", "b"]
+    assert files.newest("another") is None
 
 
 def test_publishing_syncs_every_name_on_the_way_to_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +105,25 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CorruptionError, match="manifest" if damage == "manifest" else "000001.sst"):
         verify_snapshot(files.folder_of("a"))
     assert len(files.list()[1]) == (damage == "manifest")
+
+
+def test_what_rots_between_two_snapshots_is_found(tmp_path: Path) -> None:
+    """A file that two snapshots share has the first one's checksum in both, so damage since is not given a new one."""
+    files = SnapshotFiles(tmp_path)
+    files.publish(make(files, "a"))
+    shared = files.folder_of("a") / "shard-0000" / "000001.sst"
+    folder = files.new_folder("b") / "shard-0000"
+    folder.mkdir(parents=True)
+    os.link(shared, folder / "000002.sst")
+    (folder / "000003.sst").write_bytes(shared.read_bytes())
+    with shared.open("r+b") as file:
+        file.write(b"!")
+    linked, copied = hash_folder(folder, known=files.row_files_of_newest("s"))
+    assert linked.name == "000002.sst" and linked.crc32c == copied.crc32c
+    with pytest.raises(CorruptionError, match=r"000002\.sst: its checksum"):
+        check_file(folder / linked.name, linked)
+    check_file(folder / copied.name, copied)
+    assert files.row_files_of_newest("another store") == {}
 
 
 def test_what_is_not_whole_is_not_published(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -42,6 +44,21 @@ def test_a_snapshot_from_making_to_removing(tmp_path: Path, capsys: pytest.Captu
     code, out, _ = _run(capsys, "snapshot", "prune", data, "--keep", 1)
     assert code == 0 and "Removed one." in out and "Removed two." in out
     assert [path.name for path in (data / "snapshots").iterdir()] == ["three"]
+
+
+def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clocks that went back do not cost the newest, and each store in the directory keeps its own newest."""
+    files = SnapshotFiles(tmp_path)
+    for seq, created_us, server_id in [(1, 50, "s"), (2, 40, "s"), (3, 30, "s"), (7, 20, "t"), (8, 10, "t")]:
+        name = f"{server_id}-{seq}"
+        files.new_folder(name).mkdir()
+        part = ShardPart(shard=0, server_id=server_id, seq=seq, epoch=0, step=-1, tables=(), files=())
+        files.publish(SnapshotManifest(name=name, created_us=created_us, parts=(part,)))
+    code, out, _ = _run(capsys, "snapshot", "prune", tmp_path, "--keep", 2)
+    assert code == 0 and out.splitlines() == ["Removed s-1.", "4 left."]
+    code, out, _ = _run(capsys, "snapshot", "prune", tmp_path, "--keep", 1)
+    assert code == 0 and out.splitlines() == ["Removed t-7.", "Removed s-2.", "2 left."]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s-3", "t-8"]
 
 
 @pytest.mark.parametrize(
