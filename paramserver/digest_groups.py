@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-__all__ = ["for_each_table"]
+__all__ = ["for_each_table", "table_groups"]
 
 # Of a group. A shard looks at some hundred thousand rows a second, one table after the other, and the last request in
 # the line has to be answered before its deadline.
@@ -33,7 +33,7 @@ async def for_each_table(
     Cancellation: passed on.
     """
     results: list[_R] = []
-    for group in _groups(tables, num_rows_of):
+    for group in table_groups(tables, num_rows_of=num_rows_of):
         try:
             async with asyncio.TaskGroup() as tasks:
                 working = [tasks.create_task(_awaited(work(table))) for table in group]
@@ -43,11 +43,13 @@ async def for_each_table(
     return results
 
 
-async def _awaited(work: Awaitable[_R]) -> _R:
-    return await work
+def table_groups(tables: Sequence[_T], *, num_rows_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield tables, in their order, that digests are asked for at once.
 
-
-def _groups(tables: Sequence[_T], num_rows_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    Args:
+        tables: Whatever they are, parts of them too.
+        num_rows_of: How many rows one has; 0 for an unknown number.
+    """
     group: list[_T] = []
     num_rows = 0
     for table in tables:
@@ -59,3 +61,7 @@ def _groups(tables: Sequence[_T], num_rows_of: Callable[[_T], int]) -> Iterator[
         num_rows += more
     if group:
         yield group
+
+
+async def _awaited(work: Awaitable[_R]) -> _R:
+    return await work

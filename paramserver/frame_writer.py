@@ -139,11 +139,16 @@ class FrameWriter:
         self.flush()
         await self._drain(deadline_s)
         transport = self._open_transport()
+        is_tls = transport.get_extra_info("sslcontext") is not None
         try:
             for piece in _pieces(segments, size_of_segments(segments)):
                 transport.write(piece)
                 await self._drain(deadline_s)
-                if transport.is_closing():
+                if is_tls:
+                    # Python 3.11's TLS transport learns that the socket was lost a turn of the loop later, and what is
+                    # written until then is lost with a warning each.
+                    await asyncio.sleep(0)
+                if transport.is_closing() or self._transport is None:
                     raise UnavailableError("the connection was lost")
         except BaseException:
             transport.abort()

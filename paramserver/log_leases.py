@@ -1,8 +1,8 @@
 """Who needs the update log from where on, and until when: what retention leaves alone, within its bound.
 
 A lease belongs to one copy of a follower: of two that have a name in common the slower one keeps what it needs. Leases
-are in memory and go by a clock that nobody sets, so no jump of the wall clock ends one; what a restart forgets is in
-`log_retention.py`.
+are in memory and go by a clock that nobody sets, so no jump of the wall clock ends one; what becomes of them at a
+restart is in `log_retention.py` and `saved_leases.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ class LogLease:
         name: Who has it, for people.
         seq: First record that is needed.
         expires_s: When it ends, by the monotonic clock, seconds.
+        copy_id: Tells copies of one name apart.
     """
 
     name: str
     seq: int
     expires_s: float
+    copy_id: str = ""
 
 
 class LogLeases:
@@ -89,7 +91,7 @@ class LogLeases:
         if len(self._leases) >= _MAX_LEASES:
             forgotten = self._leases.pop(next(iter(self._leases)))
             fact(_log, logging.WARNING, "too many leases; the oldest is forgotten", held_by=forgotten.name)
-        self._leases[name, copy_id] = LogLease(name, seq, self._clock() + lease_s)
+        self._leases[name, copy_id] = LogLease(name, seq, self._clock() + lease_s, copy_id)
         return before is None or seq < before.seq
 
     def held(self) -> list[LogLease]:

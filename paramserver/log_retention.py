@@ -6,7 +6,8 @@ made. Beyond that bound the disk wins: the oldest log goes, whoever needs it, an
 whose log is gone keeps nothing any more.
 
 Leases are in memory. So for some minutes after a start all is kept within the bound, as if somebody needed it: those
-who had leases ask for them again.
+who had leases ask for them again. Those that last longer are in a file (`saved_leases.py`). The same minutes follow a
+time in which the process stood still, or its machine, and could not be asked.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import NoReturn, Self
 
 from headrace.paramserver.log_format import fact
 from headrace.paramserver.log_leases import LogLease, LogLeases
+from headrace.paramserver.saved_leases import SavedLeases
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.snapshot_files import SnapshotFiles
 from headrace.paramserver.store import RowStore
@@ -34,6 +36,8 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 15.0
 # As long as a replica's lease by default.
 _GRACE_S = 600.0
+# No lease ends while a process stands still for less: the shortest are of a minute, and renewed every twenty seconds.
+_STALL_S = 15.0
 
 
 class LogRetention:
@@ -54,6 +58,7 @@ class LogRetention:
         config: ShardConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Remove nothing yet.
 
@@ -63,6 +68,7 @@ class LogRetention:
             followers: Leases of those who follow the log.
             config: The bounds.
             clock: Monotonic seconds.
+            sleep: Waits for some seconds.
         """
         self.cuts = LogLeases(clock=clock)
         self.num_broken = 0
@@ -72,11 +78,14 @@ class LogRetention:
         self._config = config
         self._snapshots = SnapshotFiles(config.snapshots_path)
         self._clock = clock
+        self._sleep = sleep
+        self._saved = SavedLeases(config.directory / "leases.json", followers, min_lease_s=_GRACE_S, clock=clock)
         # An empty log was followed by nobody.
         self._grace_until_s = clock() + _GRACE_S if log.last_seq else -math.inf
         self._task: asyncio.Task[NoReturn] | None = None
 
     async def __aenter__(self) -> Self:
+        await self._saved.restore()
         self._task = asyncio.create_task(self._keep_trimming(), name="headrace-retention")
         return self
 
@@ -86,6 +95,7 @@ class LogRetention:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
+        await self._saved.save(at_end=True)
 
     async def wait_failed(self) -> HeadraceError:
         """Return the error that has ended retention, once there is one.
@@ -100,7 +110,7 @@ class LogRetention:
         raise AssertionError("what never ends has ended")
 
     async def trim(self) -> None:
-        """Remove what may go now.
+        """Remove what may go now, and save the leases that a restart should know.
 
         Raises:
             StorageError: A segment could not be removed.
@@ -121,10 +131,15 @@ class LogRetention:
                 from_seq=lease.seq,
                 first_seq=self._log.first_seq,
             )
+        await self._saved.save()
 
     async def _keep_trimming(self) -> NoReturn:
         while True:
-            await asyncio.sleep(_INTERVAL_S)
+            began_s = self._clock()
+            await self._sleep(_INTERVAL_S)
+            now_s = self._clock()
+            if now_s - began_s > _INTERVAL_S + _STALL_S:
+                self._grace_until_s = now_s + _GRACE_S
             await self.trim()
 
     def _published(self) -> list[LogLease]:

@@ -83,6 +83,20 @@ class ReplayTarget:
             token=None if self.token is None else self.token.reveal(),
         )
 
+    async def ask(self) -> Any:
+        """Return the server's `idl.HelloReply`: it is there, and takes this one for a writer.
+
+        Cancellation: harmless.
+
+        Raises:
+            UnavailableError: It is not there, or does not answer.
+            UnauthorizedError: It wants another token.
+        """
+        async with await ParamServerClient.connect(
+            self.host, self.port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+        ) as client:
+            return await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
+
 
 class Replay:
     """Sends what a source takes to a server.
@@ -119,10 +133,7 @@ class Replay:
             HeadraceError: The server refuses, or a log cannot be read.
         """
         target, tables = self._target, self._source.wanted.tables
-        async with await ParamServerClient.connect(
-            target.host, target.port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
-        ) as client:
-            reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.connect_timeout_s)
+        reply = await target.ask()
         self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if not tables or fqn in tables}
         shards = sorted(reply.shards, key=lambda place: place.shard)
         limits = reply.limits

@@ -121,6 +121,7 @@ async def fetch_snapshot(
         on_progress: Called with (bytes so far, bytes in all).
 
     Raises:
+        ConfigError: There is another snapshot of its name in the directory.
         GoneError: There is no such snapshot, or it was removed meanwhile; then what has come is removed, too.
         UnavailableError: The server is not there, or has gone for long.
         CorruptionError: A file came damaged, twice.
@@ -135,6 +136,10 @@ async def fetch_snapshot(
         await link.refresh()
         manifest = SnapshotManifest.decode(await _fetch_manifest(link, name))
         if (published := await asyncio.to_thread(_published, files, manifest.name)) is not None:
+            if published != manifest:
+                raise ConfigError(
+                    f"{files.folder_of(manifest.name)} is another snapshot of that name: remove it, or fetch elsewhere"
+                )
             return published
         done, total = 0, manifest.size_bytes
         folder = files.new_folder(manifest.name)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from ssl import SSLContext
 from typing import Annotated
 
 import typer
@@ -24,7 +25,7 @@ from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.log_inspect import size_of_log
 from headrace.paramserver.replay import Replay, ReplayTarget
 from headrace.paramserver.replay_source import ReplayRange, ReplaySource, ReplaySummary
-from headrace.paramserver.security import client_tls_context, load_token
+from headrace.paramserver.security import Token, client_tls_context, load_token
 from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError
 
@@ -104,6 +105,16 @@ def replay(
         tables=frozenset(table or ()),
     )
     source = ReplaySource(path, wanted)
+    token = load_token(path=token_file, environ=os.environ)
+    target = None
+    if to is not None:
+        has_tls = any((tls_authority, tls_certificate, tls_key))
+        context = (
+            client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
+        )
+        target = _target_at(to, timeout_s, token, context)
+        if not dry_run:
+            asyncio.run(target.ask())  # before a long log is gone through in vain
     size_bytes = sum(size_of_log(log.path) for log in source.logs)
     with _progress() as progress:
         task = progress.add_task("Checking", total=size_bytes)
@@ -112,34 +123,28 @@ def replay(
     _print_summary(console, source, summary)
     if dry_run:
         return
-    with _target_of(to, into, shards) as address, _progress() as progress:
-        host, port = parse_address(address, default_port=DEFAULT_PORT)
-        has_tls = to is not None and any((tls_authority, tls_certificate, tls_key))
-        target = ReplayTarget(
-            host=host,
-            port=port,
-            ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
-            if has_tls
-            else None,
-            token=load_token(path=token_file, environ=os.environ),
-            timeout_s=timeout_s,
-        )
-        work = Replay(source, target, again=again)
+    with _served(into, shards) as address, _progress() as progress:
+        work = Replay(source, target or _target_at(address, timeout_s, token), again=again)
         task = progress.add_task("Sending", total=size_bytes)
         asyncio.run(work.run(on_progress=lambda done: progress.advance(task, done)))
-    where = f"--into {into}" if into is not None else address
+    where = f"--into {into}" if into is not None else to
     skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
     console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
 
 
+def _target_at(
+    address: str, timeout_s: float, token: Token | None, ssl_context: SSLContext | None = None
+) -> ReplayTarget:
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    return ReplayTarget(host=host, port=port, ssl_context=ssl_context, token=token, timeout_s=timeout_s)
+
+
 @contextmanager
-def _target_of(to: str | None, into: Path | None, shards: int | None) -> Iterator[str]:
-    """Yield the target's address, of a server that is started for it if need be."""
-    if to is not None:
-        yield to
+def _served(into: Path | None, shards: int | None) -> Iterator[str]:
+    """Serve a directory for this replay, on loopback alone, and yield the address; nothing without one."""
+    if into is None:
+        yield ""
         return
-    assert into is not None
-    # It listens on loopback alone, for this replay.
     with ServerProcess.start(into, shards=shards) as server:
         yield server.address
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 from fake_replica import FakeReplica
@@ -52,12 +53,24 @@ def test_names_follow_the_rules() -> None:
         assert not re.search(r"_(ms|us|kb|mb|s)$", family.name)
 
 
+def _board() -> Any:
+    return json.loads((ROOT / "deploy/grafana/headrace.json").read_text())
+
+
+def _rules() -> list[Any]:
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _used_by(board: Any) -> set[str]:
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    return {name for panel in panels for target in panel["targets"] for name in _NAME.findall(target["expr"])}
+
+
 def test_dashboard_uses_what_is_exported() -> None:
     """Each expression of the dashboard is of metrics that exist, and every panel has its own place."""
-    board = json.loads((ROOT / "deploy/grafana/headrace.json").read_text())
-    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    used = {name for panel in panels for target in panel["targets"] for name in _NAME.findall(target["expr"])}
-    assert used <= _names()
+    board = _board()
+    assert _used_by(board) <= _names()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken = set()
     for panel in board["panels"]:
@@ -68,13 +81,17 @@ def test_dashboard_uses_what_is_exported() -> None:
         taken |= cells
 
 
+def test_dashboard_shows_what_is_bounded_and_what_is_held() -> None:
+    """Whoever is called by an alert sees its metric, and what keeps the log or fills a replica's memory has a panel."""
+    used = _used_by(_board())
+    alerted = {name for rule in _rules() for name in _NAME.findall(rule["expr"])}
+    held = {"headrace_replica_pending_bytes", "headrace_followers", "headrace_log_first_seq"}
+    assert sorted((alerted | held) - used) == []
+
+
 def test_alerts_use_what_is_exported() -> None:
     """Each alert is of metrics that exist, says how urgent it is and what to do."""
-    rules = [
-        r
-        for group in yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
-        for r in group["rules"]
-    ]
+    rules = _rules()
     for rule in rules:
         assert set(_NAME.findall(rule["expr"])) <= _names()
         assert rule["labels"]["severity"] in ("warning", "critical")

@@ -8,7 +8,9 @@ between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.digest_groups import for_each_table, table_groups
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.precision import precision_of
@@ -42,6 +45,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _PRESENT = 1
 
 _Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """Rows of a table that are looked at as of one moment."""
+
+    fqn: str
+    first_row: int
+    end_row: int
+
+    def num_rows(self) -> int:
+        return self.end_row - self.first_row
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,7 +168,7 @@ async def audit_copy(copy: Followed, config: ReplicaConfig, fqns: Sequence[str] 
         fqns = [fqn for fqn in specs if fqn not in left_out]
     for fqn in fqns:
         _check(copy, config, fqn)
-    return ReplicaAuditReport(tables=tuple([await _audit_table(copy, fqn) for fqn in fqns]), left_out=left_out)
+    return ReplicaAuditReport(tables=tuple(await _audit_tables(copy, fqns)), left_out=left_out)
 
 
 async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str) -> TableDigest:
@@ -175,60 +190,78 @@ def _check(copy: Followed, config: ReplicaConfig, fqn: str) -> None:
         raise RequestError(f"table {fqn!r} cannot be compared: {why}")
 
 
-async def _audit_table(copy: Followed, fqn: str) -> ReplicaTableAudit:
-    """Compare a table that follows a server with what the server's shards have.
+async def _audit_tables(copy: Followed, fqns: Sequence[str]) -> list[ReplicaTableAudit]:
+    results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
+    for group in table_groups([span for fqn in results for span in _spans(copy, fqn)], num_rows_of=_Span.num_rows):
+        for span in await _audit_spans(copy, group, results):
+            pause_s = _FIRST_PAUSE_S
+            while await _audit_spans(copy, [span], results):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return list(results.values())
 
-    Args:
-        copy: Caught up.
-        fqn: A table of it, which can be compared (`why_left_out`).
 
-    Raises:
-        UnavailableError: A shard does not answer.
-        HeadraceError: The copy is not kept up to date any more.
-
-    Cancellation: harmless; the copy goes on following.
-    """
-    result, total = ReplicaTableAudit(fqn=fqn), 0
+def _spans(copy: Followed, fqn: str) -> Iterator[_Span]:
     num_rows = copy.generation.tables[fqn].spec.num_rows
-    for first in range(0, max(num_rows, 1), _ROWS_AT_ONCE):
-        span = (first, min(first + _ROWS_AT_ONCE, num_rows))
-        pause_s = _FIRST_PAUSE_S
-        while (ours := await _audit_span(copy, fqn, span, result)) is None:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        result.num_rows += ours.num_rows
-        total += ours.total
-    result.digest = total % 2**64
-    return result
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        yield _Span(fqn=fqn, first_row=first, end_row=min(first + _ROWS_AT_ONCE, num_rows))
 
 
-async def _audit_span(copy: Followed, fqn: str, span: tuple[int, int], result: ReplicaTableAudit) -> TableDigest | None:
-    """Return the replica's digest of some rows and note what differs; None when the two are not at the same records."""
-    generation, (first_row, end_row) = copy.generation, span
-    table = generation.tables[fqn]
+async def _audit_spans(copy: Followed, spans: Sequence[_Span], results: Mapping[str, ReplicaTableAudit]) -> list[_Span]:
+    """Compare some rows and note what there is; return the spans of which the two were not at the same records.
+
+    The shards' digests are asked for together: a round trip is most of what a small table costs. With no writes in
+    between they are of one position; with some, the replica is taken from one to the next.
+    """
+    tails = copy.generation.tails
+    done: set[_Span] = set()
     async with copy.held():
-        theirs = await copy.reader.digest(fqn, first_row=first_row, end_row=end_row, only_weights=True)
-        seqs = [theirs.seqs.get(tail.shard, 0) for tail in generation.tails]
-        if not theirs.is_steady or not await copy.show_up_to(seqs):
-            return None
-        ours = await asyncio.to_thread(digest_table, table, first_row=first_row, end_row=end_row)
-        for bucket in theirs.differing_buckets(ours):
-            result.differing_buckets.append(bucket)
-            if len(result.differing_row_ids) < _MAX_NAMED:
-                found = await _differing_rows(copy, fqn, span, bucket)
-                result.differing_row_ids += found[: _MAX_NAMED - len(result.differing_row_ids)].tolist()
-    return ours
+        theirs = await for_each_table(spans, functools.partial(_stored, copy), num_rows_of=_Span.num_rows)
+        by_seqs: dict[tuple[int, ...], dict[_Span, TableDigest]] = {}
+        for span, digest in zip(spans, theirs, strict=True):
+            if digest.is_steady:
+                seqs = tuple(digest.seqs.get(tail.shard, 0) for tail in tails)
+                by_seqs.setdefault(seqs, {})[span] = digest
+        shown = (0,) * len(tails)
+        for seqs, digests in sorted(by_seqs.items()):
+            if any(map(operator.lt, seqs, shown)) or not await copy.show_up_to(seqs):
+                continue  # another shard has been at later records for the span before
+            shown = seqs
+            ours = await asyncio.to_thread(_digest_spans, copy, list(digests))
+            for span, digest in digests.items():
+                await _note(copy, span, ours[span], digest, results[span.fqn])
+            done |= digests.keys()
+    return [span for span in spans if span not in done]
 
 
-async def _differing_rows(copy: Followed, fqn: str, span: tuple[int, int], bucket: int) -> _Ids:
+async def _stored(copy: Followed, span: _Span) -> TableDigest:
+    return await copy.reader.digest(span.fqn, first_row=span.first_row, end_row=span.end_row, only_weights=True)
+
+
+def _digest_spans(copy: Followed, spans: Sequence[_Span]) -> dict[_Span, TableDigest]:
+    tables = copy.generation.tables
+    return {span: digest_table(tables[span.fqn], first_row=span.first_row, end_row=span.end_row) for span in spans}
+
+
+async def _note(copy: Followed, span: _Span, ours: TableDigest, theirs: TableDigest, result: ReplicaTableAudit) -> None:
+    result.num_rows += ours.num_rows
+    result.digest = (result.digest + ours.total) % 2**64
+    for bucket in theirs.differing_buckets(ours):
+        result.differing_buckets.append(bucket)
+        if len(result.differing_row_ids) < _MAX_NAMED:
+            found = await _differing_rows(copy, span, bucket)
+            result.differing_row_ids += found[: _MAX_NAMED - len(result.differing_row_ids)].tolist()
+
+
+async def _differing_rows(copy: Followed, span: _Span, bucket: int) -> _Ids:
     """Return the rows of a bucket that differ, but for those that have been updated since what the replica shows."""
-    table, visible = copy.generation.tables[fqn], copy.generation.visible
+    table, visible = copy.generation.tables[span.fqn], copy.generation.visible
     if visible is None:
-        raise UnavailableError(f"table {fqn!r}: the replica is at no step")
+        raise UnavailableError(f"table {span.fqn!r}: the replica is at no step")
     found = [np.empty(0, np.int64)]
-    first, end = max(span[0], bucket * BUCKET_ROWS), min(span[1], (bucket + 1) * BUCKET_ROWS)
+    first, end = max(span.first_row, bucket * BUCKET_ROWS), min(span.end_row, (bucket + 1) * BUCKET_ROWS)
     for ids in _pieces(first, end, _ROWS_IN_CACHE):
-        theirs = await copy.reader.get(fqn, ids, with_versions=True)
+        theirs = await copy.reader.get(span.fqn, ids, with_versions=True)
         assert theirs.epochs is not None
         assert theirs.steps is not None
         rows, missing = await asyncio.to_thread(table.gather, ids)

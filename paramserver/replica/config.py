@@ -97,7 +97,7 @@ class ReplicaConfig:
         max_pending_bytes: Memory a shard, in `step`, for what has come and is no whole step yet. A shard that is so far
             ahead of the others is not fetched from. Where waiting for others is of no use, the replica begins anew
             aside, and a copy that lookups do not see yet needs none of it.
-        snapshot_dir: Where snapshots are put that are fetched; None for a temporary directory.
+        snapshot_dir: Where snapshots are put that are fetched, the last of which stays; None for a temporary directory.
         fetch_wait_s: How long one fetch waits for something new, seconds.
         timeout_s: For one answer of a shard, seconds.
     """

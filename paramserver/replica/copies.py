@@ -67,7 +67,7 @@ class Copies:
     def describe_lag(self) -> str:
         """Say what the copy that was begun last has not come to; one line without an end."""
         if self._beginning is None:
-            return "its tables are being read"
+            return self._builder.doing
         return _describe_lag(self._beginning)
 
     async def switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
@@ -144,6 +144,7 @@ class Copies:
         self.current, self.failure = copy.generation, None
         self._notify()
         await self._end_dropped()
+        await self._builder.remove_old_snapshots()
 
     async def _end_dropped(self) -> None:
         """Stop following into copies that nobody needs, and free them; goes on where it was cancelled before."""

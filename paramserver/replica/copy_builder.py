@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,6 +13,7 @@ from headrace.paramserver.machine_memory import free_memory_bytes
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copy_folders import CopyFolders
+from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots, snapshot_in_use
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.loading import load_live, load_snapshot
@@ -19,18 +21,25 @@ from headrace.paramserver.replica.log_hold import CopyLease, LogHold
 from headrace.paramserver.replica.storage import Storage, memory_needed
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import fetch_snapshot, newest_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, read_manifest, verify_snapshot
+from headrace.paramserver.snapshot_files import read_manifest, verify_snapshot
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["CopyBuilder"]
 
+_log = logging.getLogger(__name__)
+
+_CONNECTING, _READING = "the server has not answered yet", "its tables are being read"
+
 
 class CopyBuilder:
     """Begins one replica's copies.
 
     Thread: the event loop's, but for making and closing it.
+
+    Attributes:
+        doing: What is waited for while a copy is built; one line without an end.
     """
 
     def __init__(self, address: str, dial: Dial, config: ReplicaConfig) -> None:
@@ -48,11 +57,28 @@ class CopyBuilder:
         self._dial = dial
         self._config = config
         self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
+        self.doing = _CONNECTING
+        self._fetched: str | None = None  # the snapshot that was fetched last into a directory that stays
 
     def close(self) -> None:
         """Give the directory up; copies are closed by those who have them. Idempotent."""
         if self._folders is not None:
             self._folders.close()
+
+    async def remove_old_snapshots(self) -> None:
+        """Remove what replicas have fetched before into `snapshot_dir`, once a copy of the newest answers.
+
+        What fails is logged: it costs disk, and is tried again after the next change.
+
+        Cancellation: what has been chosen is removed.
+        """
+        directory = self._config.snapshot_dir
+        if directory is None or self._fetched is None:
+            return
+        try:
+            await asyncio.to_thread(FetchedSnapshots(directory).remove_others, self._fetched)
+        except HeadraceError as exc:
+            _log.warning("snapshots that are not needed any more: %s", exc)
 
     async def build(
         self,
@@ -80,6 +106,7 @@ class CopyBuilder:
         Cancellation: nothing is left of the copy.
         """
         dial = self._dial
+        self.doing = _CONNECTING
         reader = await EmbeddingReader.connect(
             self._address,
             timeout_s=dial.timeout_s,
@@ -88,12 +115,14 @@ class CopyBuilder:
             token=dial.token,
             reach_log=dial.reach_log,
         )
+        self.doing = _READING
         lease = CopyLease.of(self._config)
         specs = list(reader.tables.values())
         storage = Storage(self._config, self._folders, specs)
         try:
             if snapshot is not None:
-                generation = await self._load(snapshot, reader, lease, storage, held_bytes)
+                with snapshot_in_use(snapshot):
+                    generation = await self._load(snapshot, reader, lease, storage, held_bytes)
             elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 generation = await load_live(
@@ -148,11 +177,13 @@ class CopyBuilder:
             directory = self._config.snapshot_dir
             if directory is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
-            folder = await self._fetch_newest(directory, reader, lease)
+            folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
             return await self._load(folder, reader, lease, storage, held_bytes)
 
-    async def _fetch_newest(self, directory: Path, reader: EmbeddingReader, lease: CopyLease) -> Path:
-        """Bring the server's newest snapshot into a directory, while the log behind it is kept; return its folder."""
+    async def _fetch_newest(
+        self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.ExitStack
+    ) -> Path:
+        """Bring the server's newest snapshot, while the log behind it is kept; return its folder, which is in use."""
         tried = ""
         while True:
             try:
@@ -162,15 +193,20 @@ class CopyBuilder:
                     f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
                 ) from exc
             try:
-                async with _hold(reader, manifest, lease) as hold:
+                self.doing = f"snapshot {manifest.name!r} is being fetched"
+                async with _hold(reader, manifest, lease) as hold, fetched.alone(hold.check):
+                    await asyncio.to_thread(fetched.prepare, manifest)
                     await fetch_snapshot(
                         self._address,
-                        directory,
+                        fetched.files.path,
                         dial=self._dial,
                         name=manifest.name,
                         on_progress=lambda *_, hold=hold: hold.check(),
                     )
-                return SnapshotFiles(directory).folder_of(manifest.name)
+                    folder = fetched.files.folder_of(manifest.name)
+                    in_use.enter_context(snapshot_in_use(folder))
+                self._fetched, self.doing = manifest.name, _READING
+                return folder
             except GoneError as exc:  # it was removed, or its log: perhaps there is a newer one by now
                 if manifest.name == tried:
                     raise GoneError(

@@ -102,7 +102,7 @@ class EndpointConfig:
         None,
         kind=Kind.PATH,
         default_text="a temporary one",
-        help="Directory for snapshots that are fetched from the server.",
+        help="Directory for snapshots that are fetched from the server; the last one stays.",
     )
     name: str | None = setting(
         None,

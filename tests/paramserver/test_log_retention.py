@@ -46,6 +46,7 @@ class Logged:
 
     def __init__(self, log: MemoryUpdateLog, config: ShardConfig) -> None:
         self.now_s = 0.0
+        self.sleeps: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
         self.log = log
         self.followers = LogLeases(clock=lambda: self.now_s)
         self._store = SimpleNamespace(durable_seq=0)
@@ -55,7 +56,20 @@ class Logged:
     def begin(self) -> None:
         """Begin retention, as at the start of a shard."""
         store = cast("Any", self._store)
-        self.retention = LogRetention(self.log, store, self.followers, self._config, clock=lambda: self.now_s)
+        self.retention = LogRetention(
+            self.log, store, self.followers, self._config, clock=lambda: self.now_s, sleep=self._sleep
+        )
+
+    async def _sleep(self, duration_s: float) -> None:
+        self.sleeps.put_nowait((duration_s, turn := asyncio.get_running_loop().create_future()))
+        await turn
+
+    async def pass_time(self, more_s: float) -> None:
+        """Let retention's next sleep take so much longer than it should, and return when it sleeps again."""
+        duration_s, turn = await asyncio.wait_for(self.sleeps.get(), WAIT_S)
+        self.now_s += duration_s + more_s
+        turn.set_result(None)
+        self.sleeps.put_nowait(await asyncio.wait_for(self.sleeps.get(), WAIT_S))
 
     async def append(self, num_records: int) -> None:
         for _ in range(num_records):
@@ -164,6 +178,46 @@ async def test_after_a_start_the_log_is_kept_until_all_have_asked_again(tmp_path
         assert await it.first_seq() > 25
 
 
+async def test_who_could_not_ask_as_the_process_stood_still_loses_nothing(tmp_path: Path) -> None:
+    """A lease that has ended while nobody was answered is as after a start; a loop that is a little late is no news."""
+    async with logged(tmp_path) as it:
+        (tmp_path / "shard-0000").mkdir()
+        it.followers.renew("replica", 4, 60.0)
+        await it.append(12)
+        async with it.retention:
+            await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 4
+            await it.pass_time(more_s=3600.0)
+            assert not it.followers.held() and it.log.first_seq == 4
+            it.followers.renew("replica", 6, 60.0)  # it has been answered, and goes on
+            for _ in range(39):
+                await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 4
+            it.followers.renew("replica", 6, 60.0)
+            await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 6
+            await it.pass_time(more_s=14.0)
+            await it.pass_time(more_s=14.0)
+            await it.pass_time(more_s=14.0)
+            assert it.log.first_seq > 6
+
+
+async def test_a_long_lease_holds_the_log_over_a_restart(tmp_path: Path) -> None:
+    """Its follower may be away for longer than the time in which all is kept after a start."""
+    async with logged(tmp_path) as it:
+        (tmp_path / "shard-0000").mkdir()
+        await it.append(12)
+        async with it.retention:
+            it.followers.renew("away", 4, 3600.0)
+        it.followers = LogLeases(clock=lambda: it.now_s)
+        it.begin()
+        async with it.retention:
+            it.now_s = 3000.0
+            assert await it.first_seq() == 4
+            it.now_s = 3600.0
+            assert await it.first_seq() > 6
+
+
 async def test_a_new_log_was_followed_by_nobody(tmp_path: Path) -> None:
     """A new server's first minutes cost no more disk than others."""
     async with logged(tmp_path) as it:
@@ -208,7 +262,6 @@ async def test_a_lease_on_what_is_being_removed_is_not_given(tmp_path: Path) -> 
 
 async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be removed is told to who runs the shard, as the disk would fill up."""
-    monkeypatch.setattr("headrace.paramserver.log_retention._INTERVAL_S", 0.0)
     async with logged(tmp_path) as it:
 
         def fail(*_: Any, **__: Any) -> int:
@@ -216,4 +269,6 @@ async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(it.log, "trim", fail)
         async with it.retention, asyncio.timeout(WAIT_S):
+            _, turn = await it.sleeps.get()
+            turn.set_result(None)
             assert str(await it.retention.wait_failed()) == "the disk is on fire"

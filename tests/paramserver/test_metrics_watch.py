@@ -9,6 +9,7 @@ import rocksdict
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.metrics_sample import ShardSample
 from headrace.paramserver.metrics_watch import ApplyLag, DurationCounts, FsyncTimes, block_cache_of
+from headrace.paramserver.rocks_db import RocksDb
 from headrace.paramserver.rpc_server import ThriftServer
 from headrace.paramserver.shard import open_shard
 from headrace.paramserver.shard_config import ShardConfig
@@ -113,7 +114,7 @@ def test_cache_counts(tmp_path: Path) -> None:
         db = rocksdict.Rdict(str(tmp_path / str(is_counted)), options)
         db[b"key"] = b"value"
         db.flush()
-        store = RowStore(tmp_path, db, config)
+        store = RowStore(RocksDb(tmp_path, db), config)
         assert db.get(b"key") == db.get(b"key") == b"value"
         cache = block_cache_of(store)
         if is_counted:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
 
 from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.frame_writer import FrameWriter
 from headrace.paramserver.security import (
     AccessPolicy,
     Token,
@@ -48,6 +51,42 @@ async def test_calls_over_tls(size_bytes: int) -> None:
                 reply = await client.get_embeddings(read("t", bytes([n])))
                 assert bytes(reply.weights) == bytes([n]) * size_bytes
         assert served.service.num_bytes == 5 * size_bytes
+
+
+class _Writing(asyncio.Protocol):
+    """A connection of which only the writing half is looked at."""
+
+    def __init__(self) -> None:
+        self.writer = FrameWriter(timeout_s=WAIT_S)
+        self.connected = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        self.writer.attach(transport)
+        self.connected.set()
+
+    def pause_writing(self) -> None:
+        self.writer.pause()
+
+    def resume_writing(self) -> None:
+        self.writer.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.writer.detach()
+
+
+async def test_a_reader_that_leaves_amid_a_frame_over_tls_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of the frame is not written to a connection that is lost, on which asyncio would remark."""
+    protocol = _Writing()
+    server = await asyncio.get_running_loop().create_server(lambda: protocol, "127.0.0.1", 0, ssl=server_tls())
+    port = server.sockets[0].getsockname()[1]
+    _, leaver = await asyncio.open_connection("127.0.0.1", port, ssl=client_tls(), server_hostname="shard.test")
+    await asyncio.wait_for(protocol.connected.wait(), WAIT_S)
+    leaver.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    with caplog.at_level(logging.WARNING), pytest.raises(UnavailableError, match="lost"):
+        await protocol.writer.send([bytes(16 << 20)])
+    assert caplog.messages == []
+    leaver.transport.abort()
+    server.close()
 
 
 @pytest.mark.parametrize("hangs", [False, True])

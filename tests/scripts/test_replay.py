@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from headrace import cli
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.replay import Replay
+from headrace.paramserver.replay_source import ReplaySource, ReplaySummary
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -100,12 +103,57 @@ def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pyt
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+def test_a_target_that_is_not_there_is_told_first(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """Nobody waits for the check of a long log to hear of a wrong port; `--dry-run` needs no target."""
+    checked: list[Path] = []
+    summarize = ReplaySource.summarize
+
+    def note(self: ReplaySource, **settings: Any) -> ReplaySummary:
+        checked.append(source)
+        return summarize(self, **settings)
+
+    monkeypatch.setattr(ReplaySource, "summarize", note)
+    address = f"127.0.0.1:{unused_tcp_port}"
+    assert _run(source, "--to", address) == 1
+    out, err = capsys.readouterr()
+    assert f"no connection to {address}" in err and err.count("\n") == 1
+    assert out == "" and not checked
+    assert _run(source, "--to", address, "--dry-run") == 0 and checked
+
+
+def test_a_target_that_goes_in_the_middle_is_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one line that says what to do; the same replay then goes on, once the server is back."""
+    cut = Replay._cut
+    with ServerProcess.start(tmp_path / "target") as server:
+
+        def kill_first(self: Replay, *arguments: Any) -> Any:
+            if server.is_running:
+                server.kill()
+            return cut(self, *arguments)
+
+        monkeypatch.setattr(Replay, "_cut", kill_first)
+        assert _run(source, "--to", server.address, "--timeout-s", 0.5) == 1
+        err = capsys.readouterr().err
+        assert f"{server.address} has taken nothing for 0.5 s" in err and err.count("\n") == 1
+        assert "start the same replay again" in err
+    monkeypatch.undo()
+    with ServerProcess.start(tmp_path / "target") as server:
+        assert _run(source, "--to", server.address) == 0
+        assert asyncio.run(_read(server.address))[1] == VALUES.tobytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["{source}"], "say where to: --to HOST:PORT"),
         (["{source}", "--to", "127.0.0.1:1", "--into", "x"], "say where to"),
         (["{source}", "--to", "127.0.0.1:1", "--shards", "2"], "--shards goes with --into"),
+        (["{source}", "--to", "127.0.0.1:70000"], "'127.0.0.1:70000' is not an address such as 127.0.0.1:7601"),
+        (["{source}", "--to", "no-such-host.invalid"], "no connection to no-such-host.invalid:7601: "),
         (["{source}", "--into", "{source}/copy"], "that is where the log to replay lies"),
         (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
         (["{source}", "--dry-run", "--from-seq", "90"], "nothing to replay"),

@@ -28,6 +28,8 @@ types = pytest.importorskip("torchrec.distributed.types")
 bags = pytest.importorskip("torchrec.distributed.embeddingbag")
 sequences = pytest.importorskip("torchrec.distributed.embedding")
 optimizers = pytest.importorskip("torchrec.optim")
+pipelines = pytest.importorskip("torchrec.distributed.train_pipeline.train_pipelines")
+Pipelineable: Any = pytest.importorskip("torchrec.streamable").Pipelineable
 keyed = pytest.importorskip("torchrec.optim.keyed")
 
 CPU = torch.device("cpu")
@@ -92,6 +94,30 @@ class Model(nn.Module):
         return loss
 
 
+class PipelinedModel(Model):
+    """The model as a train pipeline calls it: with one batch, giving its loss and what is to be shown."""
+
+    def forward(self, batch: Any) -> Any:
+        loss = super().forward(batch.bags, batch.more, batch.sequence)
+        return loss, loss.detach()
+
+
+class PipelinedBatch(Pipelineable):
+    """A batch that a train pipeline can move."""
+
+    def __init__(self, bags: Any, more: Any, sequence: Any) -> None:
+        self.bags, self.more, self.sequence = bags, more, sequence
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PipelinedBatch:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        """There is none on a CPU."""
+
+    def pin_memory(self) -> PipelinedBatch:
+        return self
+
+
 class Batch:
     """Random ids of a step: bags of 0 to 3, skewed so that rows repeat."""
 
@@ -123,15 +149,16 @@ class Batch:
         )
 
 
-def sharded(optimizer: str | None, sharding: Any, dtype: str = "FP32") -> Any:
+def sharded(optimizer: str | None, sharding: Any, dtype: str = "FP32", kind_of_model: type[Model] = Model) -> Any:
     """Make a model with fused optimizers (or none) under `DistributedModelParallel` on one rank.
 
     Args:
         optimizer: Key of `FUSED`; None leaves the tables to a torch optimizer.
         sharding: Makes each table's sharding.
         dtype: Name of TorchRec's data type.
+        kind_of_model: What is made.
     """
-    model = Model(getattr(torchrec.modules.embedding_configs.DataType, dtype))
+    model = kind_of_model(getattr(torchrec.modules.embedding_configs.DataType, dtype))
     model.has_sequence = optimizer is not None  # on the CPU, FBGEMM's kernel DENSE pools where it should not
     sharders = [bags.EmbeddingBagCollectionSharder(), sequences.EmbeddingCollectionSharder()]
     if optimizer is not None:
@@ -190,6 +217,23 @@ def test_mirror_equals_tables_at_every_boundary(optimizer: str, sharding: Any, d
     step_batches(model, batches)
     assert tap.end_step()
     assert mirror.taken == [batch.rows for batch in batches]
+    tap.close()
+
+
+@pytest.mark.parametrize("kind", ["TrainPipelineBase", "TrainPipelineSparseDist"])
+def test_a_train_pipeline_is_a_training_loop(kind: str) -> None:
+    """The next batch's ids are dealt out before a step has ended; its rows are marked in the step that changes them."""
+    model = sharded("row-wise-adagrad", row_wise, kind_of_model=PipelinedModel)
+    dense = torch.optim.SGD([p for name, p in model.named_parameters() if "dense" in name], lr=0.1)
+    tap, mirror = tapped(model, [])
+    batches = [Batch(seed) for seed in range(6)]
+    pipeline = getattr(pipelines, kind)(model, dense, CPU)
+    inputs = iter([PipelinedBatch(*batch.inputs) for batch in batches])
+    for _ in batches:
+        pipeline.progress(inputs)
+    assert tap.end_step()
+    assert mirror.taken == [batch.rows for batch in batches]
+    assert bool(getattr(pipeline, "_pipelined_modules", ())) == (kind == "TrainPipelineSparseDist")
     tap.close()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +19,10 @@ from torch import nn
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.audit import why_left_out
+from headrace.paramserver.replica.audit import _audit_tables, why_left_out
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.tables import DType, TableSpec
@@ -153,6 +158,76 @@ def test_training_goes_on_meanwhile(server: ServerProcess, training: Training, c
             thread.join()
         training.settle(replica)
         assert torch.equal(replica.lookup("large.weight", range(ROWS)), training.model["large"].weight.detach())
+
+
+def test_small_tables_are_compared_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty cost three turns of holding the replica, and each that differs is named with its row, in its place."""
+    turns: list[int] = []
+    held = Followed.held
+
+    def count(copy: Followed) -> Any:
+        turns.append(1)
+        return held(copy)
+
+    model = nn.ModuleDict({f"t{n:02d}": nn.EmbeddingBag(20 + n, 2, mode="sum") for n in range(40)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fqns = [f"{name}.weight" for name in model]
+    with (
+        ServerProcess.start(tmp_path / "data", shards=2) as server,
+        RawEmbeddingStreamer(server.address, run="many") as streamer,
+    ):
+        streamer.attach(model, optimizer, publish="all")
+        streamer.flush()
+        with EmbeddingReplica(server.address) as replica:
+            put(replica, fqns[3], 22, flipped_bit=1)
+            put(replica, fqns[39], 0, flipped_bit=None)
+            monkeypatch.setattr(Followed, "held", count)
+            report = replica.audit(timeout_s=WAIT_S)
+            assert len(turns) == 3
+            assert [table.fqn for table in report.tables] == fqns
+            assert [table.num_rows for table in report.tables] == [*range(20, 59), 58]
+            differing = {table.fqn: table.differing_row_ids for table in report.tables if table.differing_buckets}
+            assert differing == {fqns[3]: [22], fqns[39]: [0]}
+            assert [replica.digest(fqn).total for fqn in fqns[:5]] == [table.digest for table in report.tables[:5]]
+
+
+class _CopyAtSeqs:
+    """A copy of two shards, whose digests are of the positions that the test has put there."""
+
+    def __init__(self, seqs: dict[str, list[tuple[int, int]]]) -> None:
+        spec = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
+        specs = {fqn: dataclasses.replace(spec, fqn=fqn) for fqn in seqs}
+        self.generation = SimpleNamespace(
+            tables={fqn: MemoryTable(spec) for fqn, spec in specs.items()},
+            tails=[SimpleNamespace(shard=0), SimpleNamespace(shard=1)],
+        )
+        self.reader = self
+        self.shown: list[tuple[int, ...]] = []
+        self._seqs = seqs
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        self.shown.append(())
+        yield
+
+    async def digest(self, fqn: str, **_: Any) -> TableDigest:
+        spec = self.generation.tables[fqn].spec
+        digest = TableDigest(spec=spec, columns=spec.whole)
+        digest.seqs = dict(enumerate(self._seqs[fqn].pop(0)))
+        digest.is_steady = digest.seqs[0] > 0
+        return digest
+
+    async def show_up_to(self, seqs: tuple[int, ...]) -> bool:
+        self.shown.append(seqs)
+        return True
+
+
+async def test_the_replica_is_taken_from_position_to_position() -> None:
+    """Never back: a table of which one shard was later than the others', or not at one position, is compared again."""
+    copy = _CopyAtSeqs({"a": [(2, 3)], "b": [(5, 1), (5, 4)], "c": [(2, 3)], "d": [(0, 0), (6, 6)], "e": [(3, 4)]})
+    audits = await _audit_tables(cast("Any", copy), list("abcde"))
+    assert [audit.fqn for audit in audits] == list("abcde")
+    assert copy.shown == [(), (2, 3), (3, 4), (), (5, 4), (), (6, 6)]
 
 
 def test_a_replica_that_lags_shows_what_the_store_has(server: ServerProcess, training: Training) -> None:

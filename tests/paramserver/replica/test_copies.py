@@ -77,6 +77,7 @@ class FakeBuilder:
     def __init__(self, *results: FakeCopy | Exception) -> None:
         self.results = list(results)
         self.given: list[FakeCopy] = []
+        self.num_cleared = 0
 
     async def build(self, snapshot: Path | None, *, on_lost: Any, **_: Any) -> Followed:
         result = self.results.pop(0)
@@ -85,6 +86,9 @@ class FakeBuilder:
         result.on_lost = on_lost
         self.given.append(result)
         return cast("Followed", result)
+
+    async def remove_old_snapshots(self) -> None:
+        self.num_cleared += 1
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +181,24 @@ async def test_a_change_that_came_is_not_told_as_late() -> None:
     with pytest.raises(TimeoutError):
         await switch(copies, timeout_s=0.01)
     assert copies.current is second.generation and late.num_closed == 1
+    await copies.close()
+
+
+async def test_old_snapshots_go_once_another_copy_answers() -> None:
+    """Not before, and not when the other copy has failed: what it began from may be needed again."""
+    first, second = FakeCopy(), FakeCopy(seq=1, target_seq=2)
+    copies, builder = made(first, second, StorageError("no"))
+    await switch(copies)
+    assert builder.num_cleared == 1
+    switching = asyncio.create_task(switch(copies))
+    await until(lambda: len(builder.given) == 2)
+    assert builder.num_cleared == 1
+    second.move(2, (1, 2))
+    await switching
+    assert builder.num_cleared == 2
+    with pytest.raises(StorageError):
+        await switch(copies)
+    assert builder.num_cleared == 2
     await copies.close()
 
 

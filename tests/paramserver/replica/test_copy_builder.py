@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +15,15 @@ import numpy as np
 import pytest
 from shard_servers import serve_shards
 
+from headrace.paramserver import snapshot_client
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.replica import EmbeddingReplica, copy_builder
+from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots
 from headrace.paramserver.shard import Shard
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.schemas.errors import UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
@@ -126,6 +131,10 @@ async def _looked_up(replica: EmbeddingReplica, fqn: str, rows: range) -> set[fl
     return set(found.flatten().tolist())
 
 
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
 @pytest.mark.parametrize("name", [None, "replica"])
 async def test_a_copy_that_loads_for_long_finds_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
@@ -183,10 +192,95 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
         await server.snapshot("one")
         replica = await asyncio.to_thread(EmbeddingReplica, server.address, snapshot_dir=tmp_path / "kept")
         try:
-            assert fetched == ["one", "two"] and [path.name for path in (tmp_path / "kept").iterdir()] == ["two"]
+            assert fetched == ["one", "two"] and _names(tmp_path / "kept") == ["two"]
             assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
         finally:
             await asyncio.to_thread(replica.close)
+
+
+async def test_replicas_share_a_directory_of_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once fetch once; one that changes over removes what neither reads, and both go on."""
+    kept, pieces = tmp_path / "kept", []
+    async with serving(tmp_path / "data") as server:
+        original = snapshot_client._piece
+
+        async def piece(link: Any, name: str, path: str, offset: int) -> Any:
+            if path:
+                pieces.append((name, path, offset))
+            return await original(link, name, path, offset)
+
+        monkeypatch.setattr(snapshot_client, "_piece", piece)
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        begin = functools.partial(asyncio.to_thread, EmbeddingReplica, server.address, snapshot_dir=kept)
+        replicas = await asyncio.gather(begin(), begin())
+        try:
+            assert pieces and len(pieces) == len(set(pieces)) and _names(kept) == ["one"]
+            await trainer.write(2, range(100))
+            await server.snapshot("two")
+            (kept / ".new-left").mkdir()
+            (kept / ".new-left" / ".fetched").touch()
+            replicas.append(await begin())
+            assert _names(kept) == ["two"]
+            for replica in replicas:
+                await asyncio.to_thread(replica.wait_for, 2, WAIT_S)
+                assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {2.0}
+        finally:
+            for replica in replicas:
+                await asyncio.to_thread(replica.close)
+
+
+async def test_a_snapshot_that_a_copy_loads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another replica of the directory changes over to a newer one meanwhile, and leaves the older one where it is."""
+    kept, loading, may_load = tmp_path / "kept", threading.Event(), threading.Event()
+
+    def verify_late(folder: Path) -> Any:
+        if folder.name == "one":
+            loading.set()
+            assert may_load.wait(WAIT_S)
+        return verify_snapshot(folder)
+
+    monkeypatch.setattr(copy_builder, "verify_snapshot", verify_late)
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        begin = functools.partial(asyncio.to_thread, EmbeddingReplica, server.address, snapshot_dir=kept)
+        slow = asyncio.create_task(begin())
+        assert await asyncio.to_thread(loading.wait, WAIT_S)
+        await server.snapshot("two")
+        quick = await begin()
+        assert _names(kept) == ["one", "two"]
+        may_load.set()
+        replica = await slow
+        try:
+            assert _names(kept) == ["one"]  # the last that changed over keeps its own
+            assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+        finally:
+            await asyncio.to_thread(replica.close)
+            await asyncio.to_thread(quick.close)
+
+
+def test_what_a_late_replica_waits_for_is_told(tmp_path: Path) -> None:
+    """Something that listens and says nothing is not taken for a server whose tables are being read."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match=rf"{address} in 0\.2 s: the server has not answered yet"):
+            EmbeddingReplica(address, open_timeout_s=0.2)
+
+
+async def test_another_s_fetch_is_told_as_a_fetch(tmp_path: Path) -> None:
+    """A replica that waits until another of its directory has fetched the snapshot says what is waited for."""
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        async with FetchedSnapshots(tmp_path / "kept").alone(lambda: None):
+            with pytest.raises(UnavailableError, match="snapshot 'one' is being fetched"):
+                await asyncio.to_thread(
+                    EmbeddingReplica, server.address, snapshot_dir=tmp_path / "kept", open_timeout_s=1.0
+                )
 
 
 async def test_a_step_that_does_not_end_takes_no_memory_without_bound(tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""The directory of fetched snapshots: what stays, what goes, and that nothing goes that somebody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.paramserver.replica import fetched_snapshots
+from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots, snapshot_in_use
+from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
+from headrace.schemas.errors import ConfigError, GoneError, StorageError
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
+
+WAIT_S = 20.0
+
+
+def make(files: SnapshotFiles, name: str, *, seq: int = 3) -> SnapshotManifest:
+    """Publish a snapshot as a fetch does, into a folder that may be there already."""
+    folder = files.new_folder(name) / "shard-0000"
+    folder.mkdir(parents=True)
+    (folder / "000001.sst").write_bytes(bytes(range(256)))
+    part = ShardPart(shard=0, server_id="s", seq=seq, epoch=1, step=2, tables=(), files=hash_folder(folder))
+    manifest = SnapshotManifest(name=name, created_us=1, parts=(part,))
+    files.publish(manifest)
+    return manifest
+
+
+def described(name: str) -> SnapshotManifest:
+    """Return a manifest of a server's snapshot that is not here yet."""
+    part = ShardPart(shard=0, server_id="s", seq=3, epoch=1, step=2, tables=(), files=())
+    return SnapshotManifest(name=name, created_us=1, parts=(part,))
+
+
+def fetch(snapshots: FetchedSnapshots, name: str, *, seq: int = 3) -> SnapshotManifest:
+    snapshots.prepare(described(name))
+    return make(snapshots.files, name, seq=seq)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def duplicates(directory: Path) -> list[int]:
+    """Return what a fork would make: other descriptors of the same open files, of those below a directory."""
+    links = {int(fd): os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    return [os.dup(fd) for fd, path in links.items() if path.startswith(str(directory.resolve()))]
+
+
+async def _wanted(snapshots: FetchedSnapshots, ready: asyncio.Event) -> None:
+    async with snapshots.alone(lambda: None):
+        ready.set()
+
+
+def test_all_but_one_that_were_fetched_are_removed(tmp_path: Path) -> None:
+    """What was put there by hand, published or half there, stays; so does the one that is named."""
+    snapshots = FetchedSnapshots(tmp_path)
+    make(snapshots.files, "by-hand")
+    (tmp_path / ".new-by-hand-2" / "shard-0000").mkdir(parents=True)
+    snapshots.prepare(described("by-hand-2"))
+    for name in ("one", "two", "three"):
+        fetch(snapshots, name)
+    snapshots.prepare(described("half"))
+    snapshots.remove_others("two")
+    assert names(tmp_path) == [".new-by-hand-2", "by-hand", "two"]
+    verify_snapshot(tmp_path / "two")
+
+
+def test_what_is_read_stays(tmp_path: Path) -> None:
+    """By this process or another, until the last of the readers is ready."""
+    snapshots = FetchedSnapshots(tmp_path)
+    for name in ("one", "two"):
+        fetch(snapshots, name)
+    with snapshot_in_use(tmp_path / "one"):
+        with snapshot_in_use(tmp_path / "one"):
+            snapshots.remove_others("two")
+        snapshots.remove_others("two")
+        verify_snapshot(tmp_path / "one")
+    snapshots.remove_others("two")
+    assert names(tmp_path) == ["two"]
+
+
+def test_the_lock_of_a_killed_reader_goes_with_it(tmp_path: Path) -> None:
+    """Another process that reads is waited for; once it is killed, what it read is removed."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "one")
+    program = (
+        "import sys, pathlib\n"
+        "from headrace.paramserver.replica.fetched_snapshots import snapshot_in_use\n"
+        "with snapshot_in_use(pathlib.Path(sys.argv[1])):\n"
+        "    print('reads', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "one")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"reads\n"
+        snapshots.remove_others("two")
+        assert names(tmp_path) == ["one"]
+        os.kill(reader.pid, signal.SIGKILL)
+        reader.wait(WAIT_S)
+    snapshots.remove_others("two")
+    assert names(tmp_path) == []
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """Who forks while it fetches or reads, to load data say, leaves its child the open files, and no lock."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "one")
+
+    async def fetch_and_read() -> list[int]:
+        async with snapshots.alone(lambda: None):
+            with snapshot_in_use(tmp_path / "one"):
+                return duplicates(tmp_path)
+
+    inherited = asyncio.run(fetch_and_read())
+    assert len(inherited) == 2
+    snapshots.remove_others("two")
+    assert names(tmp_path) == []
+    for fd in inherited:
+        os.close(fd)
+
+
+def test_what_is_being_removed_is_not_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes while a snapshot is removed is told; of its files none is missing unnoticed."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "one")
+    told: list[str] = []
+    rename = Path.rename
+
+    def rename_late(path: Path, target: Path) -> Path:
+        with pytest.raises(GoneError, match="is being removed"), snapshot_in_use(path):
+            pass
+        told.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    snapshots.remove_others("two")
+    assert told == ["one"] and names(tmp_path) == []
+
+
+def test_nothing_is_removed_while_another_fetches(tmp_path: Path) -> None:
+    """What looks like the leftover of an interrupted fetch may be one that goes on."""
+
+    async def run() -> None:
+        snapshots = FetchedSnapshots(tmp_path)
+        async with snapshots.alone(lambda: None):
+            snapshots.prepare(described("one"))
+            FetchedSnapshots(tmp_path).remove_others("two")
+            assert names(tmp_path) == [".new-one"]
+            others = asyncio.Event()
+            other = asyncio.create_task(_wanted(FetchedSnapshots(tmp_path), others))
+            await asyncio.sleep(0)
+            assert not others.is_set()
+        await asyncio.wait_for(others.wait(), WAIT_S)
+        await other
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_another_s_fetch_is_asked_whether_to_go_on(tmp_path: Path) -> None:
+    """A replica whose log is gone meanwhile does not wait for the end of a fetch that is of no use for it."""
+
+    def fail() -> None:
+        raise GoneError("the log is gone")
+
+    async def run() -> None:
+        async with FetchedSnapshots(tmp_path).alone(fail):
+            with pytest.raises(GoneError, match="the log is gone"):
+                async with FetchedSnapshots(tmp_path).alone(fail):
+                    pass
+
+    asyncio.run(run())
+
+
+def test_leftovers_of_crashes_are_removed_before_a_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half fetch of another snapshot and a half removal go; a half fetch of the same one stays, to go on with."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "old")
+
+    def fail(path: Path) -> None:
+        raise OSError(5, "killed here")
+
+    with monkeypatch.context() as patched, pytest.raises(StorageError, match="killed here"):
+        patched.setattr(fetched_snapshots.shutil, "rmtree", fail)
+        snapshots.remove_others("none")
+    assert names(tmp_path) == [".gone-old"]
+    fetch(snapshots, "old")  # with its name again
+    snapshots.prepare(described("half"))
+    (tmp_path / ".new-half" / "shard-0000").mkdir()
+    snapshots.prepare(described("half"))
+    assert names(tmp_path) == [".new-half", "old"] and (tmp_path / ".new-half" / "shard-0000").is_dir()
+    snapshots.prepare(described("other"))
+    assert names(tmp_path) == [".new-other", "old"]
+
+
+def test_another_snapshot_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    """A name may be given again, by the same server or by another one at its address."""
+    snapshots = FetchedSnapshots(tmp_path)
+    old = fetch(snapshots, "nightly", seq=3)
+    snapshots.prepare(old)
+    assert names(tmp_path) == ["nightly"]
+    snapshots.prepare(described("nightly"))
+    assert names(tmp_path) == [".new-nightly"]
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """It is a mistake in the settings, and says which one."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"snapshot_dir .*file/below cannot be used"):
+        FetchedSnapshots(tmp_path / "file" / "below").remove_others("one")
