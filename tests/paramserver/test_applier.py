@@ -3,78 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from row_batches import SPEC, Model, copy_as_after_crash, make_batch, make_delta
+from gated_store import GatedStore, gated_store, held, open_store, read
+from row_batches import SPEC, Model, make_batch, make_delta
 
 from headrace.paramserver.applier import Applier, ApplierConfig
-from headrace.paramserver.pending import Batch, Run
-from headrace.paramserver.row_reader import RowsRead
-from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.paramserver.pending import Batch
 from headrace.schemas.tables import ColumnShard
 
 PLAIN = replace(SPEC, has_identities=False)
-SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)
-
-
-class GatedStore(RowStore):
-    """A store that can be held up, or fail, at each write of a window."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_held = threading.Event()
-        self.failure: Exception | None = None
-        self.windows: list[tuple[int, list[int]]] = []
-
-    def write_runs(self, runs: Sequence[Run], **kwargs: Any) -> None:
-        if not self.gate.is_set():
-            self.is_held.set()
-            assert self.gate.wait(30)
-        if self.failure is not None:
-            raise self.failure
-        self.windows.append((kwargs["applied_seq"], [run.row_ids.size for run in runs]))
-        super().write_runs(runs, **kwargs)
-
-
-def open_store(path: Path) -> GatedStore:
-    store = GatedStore.open(path, config=SMALL)
-    assert isinstance(store, GatedStore)
-    return store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    store = open_store(tmp_path / "db")
-    yield store
-    store.gate.set()
-    with contextlib.suppress(StorageError):
-        store.close()
-
-
-@contextlib.asynccontextmanager
-async def held(applier: Applier, store: GatedStore) -> AsyncIterator[None]:
-    """Hold up the store at its next window, which one empty batch makes, until the block is left."""
-    store.gate.clear()
-    store.is_held.clear()
-    applier.submit(make_batch(applier.submitted_seq + 1))
-    assert await asyncio.to_thread(store.is_held.wait, 30)
-    try:
-        yield
-    finally:
-        store.gate.set()
+def store(tmp_path: Path) -> Iterator[GatedStore]:
+    with gated_store(tmp_path / "db") as store:
+        yield store
 
 
 async def wait_until(is_done: Callable[[], bool]) -> None:
@@ -82,10 +31,6 @@ async def wait_until(is_done: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not is_done():  # noqa: ASYNC110 (nothing tells of it)
             await asyncio.sleep(0.001)
-
-
-async def read(applier: Applier, rows: Sequence[int]) -> RowsRead:
-    return await applier.read(1, SPEC, np.array(rows, np.int64))
 
 
 async def test_rows_are_read_before_and_after_they_are_applied(store: GatedStore) -> None:
@@ -186,25 +131,6 @@ async def test_rows_do_not_wait_for_ever(store: GatedStore, settings: dict[str, 
             applier.submit(make_batch(seq, [seq]))
             await wait_until(lambda seq=seq: applier.applied_seq == seq)
     assert [seq for seq, _ in store.windows] == [1, 2]
-
-
-async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
-    """Closing drains: rows, metadata and column shards come back."""
-    model = Model()
-    store = open_store(tmp_path / "db")
-    async with Applier(store) as applier:
-        for seq in range(1, 20):
-            batch = make_batch(seq, range(seq, seq + 5), deleted=[seq + 7], meta={b"m": b"%d" % seq})
-            applier.submit(batch)
-            model.apply(batch)
-    assert store.durable_seq == 19
-    store.close()
-    store = open_store(tmp_path / "db")
-    assert store.read_meta() == {b"m": b"19"}
-    async with Applier(store) as applier:
-        assert applier.applied_seq == applier.submitted_seq == 19
-        model.check(range(30), await read(applier, range(30)))
-    store.close()
 
 
 async def test_buffers_are_released_once_and_bytes_counted(store: GatedStore) -> None:
@@ -309,141 +235,6 @@ async def test_rows_split_by_columns_are_put_together(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_a_failed_write_stops_applying_but_not_reading(
-    store: GatedStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a failure nothing is taken any more, waiters hear of it, and what was acked can still be read."""
-    released: list[int] = []
-    model, batch = Model(), make_batch(1, [1], release=lambda: released.append(1))
-    async with Applier(store) as applier:
-        store.failure = StorageError("disk on fire")
-        applier.submit(batch)
-        model.apply(batch)
-        with pytest.raises(StorageError, match="on fire"):
-            await asyncio.wait_for(applier.wait_applied(1), 30)
-        assert isinstance(applier.failed, StorageError)
-        with pytest.raises(StorageError, match="on fire"):
-            applier.submit(make_batch(2, [2]))
-        with pytest.raises(StorageError, match="on fire"):
-            await applier.wait_below(0)
-        model.check([1], await read(applier, [1]))
-        assert (applier.applied_seq, applier.submitted_seq) == (0, 1)
-    assert "nothing is applied any more: disk on fire" in caplog.text
-    assert "Traceback" not in caplog.text
-    assert released == [1]
-    assert store.applied_seq == 0
-
-
-async def test_an_unforeseen_error_is_not_swallowed(store: GatedStore, caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in the apply thread is logged with its traceback and ends in `failed`."""
-    async with Applier(store) as applier:
-        store.failure = ZeroDivisionError("bug")
-        applier.submit(make_batch(1, [1]))
-        with pytest.raises(HeadraceError, match="bug"):
-            await asyncio.wait_for(applier.wait_applied(1), 30)
-    assert "ZeroDivisionError" in caplog.text
-    assert "Traceback" in caplog.text
-
-
-async def test_a_failed_flush_stops_applying(store: GatedStore) -> None:
-    """When what was applied cannot be made durable, the applier says so."""
-
-    def flush() -> None:
-        raise StorageError("no space")
-
-    store.flush = flush  # type: ignore[method-assign]
-    async with Applier(store, config=ApplierConfig(flush_bytes=1)) as applier:
-        applier.submit(make_batch(1, [1]))
-        with pytest.raises(StorageError, match="no space"):
-            await asyncio.wait_for(applier.wait_applied(99), 30)
-        with pytest.raises(StorageError, match="no space"):
-            applier.submit(make_batch(2, [1]))
-
-
-async def test_store_is_flushed_by_bytes_and_by_time(store: GatedStore) -> None:
-    """`durable_seq` follows without anybody asking, so that the log can be trimmed."""
-    flushed = asyncio.Event()
-    loop, flush = asyncio.get_running_loop(), store.flush
-
-    def noticed() -> None:
-        flush()
-        loop.call_soon_threadsafe(flushed.set)
-
-    store.flush = noticed  # type: ignore[method-assign]
-    now_s = 0.0
-    async with Applier(store, config=ApplierConfig(flush_bytes=1 << 20), clock=lambda: now_s) as applier:
-        applier.submit(make_batch(1, [1]))
-        await applier.wait_applied(1)
-        assert store.durable_seq == 0
-        now_s = 31.0
-        applier.submit(make_batch(2, [1]))
-        await asyncio.wait_for(flushed.wait(), 30)
-        assert store.durable_seq in (1, 2)  # before or after the window that woke it up
-        flushed.clear()
-        applier.submit(make_batch(3, range(20_000)))
-        await asyncio.wait_for(flushed.wait(), 30)
-        assert store.durable_seq == 3
-
-
-async def test_idle_store_is_flushed_too(store: GatedStore) -> None:
-    """A flush that is due comes without another batch."""
-    flushed = asyncio.Event()
-    loop, flush = asyncio.get_running_loop(), store.flush
-
-    def noticed() -> None:
-        flush()
-        loop.call_soon_threadsafe(flushed.set)
-
-    store.flush = noticed  # type: ignore[method-assign]
-    async with Applier(store, config=ApplierConfig(flush_interval_s=0.01)) as applier:
-        applier.submit(make_batch(1, [1]))
-        await asyncio.wait_for(flushed.wait(), 30)
-        assert store.durable_seq == 1
-
-
-async def test_close_is_idempotent_and_final(store: GatedStore) -> None:
-    """After close nothing is taken or read; a waiter for more hears of it."""
-    async with Applier(store) as applier:
-        waiting = asyncio.create_task(applier.wait_applied(5))
-        applier.submit(make_batch(1, [1]))
-        await asyncio.gather(applier.close(), applier.close())
-        assert applier.applied_seq == 1
-        with pytest.raises(UnavailableError):
-            await asyncio.wait_for(waiting, 30)
-        with pytest.raises(UnavailableError):
-            applier.submit(make_batch(2, [1]))
-        with pytest.raises(UnavailableError):
-            await read(applier, [1])
-
-
-async def test_cancelled_close_goes_on(store: GatedStore) -> None:
-    """A caller that stops waiting for close does not stop it."""
-    async with Applier(store) as applier:
-        async with held(applier, store):
-            applier.submit(make_batch(2, [1]))
-            closing = asyncio.create_task(applier.close())
-            await asyncio.sleep(0)
-            closing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await closing
-        await applier.close()
-        assert store.durable_seq == 2
-
-
-async def test_close_without_use(store: GatedStore) -> None:
-    """An applier that was never entered, or never used, closes."""
-    await Applier(store).close()
-    async with Applier(store):
-        pass
-
-
-@pytest.mark.parametrize("name", ["window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
-def test_bad_settings_are_refused(name: str) -> None:
-    """A setting of zero is named."""
-    with pytest.raises(ConfigError, match=name):
-        ApplierConfig(**{name: 0})  # type: ignore[arg-type]
-
-
 async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
     """While windows are applied as fast as they come, no read is older than what was submitted before it."""
     rng = np.random.default_rng(20)
@@ -479,67 +270,3 @@ async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
         await applier.wait_applied(399)
         done.set()
     assert num_reads > 20
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_crashes_at_any_moment_lose_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A store found after a crash, given the log from its position on, ends in the same rows as the log itself."""
-    drawn = data.draw(
-        st.lists(
-            st.tuples(
-                st.dictionaries(st.integers(0, 5), st.booleans()),
-                st.booleans(),
-                st.tuples(st.integers(1, 2), st.integers(0, 3)),
-                st.sampled_from(["", "", "wait", "flush", "crash"]),
-            ),
-            max_size=12,
-        )
-    )
-    log = [
-        make_batch(
-            seq,
-            [row for row, is_deleted in rows.items() if not is_deleted],
-            deleted=[row for row, is_deleted in rows.items() if is_deleted],
-            is_conditional=is_conditional,
-            version=version,
-            meta={b"seq": b"%d" % seq},
-        )
-        for seq, (rows, is_conditional, version, _) in enumerate(drawn, 1)
-    ]
-    asyncio.run(_apply_with_crashes(tmp_path_factory.mktemp("crash"), log, [then for *_, then in drawn]))
-
-
-async def _apply_with_crashes(folder: Path, log: list[Batch], then: list[str]) -> None:
-    store, num_crashes, model = open_store(folder / "0"), 0, Model()
-    at = 0
-    while at < len(log) or num_crashes == 0:
-        async with Applier(store, config=ApplierConfig(window_bytes=200)) as applier:
-            # After a crash the log is replayed from where the store is.
-            for batch in log[applier.applied_seq : at]:
-                applier.submit(batch)
-            model.check(range(7), await read(applier, range(7)))
-            crashed = False
-            while at < len(log) and not crashed:
-                applier.submit(log[at])
-                model.apply(log[at])
-                what, at = then[at], at + 1
-                if what in ("wait", "flush"):
-                    await applier.wait_applied(at)
-                if what == "flush":
-                    store.flush()
-                crashed = what == "crash"
-                model.check(range(7), await read(applier, range(7)))
-            crashed = crashed or at == len(log)
-            num_crashes += 1
-            await asyncio.to_thread(copy_as_after_crash, store.path, folder / str(num_crashes))
-        store.close()
-        store = open_store(folder / str(num_crashes))
-    async with Applier(store) as applier:
-        for batch in log[applier.applied_seq :]:
-            applier.submit(batch)
-        model.check(range(7), await read(applier, range(7)))
-        await applier.wait_applied(len(log))
-        model.check(range(7), await read(applier, range(7)))
-        assert store.read_meta() == ({b"seq": b"%d" % len(log)} if log else {})
-    store.close()

@@ -18,6 +18,9 @@ from headrace.streamer.tapped_table import TappedTable
 
 POINTWISE = StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
 ROWWISE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+# Of staging: its two buffers hold about 450 rows each of a table that is so wide.
+SMALL_BYTES = 64 * 2**10
+WIDE = 16
 WRITER = Writer(run="run", client="rank0", epoch=1, rank=0, world_size=1)
 
 
@@ -133,6 +136,11 @@ def rows_of(flush: Flush, num_shards: int, *, max_bytes: int = 2**22) -> list[tu
                     parts = [c[at * len(c) // len(ids) : (at + 1) * len(c) // len(ids)] for c in columns]
                     rows.append((shard, delta.fqn, row, b"".join(parts)))
     return rows
+
+
+def taken(flush: Flush, fqn: str = "t.weight") -> list[int]:
+    """Return the rows of a table that a flush carries, ascending."""
+    return sorted(row for _, name, row, _ in rows_of(flush, 1) if name == fqn)
 
 
 def deleted_of(flush: Flush, num_shards: int, *, max_bytes: int = 2**22) -> list[tuple[int, str, int]]:

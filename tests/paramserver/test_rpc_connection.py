@@ -1,0 +1,319 @@
+"""What a connection reads and when: malformed and slow peers, the bounds of a client, and peers that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import struct
+
+import pytest
+from fake_service import WAIT_S, batch, hello_request, read, serve
+from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
+
+from headrace.schemas.errors import OverloadedError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+
+
+async def test_frames_may_arrive_byte_by_byte() -> None:
+    """The cuts between segments mean nothing."""
+    async with serve() as served:
+        raw = await dial(served)
+        for byte in call_frame("status", 1):
+            await raw.send(bytes([byte]))
+        assert b"fake" in await raw.frame()
+        await raw.close()
+
+
+MALFORMED = {
+    "no length": struct.pack(">I", 0),
+    "length over the limit": struct.pack(">I", 2**31 + 5),
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "garbage in a frame": struct.pack(">I", 20) + b"\xff" * 20,
+    "a reply": call_frame("status", 1).replace(b"\x80\x01\x00\x01", b"\x80\x01\x00\x02"),
+    "no request": frame_of(encode_message("hello", CALL, 1, idl.ParameterServer.hello_args())),
+    "cut struct": reframed(call_frame("hello", 1, hello_request())[4:-10]),
+    "bytes after the struct": reframed(call_frame("status", 1)[4:] + b"\0"),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+async def test_malformed_bytes_close_their_connection_and_no_other(data: bytes) -> None:
+    """Bytes that are no message end one connection, are counted, and disturb nobody."""
+    async with serve() as served, await served.connect() as client:
+        raw = await dial(served)
+        await raw.send(data)
+        await raw.ended()
+        await raw.close()
+        await client.set_embeddings(batch(1))
+        assert served.server.stats.num_malformed == 1
+
+
+@pytest.mark.parametrize("name", ["garbage in a frame", "a reply", "no request", "cut struct"])
+async def test_a_malformed_frame_keeps_no_room_of_its_client(name: str) -> None:
+    """What a frame was given before it was looked at is given back, or a client's share would shrink with each."""
+    async with serve() as served, await served.connect(client="one") as client:
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request(client="one")))
+        await raw.frame()
+        await raw.send(MALFORMED[name])
+        await raw.ended()
+        await raw.close()
+        await client.status()
+        assert (served.server.inflight_requests, served.server.inflight_bytes) == (0, 0)
+
+
+async def test_past_its_bytes_a_client_is_not_read() -> None:
+    """A client's bytes in flight never pass its bound; the rest waits in its own buffers, and all are served."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=4 * MIB)
+    async with serve(limits=limits) as served, await served.connect() as client:
+        served.service.gate.clear()
+        calls = [asyncio.create_task(client.set_embeddings(batch(seq, size_bytes=MIB))) for seq in range(12)]
+        await served.service.wait_running(3)
+        assert served.pool.lent_bytes <= limits.max_client_bytes
+        served.service.gate.set()
+        await asyncio.gather(*calls)
+        assert served.service.begun == list(range(12))
+
+
+async def test_past_its_requests_a_client_is_not_read() -> None:
+    """A client's requests in flight never pass their bound."""
+    limits = dataclasses.replace(LIMITS, max_client_requests=3)
+    async with serve(limits=limits) as served, await served.connect() as client:
+        served.service.gates["t"] = gate = asyncio.Event()
+        calls = [asyncio.create_task(client.get_embeddings(read("t", bytes([n])))) for n in range(20)]
+        await served.service.wait_running(3)
+        assert served.server.inflight_requests == 3
+        gate.set()
+        assert [bytes((await c).weights) for c in calls] == [bytes([n]) for n in range(20)]
+
+
+async def test_a_greedy_client_does_not_starve_another() -> None:
+    """While one client has used up its share and keeps pushing, another's batch is served."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=4 * MIB, max_inflight_bytes=8 * MIB)
+    async with serve(limits=limits) as served:
+        served.service.gate.clear()
+        greedy = [await served.connect(client="greedy") for _ in range(4)]
+        pushes = [asyncio.create_task(c.set_embeddings(batch(n, size_bytes=MIB))) for n in range(5) for c in greedy]
+        await served.service.wait_running(3)
+        modest = await served.connect(client="modest")
+        call = asyncio.create_task(modest.set_embeddings(batch(99, size_bytes=MIB)))
+        await served.service.wait_running(4)
+        assert served.service.begun[-1] == 99
+        served.service.gate.set()
+        await asyncio.gather(call, *pushes)
+        for client in [*greedy, modest]:
+            await client.close()
+
+
+async def test_who_waits_too_long_for_room_is_told_when_to_retry() -> None:
+    """A request that finds no room in time is answered as overloaded; its bytes are read past, never kept."""
+    limits = dataclasses.replace(
+        LIMITS,
+        max_frame_bytes=2 * MIB,
+        max_client_bytes=2 * MIB,
+        max_inflight_bytes=2 * MIB,
+        admission_timeout_s=0.05,
+        retry_after_s=0.25,
+    )
+    async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
+        served.service.gate.clear()
+        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        with pytest.raises(OverloadedError) as error:
+            await two.set_embeddings(batch(2, size_bytes=MIB))
+        assert error.value.retry_after_s == 0.25
+        assert served.server.stats.num_overloaded == 1
+        served.service.gate.set()
+        await first
+        await two.set_embeddings(batch(3, size_bytes=MIB))
+        assert served.service.begun == [1, 3]
+
+
+async def test_before_hello_long_frames_are_not_taken() -> None:
+    """Who has not said hello may send only what a hello needs."""
+    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
+    async with serve(limits=limits) as served:
+        stranger = await served.connect(says_hello=False)
+        await stranger.set_embeddings(batch(1, size_bytes=90_000))
+        with pytest.raises(UnavailableError):
+            await stranger.set_embeddings(batch(2, size_bytes=MIB))
+        await stranger.close()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_unread_replies_are_bounded() -> None:
+    """A client that asks and does not read gets overloaded answers in place of what would pile up."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=8 * MIB, max_client_bytes=16 * MIB)
+    async with serve(limits=limits) as served:
+        served.service.reply_bytes = 7 * MIB
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 0, hello_request()))
+        await raw.frame()
+        await raw.send(b"".join(call_frame("getEmbeddings", n, read("t", b"x")) for n in range(1, 11)))
+        answers = [await raw.frame() for _ in range(10)]
+        assert sum(len(a) > MIB for a in answers) >= 2
+        assert any(b"unread" in a for a in answers if len(a) < MIB)
+        assert served.server.inflight_bytes == 0
+        await raw.close()
+
+
+SLOW = {
+    "part of a length": b"\0\0",
+    "part of a small frame": call_frame("status", 1)[:-1],
+    "part of a long frame": struct.pack(">I", MIB) + b"x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", SLOW.values(), ids=SLOW.keys())
+async def test_a_frame_that_does_not_end_is_cut_off(data: bytes) -> None:
+    """A slow-drip sender loses its connection at the frame's deadline, and its buffer is free again."""
+    limits = dataclasses.replace(LIMITS, frame_timeout_s=0.05)
+    async with serve(limits=limits) as served:
+        raw = await dial(served)
+        await raw.send(data)
+        await raw.ended()
+        await raw.close()
+        assert served.server.stats.num_timed_out == 1
+        assert (served.server.inflight_bytes, served.server.inflight_requests, served.pool.lent_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("says_hello", [False, True])
+async def test_idle_connections_are_closed(says_hello: bool) -> None:
+    """A connection without requests ends at its deadline, before and after the hello."""
+    timeouts = {"hello_timeout_s": 0.05} if not says_hello else {"idle_timeout_s": 0.05}
+    async with serve(limits=dataclasses.replace(LIMITS, **timeouts)) as served:
+        client = await served.connect(says_hello=says_hello)
+        await served.service.wait_gone(1)
+        assert served.server.num_connections == 0
+        with pytest.raises(UnavailableError):
+            await client.status()
+        await client.close()
+
+
+async def test_a_connection_that_waits_for_its_answer_is_not_idle() -> None:
+    """The idle deadline does not run while a request is in flight."""
+    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=0.5)) as served:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        client = await served.connect()
+        call = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
+        await served.service.wait_running(1)
+        asyncio.get_running_loop().call_later(1.2, gate.set)
+        assert bytes((await call).weights) == b"1"
+        await client.close()
+
+
+async def test_a_peer_that_does_not_read_is_cut_off() -> None:
+    """A reply that is not taken by its deadline ends the connection and frees what it held."""
+    limits = dataclasses.replace(LIMITS, write_timeout_s=0.05)
+    async with serve(limits=limits) as served:
+        served.service.reply_bytes = 32 * MIB
+        sock = socket.create_connection((served.host, served.port))
+        sock.sendall(call_frame("hello", 0, hello_request()) + call_frame("getEmbeddings", 1, read("t", b"x")))
+        await served.service.wait_gone(1)
+        sock.close()
+        assert served.server.inflight_bytes == 0
+
+
+async def test_half_closed_peer_is_gone() -> None:
+    """A peer that says that it sends no more is disconnected; what it asked for is done all the same."""
+    async with serve() as served:
+        served.service.gate.clear()
+        raw = await dial(served)
+        await raw.send(call_frame("setEmbeddings", 1, batch(1)))
+        raw.writer.write_eof()
+        await raw.ended()
+        await served.service.wait_running(1)
+        assert len(served.service.gone) == 1
+        await raw.close()
+
+
+async def test_requests_go_on_when_their_peer_is_gone() -> None:
+    """A lost connection tells the service, and does not cut the request that it had begun."""
+    async with serve() as served:
+        served.service.gate.clear()
+        client = await served.connect()
+        call = asyncio.create_task(client.set_embeddings(batch(1)))
+        await served.service.wait_running(1)
+        await client.close()
+        with pytest.raises(UnavailableError):
+            await call
+        await served.service.wait_gone(1)
+        (peer,) = served.service.gone
+        assert not peer.is_connected
+        served.service.gate.set()
+        await served.service.wait_running(0)
+
+
+async def test_a_client_that_changes_its_name_while_it_waits_leaves_the_line() -> None:
+    """A request waits for room, a second hello makes its connection another client's, it gives up: all others go on."""
+    limits = dataclasses.replace(
+        LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=2 * MIB, max_inflight_bytes=2 * MIB, admission_timeout_s=0.05
+    )
+    async with serve(limits=limits) as served, await served.connect(client="holder") as holder:
+        served.service.gate.clear()
+        first = asyncio.create_task(holder.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request(client="before")))
+        await raw.frame()
+        hello, waits = hello_request(client="after"), batch(2, size_bytes=MIB)
+        await raw.send(call_frame("hello", 2, hello) + call_frame("setEmbeddings", 3, waits))
+        await raw.frame()
+        assert b"no room" in await raw.frame()
+        served.service.gate.set()
+        await first
+        await holder.set_embeddings(batch(3, size_bytes=MIB), timeout_s=WAIT_S)
+        assert served.service.begun == [1, 3]
+        assert served.server.inflight_requests == 0
+        await raw.close()
+
+
+async def test_bytes_behind_a_request_that_waits_are_looked_at_like_any() -> None:
+    """What comes while a request waits for room, and is no frame, ends the connection once its turn has come."""
+    async with serve(limits=dataclasses.replace(LIMITS, max_client_requests=1)) as served:
+        served.service.gates["t"] = gate = asyncio.Event()
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request()))
+        await raw.frame()
+        no_frame = struct.pack(">I", 2**31 + 5)
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + call_frame("status", 3) + no_frame)
+        await served.service.wait_running(1)
+        assert served.server.stats.num_malformed == 0
+        gate.set()
+        await raw.ended()
+        await raw.close()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_what_cannot_even_be_refused_ends_its_connection() -> None:
+    """A frame for which there is no room gets an answer by its seqid; one without a header ends the connection."""
+    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=0.05)
+    async with serve(limits=limits) as served:
+        served.service.gates["t"] = gate = asyncio.Event()
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request()))
+        await raw.frame()
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + MALFORMED["garbage in a frame"])
+        await served.service.wait_running(1)
+        await raw.ended()
+        await raw.close()
+        gate.set()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_a_refused_request_is_done_with() -> None:
+    """A connection whose request was refused is idle again, and ends at its deadline."""
+    bounds = {"max_frame_bytes": 2 * MIB, "max_client_bytes": 2 * MIB, "max_inflight_bytes": 2 * MIB}
+    limits = dataclasses.replace(LIMITS, **bounds, admission_timeout_s=0.05, idle_timeout_s=0.2)
+    async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
+        served.service.gate.clear()
+        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        with pytest.raises(OverloadedError):
+            await two.set_embeddings(batch(2, size_bytes=MIB))
+        await served.service.wait_gone(1)
+        assert not first.done()
+        served.service.gate.set()
+        await first
