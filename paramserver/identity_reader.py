@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.identity_index import FoundRows
+from headrace.paramserver.row_query import Rows
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.identity_claims import NO_IDENTITY
-
-if TYPE_CHECKING:
-    from headrace.paramserver.reader import Rows
 
 __all__ = ["IDENTITY_BYTES", "combine", "decode_found", "read_by_identity"]
 

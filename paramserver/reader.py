@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import math
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,6 +17,7 @@ from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.identity_index import FoundRows
 from headrace.paramserver.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
 from headrace.paramserver.reach_log import ReachLog
+from headrace.paramserver.row_query import RowQuery, Rows, rows_in_reply
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.table_digest import TableDigest
@@ -31,39 +30,8 @@ from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 __all__ = ["EmbeddingReader", "Rows"]
 
-# An answer of this size is long enough to be fast, and short enough to share a connection with others.
-_CHUNK_BYTES = 8 * 2**20
-# What a message holds besides its columns, with room for names.
-_OVERHEAD_BYTES = 4096
-_VERSION_BYTES = 3 * 8
-
 _Int64s = npt.NDArray[np.int64]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """Rows of one table, in the order in which they were asked for.
-
-    Attributes:
-        row_ids: int64[n], as asked.
-        presence: uint8[n], `RowPresence`.
-        weights: [n, dim] of the table's dtype (bfloat16 as uint16); zeros where the row is not present.
-        states: By name, [n, width] of the state's dtype; empty unless asked for.
-        epochs: int64[n], with versions: 0 where missing; else None.
-        steps: int64[n], likewise.
-        times_us: int64[n], microseconds since 1970, likewise.
-        identities: int64[n] when the table has them; else None.
-    """
-
-    row_ids: _Int64s
-    presence: npt.NDArray[np.uint8]
-    weights: npt.NDArray[Any]
-    states: dict[str, npt.NDArray[Any]]
-    epochs: _Int64s | None
-    steps: _Int64s | None
-    times_us: _Int64s | None
-    identities: _Int64s | None
 
 
 class EmbeddingReader:
@@ -172,7 +140,7 @@ class EmbeddingReader:
                 spec = await self._spec_of(fqn)
                 ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
                 spec.check_row_ids(ids)
-                query = _Query(spec, with_states, with_versions)
+                query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 return await self._get(query, ids)
         except TimeoutError as exc:
             raise UnavailableError(
@@ -235,7 +203,7 @@ class EmbeddingReader:
         try:
             async with asyncio.timeout(timeout_s):
                 spec = await self._spec_with_identities(fqn)
-                query = _Query(spec, with_states, with_versions)
+                query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 wanted = np.ascontiguousarray(identities, np.int64).reshape(-1)
                 rows = query.allocate(np.empty(wanted.size, np.int64))
                 await read_by_identity(
@@ -391,8 +359,8 @@ class EmbeddingReader:
 
     async def _find(self, spec: TableSpec, identities: _Int64s) -> _Int64s:
         rows = np.empty(identities.size, np.int64)
-        step = min(min(link.max_reply_bytes for link in self._shards) - _OVERHEAD_BYTES, _CHUNK_BYTES) // IDENTITY_BYTES
-        for some in _chunks(np.arange(identities.size), max(step, 1)):
+        step = rows_in_reply(min(link.max_reply_bytes for link in self._shards), IDENTITY_BYTES)
+        for some in _chunks(np.arange(identities.size), step):
             rows[some] = combine(await _gather([self._find_in(link, spec, identities[some]) for link in self._shards]))
         return rows
 
@@ -401,7 +369,7 @@ class EmbeddingReader:
         async with link.places:
             return decode_found(await retry(lambda: link.find_rows(request)), identities.size)
 
-    async def _get(self, query: _Query, row_ids: _Int64s) -> Rows:
+    async def _get(self, query: RowQuery, row_ids: _Int64s) -> Rows:
         rows = query.allocate(row_ids)
         shards = shards_of_rows(table_seed(query.spec.fqn), row_ids, len(self._shards))
         work: list[Awaitable[None]] = []
@@ -412,84 +380,11 @@ class EmbeddingReader:
         await _gather(work)
         return rows
 
-    async def _fill(self, rows: Rows, query: _Query, link: ShardLink, positions: _Int64s) -> None:
+    async def _fill(self, rows: Rows, query: RowQuery, link: ShardLink, positions: _Int64s) -> None:
         request = query.request(rows.row_ids[positions])
         async with link.places:
             reply = await retry(lambda: link.get(request))
         query.scatter(reply, rows, positions)
-
-
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """What is asked of a table, and how its answers are laid out."""
-
-    spec: TableSpec
-    with_states: bool
-    with_versions: bool
-
-    @property
-    def widths(self) -> dict[str, tuple[int, np.dtype[Any]]]:
-        """By state, elements a row and their type."""
-        spec = self.spec
-        return {s.name: (s.width_in(spec.whole), s.dtype.numpy) for s in spec.states} if self.with_states else {}
-
-    def rows_at_once(self, max_reply_bytes: int) -> int:
-        """Return how many rows fit a reply of that length, and their request."""
-        spec = self.spec
-        row_bytes = 1 + spec.dim * spec.dtype.size_bytes + sum(w * d.itemsize for w, d in self.widths.values())
-        row_bytes += _VERSION_BYTES * self.with_versions + 8 * spec.has_identities
-        limit = min(max_reply_bytes - _OVERHEAD_BYTES, _CHUNK_BYTES)
-        return max(limit // max(row_bytes, 8), 1)
-
-    def request(self, row_ids: _Int64s) -> Any:
-        return idl.GetEmbeddingsRequest(
-            fqn=self.spec.fqn,
-            row_ids=row_ids.data,
-            with_states=self.with_states,
-            with_versions=self.with_versions,
-        )
-
-    def allocate(self, row_ids: _Int64s) -> Rows:
-        n, spec = len(row_ids), self.spec
-        version = [np.zeros(n, np.int64) if self.with_versions else None for _ in range(3)]
-        return Rows(
-            row_ids=row_ids,
-            presence=np.zeros(n, np.uint8),
-            weights=np.empty((n, spec.dim), spec.dtype.numpy),
-            states={name: np.empty((n, width), dtype) for name, (width, dtype) in self.widths.items()},
-            epochs=version[0],
-            steps=version[1],
-            times_us=version[2],
-            identities=np.zeros(n, np.int64) if spec.has_identities else None,
-        )
-
-    def scatter(self, reply: Any, rows: Rows, positions: _Int64s) -> None:
-        """Copy an answer to where its rows belong.
-
-        Raises:
-            ProtocolError: The answer is not what was asked for.
-        """
-        states = {column.name: column.data for column in reply.states}
-        columns = [
-            ("presence", reply.presence, rows.presence),
-            ("weights", reply.weights, rows.weights),
-            ("epochs", reply.epochs, rows.epochs),
-            ("steps", reply.steps, rows.steps),
-            ("times_us", reply.times_us, rows.times_us),
-            ("identities", reply.identities, rows.identities),
-            *((f"state {name!r}", states.get(name), target) for name, target in rows.states.items()),
-        ]
-        for name, data, target in columns:
-            if target is not None:
-                self._scatter_column(name, data, target, positions)
-
-    def _scatter_column(self, name: str, data: Any, target: npt.NDArray[Any], positions: _Int64s) -> None:
-        shape = (len(positions), *target.shape[1:])
-        size_bytes = math.prod(shape) * target.itemsize
-        if data is None or len(data) != size_bytes:
-            found = "nothing" if data is None else f"{len(data)} bytes"
-            raise ProtocolError(f"table {self.spec.fqn!r}: {found} of {name} where {size_bytes} bytes were expected")
-        target[positions] = np.frombuffer(data, target.dtype).reshape(shape)
 
 
 def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:

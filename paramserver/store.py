@@ -8,22 +8,21 @@ write, so it never says more than is there.
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import msgpack
-import rocksdict
 
 from headrace.paramserver.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.pending import CoalescedRun, Run
+from headrace.paramserver.rocks_db import STALL_POLL_S, RocksDb
 from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file import TableFileWriter
-from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
@@ -41,9 +40,6 @@ _INCOMING_NAME = "incoming-rows"
 # RocksDB's own limit, at which it slows down writers; a file that is taken in is not held up by it.
 _MAX_LEVEL_0_FILES = 20
 
-# While RocksDB is behind with flushes or compactions, it is asked again this often.
-_STALL_POLL_S = 0.005
-
 _T = TypeVar("_T")
 
 
@@ -58,22 +54,13 @@ class RowStore:
     Thread: methods block and may be called from any thread; only one at a time may write.
     """
 
-    def __init__(self, path: Path, db: Any, config: StoreConfig) -> None:
+    def __init__(self, db: RocksDb, config: StoreConfig) -> None:
         """Take over an open RocksDB."""
-        self.path = path
-        self._incoming = path / _INCOMING_NAME
+        self.path = db.path
+        self._incoming = db.path / _INCOMING_NAME
         self._write_buffer: memoryview | None = None
         self._db = db
         self._config = config
-        # Its type stub takes the properties for methods.
-        self._options = cast(Any, rocksdict.WriteOptions())
-        self._options.disable_wal = True
-        # A write that RocksDB would hold up returns at once instead: it would hold up all of Python with it.
-        self._options.no_slowdown = True
-        self._ingest_options = rocksdict.IngestExternalFileOptions()
-        self._ingest_options.set_move_files(True)
-        # RocksDB would flush with all of Python held up; we do it ourselves.
-        self._ingest_options.set_allow_blocking_flush(False)
         self._flush_lock = threading.Lock()
         self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
         self._unflushed_bytes = 0
@@ -99,16 +86,13 @@ class RowStore:
             raise ConfigError(f"store directory {path} cannot be made: {exc.strerror}") from exc
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"store directory {path} is not writable")
-        try:
-            db = rocksdict.Rdict(str(path), rocks_options(config, is_direct=supports_direct_io(path)))
-        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
-            raise _error_of(path, exc) from exc
-        store = cls(path, db, config)
+        db = RocksDb.open(path, rocks_options(config, is_direct=supports_direct_io(path)))
+        store = cls(db, config)
         try:
             store._incoming.unlink(missing_ok=True)  # of a crash; what RocksDB has taken in has another name
             store._load()
         except BaseException:
-            store._db.close()
+            db.close()
             raise
         return store
 
@@ -124,19 +108,16 @@ class RowStore:
         config = config or StoreConfig()
         if not (path / "CURRENT").is_file():
             raise ConfigError(f"{path}: there is no store")
+        db = RocksDb.open(path, rocks_options(config), is_read_only=True)
+        store = cls(db, config)
         try:
-            db = rocksdict.Rdict(str(path), rocks_options(config), access_type=rocksdict.AccessType.read_only())
-        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
-            raise _error_of(path, exc) from exc
-        store = cls(path, db, config)
-        try:
-            if store._call(lambda: db.get(_FORMAT_KEY)) is not None:
+            if db.get([_FORMAT_KEY]) != [None]:
                 store._load()
             elif next(store.scan(b"", limit=1), None) is not None:
                 raise ConfigError(f"{path} holds a RocksDB that is not Headrace's")
             # Else a crash came before the first flush: a store at position 0.
         except BaseException:
-            store._db.close()
+            db.close()
             raise
         return store
 
@@ -168,11 +149,8 @@ class RowStore:
             StorageError: The last rows could not be written; they are in the update log.
         """
         with self._flush_lock:
-            db, self._db = self._db, None
-        if db is None:
-            return
-        self._call(db.close)  # flushes, and lets go of the directory even when that fails
-        self.durable_seq = self.applied_seq
+            if self._db.close():
+                self.durable_seq = self.applied_seq
 
     def read_meta(self) -> dict[bytes, bytes]:
         """Return all of the callers' metadata.
@@ -290,11 +268,11 @@ class RowStore:
         except OSError as exc:
             raise StorageError(f"store {self.path}: writing rows: {exc.strerror}") from exc
         while self._is_behind():
-            time.sleep(_STALL_POLL_S)
+            time.sleep(STALL_POLL_S)
         if self._is_new:
             self.flush()  # or a crash would leave a file of rows that nobody knows
-        while not self._call(self._try_ingest):
-            self.flush()  # rows in the memtable are older, and would be taken for newer
+        while not self._db.ingest(self._incoming):
+            self.flush()
         self._num_errors = int(self.rocksdb_property("rocksdb.background-errors"))
         # Durable already, but for the log position that follows: a flush shall come after so much to replay.
         self._unflushed_bytes += size_bytes
@@ -311,16 +289,7 @@ class RowStore:
         Raises:
             UnavailableError: The store is closed.
         """
-        return self._call(lambda: self._open_db.property_value(name)) or ""
-
-    def _try_ingest(self) -> bool:
-        try:
-            self._open_db.ingest_external_file([str(self._incoming)], self._ingest_options)
-        except Exception as exc:
-            if "requires flush" in str(exc):
-                return False
-            raise
-        return True
+        return self._db.property_value(name)
 
     def _new_layouts(self, runs: Sequence[Run | CoalescedRun]) -> dict[int, tuple[ColumnShard, ...]]:
         layouts: dict[int, tuple[ColumnShard, ...]] = {}
@@ -331,22 +300,7 @@ class RowStore:
         return layouts
 
     def _write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        while not self._call(lambda: self._try_write(keys, values)):
-            time.sleep(_STALL_POLL_S)
-
-    def _try_write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> bool:
-        batch = rocksdict.WriteBatch(raw_mode=True)
-        for key, value in zip(keys, values, strict=True):
-            batch[key] = value
-        size_bytes = batch.size_in_bytes()
-        try:
-            self._open_db.write(batch, self._options)
-        except Exception as exc:
-            if str(exc).startswith("Result incomplete"):
-                return False  # and the batch is used up
-            raise
-        self._unflushed_bytes += size_bytes
-        return True
+        self._unflushed_bytes += self._db.write(keys, values)
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
         """Return the value of each key; None where there is none. Other threads run meanwhile.
@@ -355,8 +309,7 @@ class RowStore:
             CorruptionError: A block read from a file does not match its checksum.
             StorageError: The disk failed.
         """
-        values: list[bytes | None] = self._call(lambda: self._open_db.get(keys)) if keys else []
-        return values
+        return self._db.get(keys)
 
     def flush(self) -> None:
         """Make everything written so far survive a crash. Other threads run, and may write, meanwhile.
@@ -366,7 +319,7 @@ class RowStore:
         """
         with self._flush_lock:
             seq, rows, size = self.applied_seq, self._unflushed_rows.copy(), self._unflushed_bytes
-            self._call(self._open_db.flush)
+            self._db.flush()
             self._is_new = False
             self._unflushed_rows.subtract(rows)
             self._unflushed_bytes -= size
@@ -385,7 +338,7 @@ class RowStore:
             StorageError: The disk failed, or the directory exists.
         """
         self.flush()
-        self._call(lambda: rocksdict.Checkpoint(self._open_db).create_checkpoint(str(path)))
+        self._db.checkpoint(path)
 
     def sorted_runs(self, prefix: bytes) -> list[list[Path]]:
         """Return the files that may hold keys of a prefix, in runs, newest first: a key's value is that of the first.
@@ -398,7 +351,7 @@ class RowStore:
         end = prefix + b"\xff" * 16
         runs: list[list[Path]] = []
         levels: dict[int, list[tuple[bytes, Path]]] = {}
-        for file in self._call(self._open_db.live_files):
+        for file in self._db.live_files():
             start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
             if start_key <= end and end_key >= prefix:
                 place = (start_key, self.path / file["name"].lstrip("/"))
@@ -421,7 +374,7 @@ class RowStore:
         """Return `num_rows_estimate` of each table; RocksDB is asked once, whose list is one of all files."""
         totals = [self._unflushed_rows[table_id] for table_id in table_ids]
         bounds = [(key_prefix(table_id), key_prefix(table_id + 1)) for table_id in table_ids]
-        for file in self._call(self._open_db.live_files):
+        for file in self._db.live_files():
             start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
             # A file holds several tables only where one ends and the next begins: their ids are numbered in one row.
             low, high = (int.from_bytes(key[:4], "big") for key in (start_key, end_key))
@@ -434,7 +387,7 @@ class RowStore:
     def scan(
         self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values in the order of the keys, for audits and exports. Other threads wait a little at each.
+        """Return an iterator over keys and values in their order, for audits and exports. Other threads wait at each.
 
         Args:
             prefix: What the keys begin with (`key_prefix`).
@@ -445,18 +398,7 @@ class RowStore:
             CorruptionError: A block does not match its checksum.
             StorageError: The disk failed.
         """
-        iterator = self._call(self._open_db.iter)
-        self._call(lambda: iterator.seek(max(start or prefix, prefix)))
-        left = -1 if limit is None else limit
-        while left != 0 and iterator.valid():
-            key = iterator.key()
-            if not key.startswith(prefix):
-                return
-            yield key, iterator.value()
-            left -= 1
-            self._call(iterator.next)
-        # An iterator that met an error says that it is at its end.
-        self._call(iterator.status)
+        return self._db.scan(prefix, start=start, limit=limit)
 
     def scan_now(self, prefix: bytes, *, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Return an iterator over the pairs that there are now, whatever is written before it is used.
@@ -468,7 +410,9 @@ class RowStore:
         Raises:
             StorageError: The disk failed. What the iterator raises is rocksdict's own: see `map_errors`.
         """
-        pairs: Iterator[tuple[bytes, bytes]] = self._call(lambda: self._open_db.items(from_key=max(start, prefix)))
+        pairs: Iterator[tuple[bytes, bytes]] = self._db.map_errors(
+            lambda: self._db.raw.items(from_key=max(start, prefix))
+        )
         return pairs
 
     def map_errors(self, work: Callable[[], _T]) -> _T:
@@ -478,40 +422,12 @@ class RowStore:
             CorruptionError: A block does not match its checksum.
             StorageError: The disk failed.
         """
-        return self._call(work)
+        return self._db.map_errors(work)
 
     def _scan_meta(self) -> Iterator[tuple[bytes, bytes]]:
         return self.scan(META_PREFIX)
-
-    @property
-    def _open_db(self) -> Any:
-        if self._db is None:
-            raise UnavailableError(f"store {self.path} is closed")
-        return self._db
-
-    def _call(self, function: Callable[[], _T]) -> _T:
-        try:
-            return function()
-        except HeadraceError:
-            raise
-        except Exception as exc:  # rocksdict has no class of its own for what RocksDB reports
-            raise _error_of(self.path, exc) from exc
 
 
 def _pack_shards(shards: Sequence[ColumnShard]) -> bytes:
     packed: bytes = msgpack.packb([[shard.offset, shard.width] for shard in shards])
     return packed
-
-
-def _error_of(path: Path, exc: Exception) -> HeadraceError:
-    """Return our error for one of rocksdict's, which are told apart by their words only."""
-    text = " ".join(str(exc).split())
-    if isinstance(exc, rocksdict.DbClosedError):
-        return UnavailableError(f"store {path} is closed")
-    if "lock hold by" in text or "While lock file" in text:
-        return ConfigError(f"store directory {path} is in use by another process")
-    if re.search(r"Permission denied|Read-only file system|Not a directory", text):
-        return ConfigError(f"store directory {path} cannot be used: {text}")
-    if text.startswith("Corruption"):
-        return CorruptionError(f"store {path} is damaged: {text}")
-    return StorageError(f"store {path}: {text}")

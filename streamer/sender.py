@@ -9,40 +9,28 @@ import logging
 import os
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import numpy as np
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush import Flush, FlushedDeletions
+from headrace.streamer.flush import Flush
+from headrace.streamer.outstanding import OutstandingFlush, OutstandingFlushes
 from headrace.streamer.rendezvous import Connect, Store, Writer, claim_epoch, find_store, open_session
 from headrace.streamer.shard_channel import ShardChannel
 from headrace.streamer.spool import Spool
 from headrace.streamer.staging import StagingPool
-from headrace.streamer.stats import LagReservoir, StreamerStats
+from headrace.streamer.stats import StreamerStats
 
 __all__ = ["Sender"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-@dataclass(eq=False, slots=True)
-class _Outstanding:
-    """A flush that is not durable on every shard."""
-
-    flush: Flush
-    num_shards_left: int
-    is_spooled: bool = False
 
 
 class Sender:
@@ -73,18 +61,12 @@ class Sender:
         self._channels: list[ShardChannel] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: Writer | None = None
-        # Guards what both threads use; whoever waits for a change of it waits on the condition.
-        self._changed = threading.Condition()
-        self._outstanding: deque[_Outstanding] = deque()
-        self._unspooled: deque[_Outstanding] = deque()
+        self._outstanding = OutstandingFlushes()
+        self._unspooled: deque[OutstandingFlush] = deque()
         # Once a flush was incomplete all go this way, in their order.
-        self._incomplete: deque[_Outstanding] = deque()
+        self._incomplete: deque[OutstandingFlush] = deque()
         self._incomplete_wake: asyncio.Event | None = None
-        self._error: HeadraceError | None = None
         self._is_stopping = False
-        self._num_flushes = self._num_rows = self._inflight_bytes = 0
-        self._acked_step = -1
-        self._lags = LagReservoir()
         self._generation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -96,7 +78,7 @@ class Sender:
     @property
     def error(self) -> HeadraceError | None:
         """What has ended streaming for good."""
-        return self._error
+        return self._outstanding.error
 
     @property
     def server_ids(self) -> tuple[str, ...]:
@@ -166,13 +148,11 @@ class Sender:
         Raises:
             HeadraceError: Streaming has ended.
         """
-        if self._error is not None:
-            raise self._error
-        loop, entry = self._loop, _Outstanding(flush, len(self._channels))
+        if self.error is not None:
+            raise self.error
+        loop = self._loop
         assert loop is not None and not self._is_stopping, "the sender is not running"
-        with self._changed:
-            self._outstanding.append(entry)
-            self._inflight_bytes += flush.size_bytes
+        entry = self._outstanding.add(flush, num_shards=len(self._channels))
         # If the loop ends between the check and here, this raises; then the trainer is ending too.
         loop.call_soon_threadsafe(self._accept, entry)
 
@@ -181,27 +161,11 @@ class Sender:
 
         Then it will be delivered, and its staging buffer is not the caller's.
         """
-        with self._changed:
-            if flush.is_taken:
-                return False
-            for entry in self._outstanding:
-                if entry.flush is flush:
-                    self._outstanding.remove(entry)
-                    self._inflight_bytes -= flush.size_bytes
-                    break
-            self._changed.notify_all()
-        return True
+        return self._outstanding.withdraw(flush)
 
     def deletions_on_their_way(self) -> dict[str, list[int]]:
         """Return, by fqn, the global ids of rows whose deletion is handed over and not durable on every shard."""
-        found: dict[str, list[int]] = {}
-        with self._changed:
-            for entry in self._outstanding:
-                for table in entry.flush.tables:
-                    if isinstance(table, FlushedDeletions):
-                        ids: list[int] = np.frombuffer(table.row_ids.data, "<i8").tolist()
-                        found.setdefault(table.format.spec.fqn, []).extend(ids)
-        return found
+        return self._outstanding.deletions()
 
     def wait_durable(self, timeout_s: float) -> None:
         """Return when all that was submitted is durable on every shard.
@@ -210,17 +174,9 @@ class Sender:
             UnavailableError: It is not, within the time; the message names the shards that are behind.
             HeadraceError: Streaming has ended.
         """
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while self._outstanding and self._error is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    break
-            if self._error is not None:
-                raise self._error
-            if not self._outstanding:
-                return
-            num_flushes, size_bytes = len(self._outstanding), self._inflight_bytes
+        num_flushes, size_bytes = self._outstanding.wait_durable(timeout_s)
+        if not num_flushes:
+            return
         raise UnavailableError(
             f"{num_flushes} flushes ({size_bytes / 2**20:.1f} MiB) are not durable on every shard: "
             f"{self.describe_delay()}"
@@ -236,24 +192,17 @@ class Sender:
 
         Thread: any.
         """
-        with self._changed:
-            held_up = next((channel.last_error for channel in self._channels if channel.last_error), None)
-            error = failure or self._error or held_up
-            return StreamerStats(
-                step=step,
-                acked_step=self._acked_step,
-                num_dirty_rows=num_dirty_rows,
-                num_inflight_flushes=len(self._outstanding),
-                inflight_bytes=self._inflight_bytes,
-                spooled_bytes=self._spool.used_bytes if self._spool else 0,
-                num_flushes=self._num_flushes,
-                num_rows_sent=self._num_rows,
-                num_reconnects=sum(channel.num_reconnects for channel in self._channels),
-                num_connected=sum(channel.is_connected for channel in self._channels),
-                lag_p50_s=self._lags.percentile_s(50),
-                lag_p99_s=self._lags.percentile_s(99),
-                last_error=None if error is None else str(error),
-            )
+        held_up = next((channel.last_error for channel in self._channels if channel.last_error), None)
+        error = failure or self.error or held_up
+        return StreamerStats(
+            **self._outstanding.figures(),
+            step=step,
+            num_dirty_rows=num_dirty_rows,
+            spooled_bytes=self._spool.used_bytes if self._spool else 0,
+            num_reconnects=sum(channel.num_reconnects for channel in self._channels),
+            num_connected=sum(channel.is_connected for channel in self._channels),
+            last_error=None if error is None else str(error),
+        )
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; what is not durable stays undelivered. Idempotent.
@@ -281,8 +230,8 @@ class Sender:
     def _call(self, start: Callable[[], Coroutine[Any, Any, _T]], *, timeout_s: float) -> _T:
         """Run a coroutine on the sender's loop and return its result, or raise `UnavailableError` at the deadline."""
         assert self._loop is not None
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
         async def limited() -> _T:
             async with asyncio.timeout(timeout_s + 1):  # each call has its own, nearer deadline and better words
@@ -355,22 +304,17 @@ class Sender:
             error.__cause__ = exc
         else:
             error = exc
-        with self._changed:
-            self._error = self._error or error
-            incomplete = [entry.flush.pending for entry in self._outstanding if entry.flush.pending is not None]
-            self._changed.notify_all()
+        incomplete = self._outstanding.fail(error)
         self._pool.close()
         for task in self._tasks:
             task.cancel()
         for pending in incomplete:
             pending.abandon()
 
-    def _accept(self, entry: _Outstanding) -> None:
-        with self._changed:
-            if entry not in self._outstanding:
-                return  # withdrawn
-            entry.flush.is_taken = True
-        if entry.flush.pending is not None and self._error is not None:
+    def _accept(self, entry: OutstandingFlush) -> None:
+        if not self._outstanding.take(entry):
+            return
+        if entry.flush.pending is not None and self.error is not None:
             entry.flush.pending.abandon()  # streaming has ended while it was submitted
             return
         if entry.flush.pending is not None and self._incomplete_wake is None:
@@ -397,30 +341,23 @@ class Sender:
         except BaseException as exc:
             self._fail(exc)
 
-    async def _complete(self, entry: _Outstanding) -> bool:
+    async def _complete(self, entry: OutstandingFlush) -> bool:
         """Return whether a flush is whole; else it has come to nothing, and its owner takes its buffer back."""
         flush = entry.flush
         if flush.pending is None:
             return True
         completed = await asyncio.to_thread(flush.pending.complete, flush)
-        with self._changed:
-            self._inflight_bytes -= flush.size_bytes
-            if completed is None:
-                self._outstanding.remove(entry)
-            else:
-                entry.flush = completed
-                self._inflight_bytes += completed.size_bytes
-            self._changed.notify_all()
+        self._outstanding.complete(entry, completed)
         return completed is not None
 
-    def _pass_on(self, entry: _Outstanding) -> None:
+    def _pass_on(self, entry: OutstandingFlush) -> None:
         if self._spool is None or self._spool_wake is None:
             self._enqueue(entry)
         else:
             self._unspooled.append(entry)
             self._spool_wake.set()
 
-    def _enqueue(self, entry: _Outstanding) -> None:
+    def _enqueue(self, entry: OutstandingFlush) -> None:
         for channel in self._channels:
             channel.enqueue(entry.flush)
 
@@ -441,7 +378,7 @@ class Sender:
         except BaseException as exc:
             self._fail(exc)
 
-    async def _spool_one(self, spool: Spool, entry: _Outstanding) -> None:
+    async def _spool_one(self, spool: Spool, entry: OutstandingFlush) -> None:
         try:
             tables = await asyncio.to_thread(spool.store, entry.flush)
         except OSError as exc:
@@ -456,21 +393,13 @@ class Sender:
 
     def _on_durable(self, flush: Flush) -> None:
         """Note, on the loop's thread, that one more shard has all of a flush."""
-        with self._changed:
-            entry = next(entry for entry in self._outstanding if entry.flush is flush)
-            entry.num_shards_left -= 1
-            if entry.num_shards_left:
-                return
-            self._outstanding.remove(entry)
-            if entry.is_spooled and self._spool is not None:
-                self._spool.remove(flush)
-            self._inflight_bytes -= flush.size_bytes
-            self._num_flushes += 1
-            self._num_rows += flush.num_rows
-            if flush.mark is not None:
-                self._acked_step = flush.mark.step
-            self._lags.add(time.monotonic() - flush.dirty_since_s)
-            self._changed.notify_all()
+        entry = self._outstanding.entry_of(flush)
+        entry.num_shards_left -= 1
+        if entry.num_shards_left:
+            return
+        if entry.is_spooled and self._spool is not None:
+            self._spool.remove(flush)
+        self._outstanding.note_durable(entry)
         if flush.staging is not None:
             self._pool.release(flush.staging)
 

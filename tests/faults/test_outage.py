@@ -34,9 +34,9 @@ class _Trainer:
             {name: nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for name in ("left", "right")}
         )
         self._optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
-        self.streamer = RawEmbeddingStreamer(
-            address, run="outage", staging_bytes=STAGING_BYTES, retry_min_s=0.01, retry_max_s=0.1, **settings
-        )
+        # Every step that finds a free buffer flushes: on a busy machine flushes are slow, and would be held back.
+        settings |= {"flush_percent": 100, "staging_bytes": STAGING_BYTES, "retry_min_s": 0.01, "retry_max_s": 0.1}
+        self.streamer = RawEmbeddingStreamer(address, run="outage", **settings)
         self.streamer.attach(self.model, self._optimizer, publish="all")
 
     def step(self) -> None:

@@ -53,7 +53,7 @@ def check(store, model, table_ids=(1,)):
 
 
 def seek(store, key):
-    iterator = store._db.iter()
+    iterator = store._db.raw.iter()
     iterator.seek(key)
     return iterator.key() if iterator.valid() else None
 
@@ -80,7 +80,7 @@ def test_rocksdb_reads_every_row_and_no_other(store, num_rows):
             key = encode_keys(1, WIDE.whole, run.row_ids[row : row + 1])[0]
             assert seek(store, key) == key
             assert seek(store, key[:-1] + bytes((key[-1] - 1,))) == key if key[-1] else True
-        store._db.compact_range(None, None)
+        store._db.raw.compact_range(None, None)
 
 
 def test_a_file_of_several_tables_and_column_shards(store):

@@ -55,11 +55,12 @@ class Sending:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that happens on another thread."""
+        changed = self.sender._outstanding._changed
         deadline_s = time.monotonic() + WAIT_S
-        with self.sender._changed:
+        with changed:
             while not condition():
                 assert time.monotonic() < deadline_s
-                self.sender._changed.wait(0.01)
+                changed.wait(0.01)
 
 
 @contextmanager
@@ -200,10 +201,42 @@ def test_older_epoch_is_fenced_at_open() -> None:
             late.sender.stop(WAIT_S)
 
 
-def _session(epoch: int) -> Any:
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        (
+            lambda store: setattr(store, "server_id", "store-2"),
+            UnavailableError,
+            "has changed while it was being asked",
+        ),
+        (
+            lambda store: store.shards[1].sessions.update({(WRITER.run, WRITER.client): _session(WRITER.epoch, 3)}),
+            FencedError,
+            "already has batch 3 .* another trainer writes under the same name",
+        ),
+    ],
+    ids=["another store", "another trainer"],
+)
+def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
+    change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
+) -> None:
+    """Another store, or another trainer, that has come since the store was found is told of before a batch is sent."""
+    with hosted(FakeStore(num_shards=2)) as store:
+        late = Sending(store)
+        try:
+            found = late.sender.find_store("127.0.0.1", store.shards[0].port, WRITER)
+            store.do(lambda: change(store))
+            with pytest.raises(error, match=reason):
+                late.sender.open(found, WRITER)
+            assert not late.sender._tasks
+        finally:
+            late.sender.stop(WAIT_S)
+
+
+def _session(epoch: int, last_client_seq: int = 0) -> Any:
     from fake_shard import Session
 
-    return Session(epoch)
+    return Session(epoch, last_client_seq)
 
 
 def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
