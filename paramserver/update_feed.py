@@ -84,7 +84,7 @@ class UpdateFeed:
         if from_seq <= self._log.last_seq:
             max_bytes = min(request.max_bytes, self._max_bytes)
             async with self._readers:
-                records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes)
+                records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
         return idl.FetchUpdatesReply(records=records, first_seq=self._log.first_seq, last_seq=self._log.last_seq)
 
     async def _hold(self, request: Any) -> None:
@@ -116,8 +116,10 @@ class UpdateFeed:
             durable.cancel()
 
 
-def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int) -> list[Any]:
-    """Return `idl.UpdateRecord`s of about a size; a first record that is larger comes in part.
+def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
+    """Return `idl.UpdateRecord`s of about `max_bytes`; a first record that is larger comes in part.
+
+    Its header comes whole with each part of it, and may be long: all together is never above `most_bytes`.
 
     Thread: any; it blocks.
     """
@@ -125,8 +127,8 @@ def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int) -> list
     left = max_bytes
     for record in log.read(from_seq):
         header = pack_header(record.header)
-        body_bytes = record.body.nbytes - offset
-        size_bytes = body_bytes + len(header) + _RECORD_OVERHEAD_BYTES
+        body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
+        size_bytes = body_bytes + rest_bytes
         if size_bytes > left and records:
             break
         struct = idl.UpdateRecord(
@@ -135,7 +137,7 @@ def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int) -> list
         if offset or size_bytes > left:
             if body_bytes < 0:
                 raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
-            struct.body = record.body[offset : offset + max(left, 1)]
+            struct.body = record.body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
             struct.body_size_bytes = record.body.nbytes
         records.append(struct)
         left -= size_bytes
