@@ -69,7 +69,8 @@ class SnapshotReader:
 
         Raises:
             ConfigError: There is no snapshot.
-            CorruptionError: A file is missing or cut, or the shards' tables differ.
+            CorruptionError: A file is missing or cut.
+            SpecMismatchError: The shards' tables differ.
             StorageError: A file cannot be read.
         """
         self.manifest = _read_manifest(folder)

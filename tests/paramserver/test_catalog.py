@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
+from headrace.paramserver.catalog import Catalog, Scalar, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -84,3 +84,33 @@ def test_damaged_metadata_is_named(entry: dict[bytes, bytes]) -> None:
     """A table that cannot be read stops the shard with the key."""
     with pytest.raises(CorruptionError, match="table/"):
         Catalog(entry)
+
+
+def test_the_newest_scalar_of_a_name_is_kept() -> None:
+    """By (epoch, step) an older one changes nothing, an equal one is the same batch again; all come back."""
+
+    def value(number: int) -> bytes:
+        return number.to_bytes(4, "little")
+
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS])
+    for epoch, step, number in [(2, 5, 1), (2, 4, 2), (1, 9, 3)]:
+        meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(number))], epoch, step)
+    for table in (catalog.find(ITEMS.fqn), Catalog(meta).find(ITEMS.fqn)):
+        assert table.scalars == {"step": Scalar("step", DType.FLOAT32, value(1), 2, 5)}
+    meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(4))], 2, 5)
+    meta |= catalog.set_scalars(ITEMS.fqn, [("lr", DType.FLOAT32, value(5))], 1, 1)
+    assert {name: s.data for name, s in Catalog(meta).find(ITEMS.fqn).scalars.items()} == {
+        "step": value(4),
+        "lr": value(5),
+    }
+    meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(6))], 3, 0)
+    assert Catalog(meta).find(ITEMS.fqn).scalars["step"] == Scalar("step", DType.FLOAT32, value(6), 3, 0)
+
+
+@pytest.mark.parametrize("packed", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"])
+def test_damaged_scalars_are_named(packed: bytes) -> None:
+    """Scalars that cannot be read stop the shard with the key."""
+    meta = Catalog({}).add([ITEMS])
+    with pytest.raises(CorruptionError, match="scalars/1"):
+        Catalog(meta | {b"scalars/1": packed})

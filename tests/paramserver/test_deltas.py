@@ -122,6 +122,31 @@ def test_a_bad_state_is_refused(catalog: Catalog, state: dict[str, Any], says: s
         decode_delta(catalog, _delta(states=twice))
 
 
+def test_scalars_outlive_the_frame(catalog: Catalog) -> None:
+    """A scalar is one element of its dtype, copied out of a buffer that somebody else gets next."""
+    frame = bytearray(_bytes([7.0], "<f4"))
+    delta = decode_delta(catalog, _delta(scalars=[idl.TableScalar(name="step", dtype=1, data=memoryview(frame))]))
+    frame[:] = bytes(4)
+    assert delta.scalars == (("step", DType.FLOAT32, _bytes([7.0], "<f4").tobytes()),)
+
+
+@pytest.mark.parametrize(
+    ("scalars", "says"),
+    [
+        ([("step", 1, 3)], "'step' has 3 bytes, which is not one element of FLOAT32"),
+        ([("step", 1, 8)], "'step' has 8 bytes"),
+        ([("step", 2, 4)], "not one element of FLOAT16"),
+        ([("step", 77, 4)], "not one element of type 77"),
+        ([("step", 1, 4), ("lr", 1, 4), ("step", 1, 4)], "a scalar is given twice"),
+    ],
+)
+def test_a_bad_scalar_is_refused(catalog: Catalog, scalars: list[tuple[str, int, int]], says: str) -> None:
+    """A scalar's bytes must be those of one element, and each name comes once."""
+    given = [idl.TableScalar(name=name, dtype=dtype, data=memoryview(bytes(size))) for name, dtype, size in scalars]
+    with pytest.raises(RequestError, match=says):
+        decode_delta(catalog, _delta(scalars=given))
+
+
 def test_identities_must_come_with_a_table_that_has_them(catalog: Catalog) -> None:
     """A row without its identity could not be looked up by it."""
     assert decode_delta(catalog, _delta(WITH_IDS)).identities is not None

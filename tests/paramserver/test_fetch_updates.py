@@ -302,6 +302,39 @@ async def test_a_gap_is_noticed() -> None:
     assert follower.next_seq == 1
 
 
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([(1, b"abc"), (1, b"")], "do not fit together"),
+        ([(1, b"abc"), (1, b"defgh")], "do not fit together"),
+        ([(1, b"abc"), None], "has not come"),
+        ([(1, b"abc"), (2, b"def")], "has not come"),
+    ],
+    ids=["an empty part", "too much", "no part", "of another record"],
+)
+async def test_a_record_that_does_not_come_whole_is_not_handed_on(
+    parts: list[tuple[int, bytes] | None], reason: str
+) -> None:
+    """A shard that does not send the rest of a record it has begun is not believed, nor asked for ever."""
+    asked = []
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            asked.append(request.body_offset)
+            part = parts[len(asked) - 1]
+            fields = {"epoch": 1, "kind": 1, "header": b"\x80", "body_size_bytes": 6}
+            records = [idl.UpdateRecord(seq=part[0], body=memoryview(part[1]), **fields)] if part else []
+            return idl.FetchUpdatesReply(records=records, first_seq=1, last_seq=1)
+
+    follower = ShardFollower(Link(), from_seq=1)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match=reason):
+        await follower.fetch()
+    assert (follower.next_seq, asked) == (1, [None, 3])
+
+
 async def test_following_takes_the_role_of_a_reader(tmp_path: Path) -> None:
     """A connection that has not said hello may not follow where the server asks for tokens."""
     from headrace.paramserver.security import AccessPolicy, Token

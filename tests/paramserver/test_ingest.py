@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from faulty_file_ops import FaultyFileOps
 
 from headrace.paramserver.applier import Applier
 from headrace.paramserver.file_update_log import FileUpdateLog
-from headrace.paramserver.ingest import Ingest
+from headrace.paramserver.ingest import KIND_BATCH, KIND_HELLO, Ingest
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
-from headrace.schemas.errors import StorageError, UnavailableError
+from headrace.paramserver.update_log import LogRecord
+from headrace.schemas.errors import CorruptionError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
 
 
 def _batch(client_seq: int) -> Any:
@@ -98,3 +100,86 @@ async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> No
             await _write(ingest, 1)  # nor is its resend
         assert isinstance(await ingest.wait_failed(), StorageError)
         assert released == [1]
+
+
+def _logged(client_seq: int) -> list[memoryview]:
+    """Return the frame that the log keeps of a batch."""
+    args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq))
+    return [memoryview(b"".join(encode_message("setEmbeddings", CALL, 1, args)))]
+
+
+_HELLO = {"kind": KIND_HELLO, "run": "run", "client": "rank0", "rank": 0, "world_size": 1, "tables": []}
+_CLAIM: dict[str, Any] = {"kind": KIND_BATCH}
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([(_CLAIM, _logged(1)), (_CLAIM, _logged(1))], "log record 3 cannot be applied: .*twice"),
+        ([(_CLAIM, _logged(2))], "log record 2 cannot be applied: .*expected 1"),
+        ([(_CLAIM, [memoryview(b"no message")])], "log record 2 cannot be applied"),
+        ([({"kind": KIND_HELLO}, [])], "log record 2 cannot be applied"),
+        ([({"kind": 77}, [])], "log record 2 is of kind 77"),
+    ],
+    ids=["twice", "gap", "garbage", "no hello", "unknown kind"],
+)
+async def test_a_record_that_cannot_be_redone_stops_recovery(
+    tmp_path: Path, records: list[tuple[dict[str, Any], list[memoryview]]], reason: str
+) -> None:
+    """A log whose records contradict each other is corrupt, and told: no batch is guessed, none counts twice."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(tmp_path / "log")
+    for header, body in [(_HELLO, []), *records]:
+        await log.append(epoch=1, header=header, body=body).durable
+    async with Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        with pytest.raises(CorruptionError, match=reason):
+            await ingest.recover()
+    await log.close()
+    store.close()
+
+
+async def test_a_log_that_skips_a_record_stops_recovery(tmp_path: Path) -> None:
+    """A log that leaves a record out, of whatever implementation, is not taken for whole."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(tmp_path / "log")
+    for header, body in [(_HELLO, []), (_CLAIM, _logged(1)), (_CLAIM, _logged(2))]:
+        await log.append(epoch=1, header=header, body=body).durable
+
+    class Gapped:
+        last_seq = 3
+
+        def read(self, from_seq: int) -> Iterator[LogRecord]:
+            return (record for record in log.read(from_seq) if record.seq != 2)
+
+    async with Applier(store) as applier:
+        ingest = Ingest(Gapped(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
+        with pytest.raises(CorruptionError, match="goes on at seq 3, seq 2 is missing"):
+            await ingest.recover()
+    await log.close()
+    store.close()
+
+
+async def test_a_resend_is_not_acked_before_the_batch_and_the_ones_before_it(tmp_path: Path) -> None:
+    """While the store is behind, a batch's ack waits; a resend of it, or of the one after it, waits for the same."""
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, applier, _):
+        behind = asyncio.Event()
+
+        async def wait_below(max_bytes: int) -> None:
+            await behind.wait()
+
+        applier.wait_below = wait_below  # type: ignore[method-assign]
+        first = asyncio.create_task(_write(ingest, 1))
+        await asyncio.sleep(0)  # it begins
+        await ingest.wait_durable(2)
+        second = asyncio.create_task(_write(ingest, 2))
+        await ingest.wait_durable(3)
+        resends = [asyncio.create_task(_write(ingest, client_seq)) for client_seq in (1, 2)]
+        second.cancel()  # its client has gone, and asks over another connection
+        with contextlib.suppress(asyncio.CancelledError):
+            await second
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in (first, *resends))
+        behind.set()
+        await asyncio.gather(first, *resends)

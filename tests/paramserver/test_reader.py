@@ -5,6 +5,7 @@ import dataclasses
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -305,3 +306,88 @@ def _no_leaked_sockets() -> Iterator[None]:
     import gc
 
     gc.collect()
+
+
+async def test_the_newest_scalar_of_all_shards_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a value that a table has once, each shard has what came with its last batch: the newest is the table's."""
+
+    def status(*stored: tuple[TableSpec, str, float, int, int]) -> Any:
+        tables = [
+            SimpleNamespace(
+                spec=spec_to_idl(spec),
+                scalars=[
+                    SimpleNamespace(
+                        scalar=idl.TableScalar(name=name, dtype=1, data=np.float32(value).tobytes()),
+                        epoch=epoch,
+                        step=step,
+                    )
+                ],
+            )
+            for spec, name, value, epoch, step in stored
+        ]
+        return SimpleNamespace(tables=[*tables, SimpleNamespace(spec=spec_to_idl(SPEC), scalars=None)])
+
+    answers = [
+        status((SPEC, "step", 1.0, 2, 7), (SPEC, "lr", 0.5, 1, 1)),
+        status((SPEC, "step", 2.0, 2, 8), (PLAIN, "step", 9.0, 9, 9)),
+        status((SPEC, "step", 3.0, 1, 99)),
+    ]
+
+    async def told(*, timeout_s: float | None = None) -> Any:
+        return answers
+
+    async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
+        monkeypatch.setattr(reader, "status", told)
+        for _ in range(2):
+            assert await reader.scalars(SPEC.fqn) == {"step": np.float32(2.0), "lr": np.float32(0.5)}
+            assert await reader.scalars(PLAIN.fqn) == {"step": np.float32(9.0)}
+            answers.reverse()  # whatever the order of the shards
+        assert await reader.scalars("nowhere") == {}
+
+
+async def test_shards_that_contradict_each_other_are_not_read() -> None:
+    """A shard that is not in its own map, and a table of two shapes, are refused before any row is asked for."""
+    async with running(2) as shards:
+        addresses = shards.shards[1].shards
+        shards.shards[1].shards = addresses[:1]
+        with pytest.raises(ProtocolError, match="is shard 1 and lists 1 shards"):
+            await EmbeddingReader.connect(shards.address(1))
+        shards.shards[1].shards = addresses
+        shards.shards[1].tables = [dataclasses.replace(SPEC, dim=SPEC.dim + 1), PLAIN]
+        with pytest.raises(ProtocolError, match=r"table 'user\.weight' differs between shards: dim 8 ≠ 9"):
+            await EmbeddingReader.connect(shards.address())
+        assert [shard.num_reads for shard in shards.shards] == [0, 0]
+
+
+@pytest.mark.parametrize("next_row", [100, 99, 0])
+async def test_digests_that_do_not_go_on_are_an_error(next_row: int) -> None:
+    """A shard that would have the same rows asked for again and again is not asked again."""
+    asked = []
+
+    async def answer(request: Any) -> Any:
+        asked.append(request.first_row)
+        return idl.DigestRowsReply(seq=1, next_row=next_row)
+
+    link = SimpleNamespace(
+        digest_rows=answer, hello=SimpleNamespace(shard=0), address="somewhere:1", max_reply_bytes=64 * KIB
+    )
+    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
+    async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
+        with pytest.raises(ProtocolError, match=f"goes on at row {next_row} after row 100"):
+            await reader._digest(digest, link, (100, 200), False, False)  # type: ignore[arg-type]
+    assert asked == [100]
+
+
+@pytest.mark.parametrize(("seqs", "is_steady"), [([5, 5], True), ([5, 6], False)])
+async def test_digests_of_several_places_in_the_log_are_not_steady(seqs: list[int], is_steady: bool) -> None:
+    """Answers are of one moment only if the log has not moved from the first to the last."""
+    answers = [idl.DigestRowsReply(seq=seq, next_row=row) for seq, row in zip(seqs, (150, 200), strict=True)]
+
+    async def answer(request: Any) -> Any:
+        return answers.pop(0)
+
+    link = SimpleNamespace(digest_rows=answer, hello=SimpleNamespace(shard=3), max_reply_bytes=64 * KIB)
+    digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
+    async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
+        await reader._digest(digest, link, (100, 200), False, False)  # type: ignore[arg-type]
+    assert (digest.is_steady, digest.seqs, answers) == (is_steady, {3: seqs[1]}, [])

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from chaos_proxy import FrameProxy, Trouble
 from shard_servers import serve_shards
 
+from headrace.paramserver import replay
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.log_reader import LogReader
 from headrace.paramserver.log_segments import list_segments
 from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.replay import Replay, ReplayTarget
+from headrace.paramserver.replay import Replay, ReplayTarget, ShardWriter
 from headrace.paramserver.replay_source import ReplayRange, ReplaySource
 from headrace.schemas.errors import (
     ConfigError,
@@ -357,3 +358,33 @@ def test_one_attempt_is_shorter_than_all() -> None:
     """However long a shard may be away, it is tried again every ten seconds, and sooner where all is to be sooner."""
     assert ReplayTarget(host="h", port=1, timeout_s=600.0).connect_timeout_s == 10.0
     assert ReplayTarget(host="h", port=1, timeout_s=0.5).connect_timeout_s == 0.5
+
+
+async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more batches, and no more bytes, wait for a shard's ack than are set; a larger one goes alone."""
+    monkeypatch.setattr(replay, "_WINDOW_MESSAGES", 3)
+    monkeypatch.setattr(replay, "_WINDOW_BYTES", 1000)
+    writer = ShardWriter(cast("Any", None), "nowhere", 1, "run", [], client="c")
+    puts: list[asyncio.Task[bool]] = []
+
+    async def num_sent(*sizes: int, acked: int) -> int:
+        for size in sizes:
+            delta = idl.TableDelta(row_ids=bytes(size), weights=b"", states=[])
+            puts.append(asyncio.create_task(writer.put(idl.SetEmbeddingsRequest(deltas=[delta]))))
+        for _ in range(5):
+            await asyncio.sleep(0)  # those that may, in their order
+        writer._take_acks(acked)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return sum(put.done() for put in puts)
+
+    writer._take_acks(0)  # its hello
+    assert await num_sent(10, 10, 10, 10, acked=0) == 3
+    assert await num_sent(acked=1) == 4
+    assert await num_sent(acked=4) == 4
+    assert await num_sent(600, 400, 1, acked=4) == 6
+    assert await num_sent(acked=5) == 7
+    assert await num_sent(5000, acked=6) == 7
+    assert await num_sent(acked=7) == 8
+    assert await num_sent(1, acked=7) == 8
+    assert await num_sent(acked=8) == 9

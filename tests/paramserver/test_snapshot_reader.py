@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_batches import SPEC, make_delta
-from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot, values_of
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
-from headrace.paramserver import table_file_reader
+from headrace.paramserver import snapshot_reader, table_file_reader
 from headrace.paramserver.catalog import Catalog
 from headrace.paramserver.pending import Batch, Part, Run, coalesce
 from headrace.paramserver.row_reader import ShardSource, read_rows
@@ -20,10 +21,11 @@ from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.snapshot_reader import SnapshotReader, merge_sorted
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
-from headrace.schemas.errors import ConfigError, CorruptionError, UnknownTableError
+from headrace.schemas.errors import ConfigError, CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
 from headrace.schemas.tables import ColumnShard
+from headrace.scripts.bench_tables import snapshot_of
 
 
 def _run_of(ids: list[int], tag: int, shard: ColumnShard | None, deleted: list[int]) -> Run:
@@ -156,6 +158,28 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file.write_bytes(whole[:-1])
     with pytest.raises(CorruptionError, match="the manifest says"):
         SnapshotReader(folder)
+
+
+def test_shards_that_differ_in_a_table_are_no_snapshot(tmp_path: Path) -> None:
+    """Rows of one name and two shapes are not read as those of one table."""
+    data = build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=2)
+    store = RowStore.open(data / "shard-0001" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    other = Catalog({}).add([dataclasses.replace(ITEMS, dim=ITEMS.dim + 1)])
+    store.write([], [], meta=other, applied_seq=store.applied_seq)
+    store.close()
+    folder = snapshot_of(data, tmp_path / "snapshots")
+    with pytest.raises(SpecMismatchError, match=r"shard-0001.*another one than on other shards"):
+        SnapshotReader(folder)
+
+
+def test_rows_of_another_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of a version that this build does not know is not taken apart as one that it does."""
+    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=1)
+    with SnapshotReader(folder) as reader:
+        assert sum(ids.size for ids, _ in reader.rows(ITEMS.fqn)) == 10
+        monkeypatch.setattr(snapshot_reader, "RECORD_VERSION", 2)
+        with pytest.raises(CorruptionError, match=r"\.sst: a row has a record version other than 2"):
+            list(reader.rows(ITEMS.fqn))
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=30), max_size=6), st.integers(1, 7))

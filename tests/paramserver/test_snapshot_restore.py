@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot
 from torch import nn
 
 from headrace import EmbeddingReplica, RawEmbeddingStreamer
 from headrace.cli import main
 from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.sessions import Session, Sessions
 from headrace.paramserver.snapshot_files import verify_snapshot
 from headrace.paramserver.snapshot_reader import SnapshotReader
 from headrace.paramserver.snapshot_restore import restore_snapshot
@@ -72,6 +72,31 @@ def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
     assert verify_snapshot(source) == manifest  # a server that has used it has changed nothing either
     meta = _meta_of(tmp_path / "restored" / "shard-0000" / "store")
     assert Sessions(meta).highest_epoch > 9 + 100  # epochs that were taken after the cut are not given away again
+
+
+def test_writers_begin_anew_and_keep_what_they_stand_at(tmp_path: Path) -> None:
+    """Batches are counted from 1 again; a trainer that was amid a step at the cut stands at no exact step after it."""
+    amid = Session("run", "rank0", 3, 0, 2, last_client_seq=9, step=5, exact_step=5, time_us=1, ended_client_seq=7)
+    at_step = Session("run", "rank1", 3, 1, 2, last_client_seq=7, step=5, exact_step=5, time_us=1, ended_client_seq=7)
+    data = build(tmp_path / "data", ROWS, num_shards=1)
+    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    store.write([], [], meta=amid.pack() | at_step.pack(), applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
+    sessions = Sessions(_meta_of(tmp_path / "restored" / "shard-0000" / "store"))
+    found = [sessions.find("run", client) for client in ("rank0", "rank1")]
+    assert [(s.last_client_seq, s.ended_client_seq, s.step) for s in found if s] == [(0, 0, 5)] * 2
+    assert [(s.exact_step, s.is_at_exact_cut) for s in found if s] == [(-1, False), (5, True)]
+
+
+def test_a_snapshot_without_tables_has_nothing_to_deal(tmp_path: Path) -> None:
+    """Without `--shards` it is restored as it is; for another number of shards there is nothing to make a table of."""
+    source = snapshot(tmp_path, {}, num_shards=2)
+    with pytest.raises(ConfigError, match="without tables has no rows to deal; leave --shards out"):
+        restore_snapshot(source, tmp_path / "dealt", num_shards=3)
+    assert not (tmp_path / "dealt").exists()
+    restore_snapshot(source, tmp_path / "restored")
+    assert (tmp_path / "restored" / "headrace.json").is_file()
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

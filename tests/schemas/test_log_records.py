@@ -211,6 +211,30 @@ def test_unknown_format_version_is_refused() -> None:
         decode_segment_header(bytes(data))
 
 
+@pytest.mark.parametrize("field", ["mark", "first_seq"])
+def test_segment_header_with_a_zero_is_refused(field: str) -> None:
+    """A mark or a first seq of 0 with a right checksum is damage: no segment has one."""
+    with pytest.raises(CorruptionError, match="zero where none may be"):
+        decode_segment_header(encode_segment_header(dataclasses.replace(_HEADER, **{field: 0})))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (_record([b"as long as a body"[:9]]), "does not end with its seal"),
+        (encode_mark(mark=_MARK, durable_seq=7), "does not end with its seal"),
+        (bytes.fromhex(_GOLDEN_SEAL)[:-1] + b"\x01", "checksum of the seal"),
+    ],
+    ids=["a record", "a mark", "a damaged seal"],
+)
+def test_what_is_no_seal_is_refused(data: bytes, words: str) -> None:
+    """Only an intact seal says where a segment ends, whatever else has its length."""
+    record = decode_record_header(data, 0, mark=_MARK)
+    assert record is not None
+    with pytest.raises(CorruptionError, match=words):
+        decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:])
+
+
 def test_record_larger_than_its_length_field_allows_is_refused() -> None:
     """The largest payload is a bound of the format."""
     part = memoryview(bytes(2**20))

@@ -201,6 +201,22 @@ def test_nasty_bodies_cost_an_error_and_nothing_else(body: bytes) -> None:
     assert peak_bytes < 32 * 2**20
 
 
+def test_a_list_of_another_type_is_refused() -> None:
+    """Elements are not read as what they are not, also where their bytes would do; an empty list has no type."""
+    body = joined(encode_message("m", CALL, 1, SERVICE.setEmbeddings_args(request=example(idl.SetEmbeddingsRequest))))[
+        13:
+    ]
+    deltas = field(LIST, 9)
+    assert body.count(deltas + bytes([STRUCT])) == 1
+    with pytest.raises(ProtocolError, match="a list of Thrift type 13 where the IDL says 12"):
+        decode_struct(SERVICE.setEmbeddings_args, memoryview(body.replace(deltas + b"\x0c", deltas + b"\x0d")), 0)
+    request = example(idl.SetEmbeddingsRequest)
+    request.deltas = []
+    body = joined(encode_message("m", CALL, 1, SERVICE.setEmbeddings_args(request=request)))[13:]
+    decoded = decode_struct(SERVICE.setEmbeddings_args, memoryview(body.replace(deltas + b"\x0c", deltas + b"\0")), 0)
+    assert decoded.request.deltas == []
+
+
 @pytest.mark.parametrize("frame", [pytest.param(frame, id=what) for what, frame in nasty_messages()])
 def test_nasty_messages_are_refused(frame: bytes) -> None:
     """Header or body, one of the two says no."""

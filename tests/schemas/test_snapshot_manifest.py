@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from crc32c import crc32c
 
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
@@ -99,3 +102,33 @@ def test_a_file_cannot_lie_outside() -> None:
     values["files"][0]["name"] = "../../etc/passwd"
     with pytest.raises(CorruptionError):
         ShardPart.from_json(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values.update(step="7"), "a number is none"),
+        (lambda values: values.update(seq=None), "a number is none"),
+        (lambda values: values["tables"][0].update(dim=3), "another fingerprint"),
+        (lambda values: values["tables"][0]["states"][0].update(name="mean"), "another fingerprint"),
+    ],
+)
+def test_a_part_that_contradicts_itself_is_refused(change: Callable[[dict[str, Any]], None], words: str) -> None:
+    """A position that is no number, or a spec that is not what its fingerprint says, makes no snapshot."""
+    values = part(0).to_json()
+    change(values)
+    with pytest.raises(CorruptionError, match=words):
+        ShardPart.from_json(values)
+
+
+@pytest.mark.parametrize("change", [{"name": "../a"}, {"name": 7}, {"shards": None}])
+def test_a_manifest_with_a_right_checksum_may_still_be_none(change: dict[str, Any]) -> None:
+    """What was made by another program, with a checksum over it, is refused by what it says, and as nothing else."""
+    values = json.loads(manifest().encode()) | change
+    values.pop("crc32c")
+    for name, value in change.items():
+        if value is None:
+            del values[name]
+    body = json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
+    with pytest.raises(CorruptionError, match="not a snapshot manifest"):
+        SnapshotManifest.decode(json.dumps(values | {"crc32c": crc32c(body)}).encode())

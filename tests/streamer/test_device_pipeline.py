@@ -388,6 +388,22 @@ def test_an_ended_sender_wakes_who_waits() -> None:
         to.flusher.flush_all(2, 1.0)
 
 
+def test_rows_that_were_evicted_before_it_was_added_are_deleted() -> None:
+    """A table that comes with evictions stays with the host, which sends them: no deletion is lost on the way."""
+    fake = FakeDevice()
+    table, plain = DeviceTrained(fake, "evicting"), DeviceTrained(fake, "plain")
+    table.tapped.evict(torch.tensor([2, 4]))
+    to = DeviceSubmitted(fake, [plain])
+    to.flusher.add_tables([table.tapped])
+    table.update([1], 1.0)
+    plain.update([3], 1.0)
+    to.flusher.on_step(1)
+    flush = to.complete()
+    assert flush is not None
+    assert deleted_of(flush, 1) == [(0, "evicting", 2), (0, "evicting", 4)]
+    assert sent(flush).keys() == {("evicting", 1), ("plain", 3)}
+
+
 def test_kinds_of_tables_that_the_host_gathers() -> None:
     """Virtual ids, identities and tables without rows here go the host's way, and arrive."""
     fake = FakeDevice()

@@ -55,6 +55,13 @@ def make(
     return module
 
 
+def in_a_cache(module: Any) -> Any:
+    """Say that one table's rows are cached on a device, which a build for the CPU cannot have."""
+    (rows, dim, _, compute), *others = module.embedding_specs
+    module.embedding_specs = [(rows, dim, common.EmbeddingLocation.MANAGED_CACHING, compute), *others]
+    return module
+
+
 class Batch:
     """Random ids of a step: bags of 0 to 3 of each feature, skewed so that rows repeat."""
 
@@ -385,8 +392,10 @@ def test_fp16_module_moved_and_many_tables() -> None:
             "global weight decay",
         ),
         (lambda: make(table_names=["a", "a", "b"]), "two tables are named 'a'"),
+        (lambda: make(weights="INT8"), "INT8 weights are not streamed"),
+        (lambda: in_a_cache(make()), "MANAGED_CACHING keeps the newest rows in a cache"),
     ],
-    ids=["ema", "global-decay", "same-names"],
+    ids=["ema", "global-decay", "same-names", "int8", "cached"],
 )
 def test_refused_with_a_reason_and_no_hooks(build: Callable[[], Any], message: str) -> None:
     """What cannot be streamed exactly is refused with one line that says why, and leaves no hook behind."""

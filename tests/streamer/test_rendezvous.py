@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from trainer_tables import WRITER
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.sessions import last_epoch_after
+from headrace.schemas.errors import StorageError
 from headrace.streamer.rendezvous import claim_epoch, find_store, open_session
 
 CONNECT = functools.partial(ParamServerClient.connect, timeout_s=5.0)
@@ -45,3 +47,32 @@ async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path:
             replies = await open_session(found.shards, writer, (), CONNECT, timeout_s=5.0, random=lambda: 0.5)
         assert writer.epoch == found.highest_epoch + 1
         assert [reply.highest_epoch for reply in replies] == [writer.epoch] * 3
+
+
+def _lose_first(store: FakeStore) -> None:
+    del store.shards[0]
+
+
+def _swap_ports(store: FakeStore) -> None:
+    first, second = store.shards
+    first.port, second.port = second.port, first.port
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_lose_first, "has an incomplete shard map"),
+        (lambda store: store.shards.append(store.shards[1]), "has an incomplete shard map"),
+        (_swap_ports, "says that it is shard 1 of 2"),
+    ],
+)
+async def test_a_shard_map_that_contradicts_itself_is_refused(change: Callable[[FakeStore], None], reason: str) -> None:
+    """Rows are only sent where all shards are known, each once, and each says that it is the one it is taken for."""
+    async with FakeStore(num_shards=2) as store:
+        shards, ports = list(store.shards), [shard.port for shard in store.shards]
+        change(store)
+        try:
+            with pytest.raises(StorageError, match=reason):
+                await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        finally:
+            store.shards[:] = shards

@@ -336,12 +336,15 @@ async def test_resync_starts_over_with_another_store() -> None:
         assert len(to.shard.received[1].rows["t.weight"]) == 50
 
 
-async def test_trainer_of_the_same_name_is_found_out() -> None:
-    """A batch that was never sent and yet is durable can only be another trainer's: no ack of it is believed."""
+@pytest.mark.parametrize("reconnects", [False, True])
+async def test_trainer_of_the_same_name_is_found_out(reconnects: bool) -> None:
+    """A batch that was never sent and yet is durable can only be another trainer's: no ack, no hello is believed."""
     async with channel_to(FakeStore()) as to:
         to.send(1)
         await to.until(lambda: to.durable == [1])
-        to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 2
+        to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 3 if reconnects else 2
+        if reconnects:
+            to.shard.drop_connections()
         to.send(2)
         error = await to.error()
         assert isinstance(error, FencedError)

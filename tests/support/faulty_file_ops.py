@@ -78,6 +78,11 @@ class FaultyFileOps(SystemFileOps):
         """Let one `pwritev` write only so many bytes, and say so."""
         self._faults.append(_Fault("pwritev", None, after, size_bytes))
 
+    @property
+    def num_open(self) -> int:
+        """How many files are open."""
+        return len(self._open)
+
     def wait_for_calls(self, operations: Sequence[str]) -> None:
         """Block until the latest calls are of these operations, in this order."""
 

@@ -28,6 +28,7 @@ SPEC = TableSpec(
     dim=4,
     dtype=DType.FLOAT32,
     states=(StateSpec(name="momentum1", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),),
+    has_identities=True,
 )
 OTHER = TableSpec(fqn="other", num_rows=5, dim=2, dtype=DType.FLOAT32)
 IDS = np.arange(0, 3000, 3)

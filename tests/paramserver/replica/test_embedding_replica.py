@@ -478,9 +478,11 @@ def test_a_token_is_shown(tmp_path: Path) -> None:
 
 
 def test_no_server_is_one_line() -> None:
-    """An address where nobody listens is said so, in time."""
+    """An address where nobody listens is said so, in time, and no thread is left."""
+    before = set(threading.enumerate())
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         EmbeddingReplica("127.0.0.1:1", timeout_s=0.5, open_timeout_s=5.0)
+    assert "headrace-replica" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

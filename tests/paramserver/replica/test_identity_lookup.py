@@ -48,6 +48,8 @@ async def check(replica: EmbeddingReplica, writer: IdentityWriter, step_of: dict
     expected = [weights_of(row, identity, step) for identity, (row, step) in step_of.items()]
     rows = replica.lookup_by_identity(FQN, [*step_of, -1, 424242])
     assert rows.tolist() == [*expected, [0.0] * 4, [0.0] * 4]
+    found = replica.find_rows(FQN, [*step_of, -1, 424242])
+    assert found.tolist() == [*(row for row, _ in step_of.values()), -1, -1]
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
@@ -87,6 +89,7 @@ async def test_missing_identities_follow_the_policy(tmp_path: Path) -> None:
             ]
             assert replica.num_missing == {FQN: 2}
             assert replica.lookup_by_identity(FQN, []).shape == (0, 4)
+            assert replica.find_rows(FQN, torch.tensor([[10, 11], [-20, -1]])).tolist() == [[1, -1], [2, -1]]
         async with following(address, missing="error") as replica:
             assert replica.lookup_by_identity(FQN, [10]).tolist() == [weights_of(1, 10, 1)]
             with pytest.raises(RequestError, match=r"identity 11 is not there \(2 of 3"):
@@ -101,5 +104,8 @@ async def test_what_is_refused(tmp_path: Path) -> None:
         async with following(f"127.0.0.1:{port}") as replica:
             with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
                 replica.lookup_by_identity(plain.fqn, [1])
-            with pytest.raises(UnknownTableError):
-                replica.lookup_by_identity("no.such", [1])
+            with pytest.raises(RequestError, match=r"'items\.weight' has no identities"):
+                replica.find_rows(plain.fqn, [1])
+            for look in (replica.lookup_by_identity, replica.find_rows):
+                with pytest.raises(UnknownTableError):
+                    look("no.such", [1])

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from table_rows import ITEMS, chunk_of, snapshot
 
 from headrace.paramserver.replica import loading
-from headrace.paramserver.replica.loading import load_live
+from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.replica.loading import load_live, load_snapshot
 from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
-from headrace.schemas.errors import GoneError, UnavailableError
+from headrace.paramserver.snapshot_files import verify_snapshot
+from headrace.schemas.errors import CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=40, dim=1, dtype=DType.FLOAT32)
@@ -98,3 +104,20 @@ def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
     with pytest.raises(UnavailableError):
         loading._load_table(cast("Any", SimpleNamespace(rows=rows)), table, check)
     assert taken == [0, 10] and table.num_present == 10
+
+
+def test_a_part_of_another_place_in_the_log_is_not_followed_from(tmp_path: Path) -> None:
+    """A store that is not at the seq of its manifest is damage: what lies between would never come, or come again."""
+    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, range(20))}, num_shards=2)
+    manifest = verify_snapshot(folder)
+
+    def load(manifest: SnapshotManifest) -> Generation:
+        return load_snapshot(
+            folder, manifest, is_by_step=False, make_table=lambda spec: MemoryTable(spec), check_wanted=lambda: None
+        )
+
+    assert [tail.seq for tail in load(manifest).tails] == [part.seq for part in manifest.parts]
+    for off in (-1, 1):
+        parts = (manifest.parts[0], dataclasses.replace(manifest.parts[1], seq=manifest.parts[1].seq + off))
+        with pytest.raises(CorruptionError, match=r"shard-0001.*the manifest says"):
+            load(dataclasses.replace(manifest, parts=parts))

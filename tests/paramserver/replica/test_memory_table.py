@@ -185,8 +185,8 @@ def test_sparse_tables_grow(precision: Precision) -> None:
     spec, ids = SPARSE, np.arange(3000, dtype=np.int64) * 10**12
     table, rows = MemoryTable(spec, default=torch.ones(spec.dim), precision=precision), _rows(spec, 3000)
     left, right = ColumnShard(offset=0, width=8), ColumnShard(offset=8, width=13)
-    for start in range(0, 3000, 500):
-        some = slice(start, start + 500)
+    # 1024 slots to begin with, one of which stands for rows that are not there: each next row may be one too many.
+    for some in itertools.starmap(slice, itertools.pairwise([0, 500, 1022, 1023, 1024, 1025, 2000, 3000])):
         for shard in (left, right):
             columns = rows[some, shard.offset : shard.offset + shard.width]
             _write(table, ids[some], columns, version=1, shard=shard)
