@@ -40,7 +40,9 @@ def test_a_broken_shard_is_found(tmp_path: Path, breakage: str, fault: str, find
     with Chaos(tmp_path, seed=2, breakage=breakage) as chaos, pytest.raises(ChaosError) as failure:
         for _ in range(12):  # whether a broken shard does harm in a cycle is a matter of timing
             chaos.run_cycle(fault)
-    assert chaos.found.keys() & finds, str(failure.value)
+    # The trainer may be the first to see that batches are missing.
+    sees = breakage in ("acks_early", "forgets_sequence") and "has lost acked data" in str(failure.value)
+    assert sees or chaos.found.keys() & finds, str(failure.value)
 
 
 def test_a_run_makes_each_fault_as_often(tmp_path: Path) -> None:
