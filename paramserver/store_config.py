@@ -77,6 +77,7 @@ _COMPRESSION: dict[str, Callable[[], Any]] = {
 
 _LEVEL_0_FILES = 8
 _LEVEL_1_BYTES = 1 << 30
+_SUBCOMPACTIONS = 2
 
 
 def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
@@ -105,6 +106,8 @@ def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     # written anew. A look-up asks the bloom filters of so many files at most.
     options.set_level_zero_file_num_compaction_trigger(_LEVEL_0_FILES)
     options.set_max_bytes_for_level_base(_LEVEL_1_BYTES)
+    # Nothing is taken in while level 0 is full, and one compaction at a time empties it: several threads share it.
+    options.set_max_subcompactions(_SUBCOMPACTIONS)
     # Files go to the disk as they are written: one large sync would hold up the update log's.
     options.set_bytes_per_sync(1 << 20)
     # Past the page cache, which is for what lookups read.
