@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
-from fake_shard import WAIT_S, FakeStore, Fault, hosted
+from fake_shard import WAIT_S, FakeStore, Fault
 from streamed_training import FAST, Training, compare, streaming
 
 from headrace.schemas.errors import RowRangeError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.flush import Flush
-
-
-@pytest.fixture
-def store() -> Iterator[FakeStore]:
-    with hosted(FakeStore(num_shards=3)) as store:
-        yield store
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
 
 
 def test_on_error_log_lets_training_go_on(store: FakeStore, training: Training) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,17 +12,6 @@ from streamed_training import FAST, Training, compare, sender_threads, streaming
 from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 from headrace.streamer.compare import compare_with_store
-
-
-@pytest.fixture
-def store() -> Iterator[FakeStore]:
-    with hosted(FakeStore(num_shards=3)) as store:
-        yield store
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
 
 
 def test_store_equals_trainer_after_flush(store: FakeStore, training: Training) -> None:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_shard import FakeStore, hosted
+from fake_shard import FakeStore
 from streamed_training import FAST, Training, compare, streaming
 from torch import nn
 
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnavailableError, UnsupportedModelError
 from headrace.streamer import RawEmbeddingStreamer
-
-
-@pytest.fixture
-def store() -> Iterator[FakeStore]:
-    with hosted(FakeStore(num_shards=3)) as store:
-        yield store
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
 
 
 def test_mismatch_at_attach_leaves_nothing_attached(store: FakeStore, training: Training) -> None:

@@ -8,26 +8,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_shard import WAIT_S, FakeStore, hosted
+from fake_shard import WAIT_S, FakeStore
 from streamed_training import FAST, Training, compare, sender_threads, streaming
 
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
-
-
-@pytest.fixture
-def store() -> Iterator[FakeStore]:
-    with hosted(FakeStore(num_shards=3)) as store:
-        yield store
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
 
 
 def test_close_is_idempotent_and_removes_everything(store: FakeStore, training: Training) -> None:

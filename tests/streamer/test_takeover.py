@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,6 @@ from streamed_training import FAST, Training, compare, streaming
 
 from headrace.schemas.errors import FencedError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
-
-
-@pytest.fixture
-def store() -> Iterator[FakeStore]:
-    with hosted(FakeStore(num_shards=3)) as store:
-        yield store
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
 
 
 def test_each_start_takes_a_higher_epoch(store: FakeStore, training: Training) -> None:
