@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from held_ports import released_ports
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,13 @@ def _root_logger() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _held_ports() -> Iterator[None]:
+    """Give back the ports that a test has kept for itself."""
+    with released_ports():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from held_ports import hold_ports
 
 from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.data_dir import DataDir, is_in_use
@@ -76,7 +76,7 @@ class ChaosServer:
         self.data, self.control = directory / "data", directory / "control"
         self.log_path = directory / "server.log"
         self.num_shards = num_shards
-        self.port = find_ports(num_shards)
+        self.port = hold_ports(num_shards, (HOST, PROXY_HOST))
         self._breakage = breakage
         self._ready_file = directory / "ready.json"
         self._process: subprocess.Popen[bytes] | None = None
@@ -180,20 +180,6 @@ class ChaosServer:
     def _check(self, is_so: bool, otherwise: str) -> None:
         if not is_so:
             raise AssertionError(f"{otherwise}; it said:\n{self.tail()}")
-
-
-def find_ports(number: int) -> int:
-    """Return the first of consecutive ports that are free, and that no outgoing connection will take."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with contextlib.ExitStack() as stack:
-            try:
-                for host in (HOST, PROXY_HOST):
-                    for port in range(first, first + number):
-                        stack.enter_context(socket.create_server((host, port)))
-            except OSError:
-                continue
-        return first
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
-from chaos_server import find_ports
+from held_ports import hold_ports
 from soak_replicas import BREAKAGES, REPLICAS, Served, run_replicas
 from soak_rows import IDLE_STEPS
 from soak_trainer import Settled, run_trainer
@@ -118,7 +118,7 @@ class Soak:
         self._random = random.Random(seed)
         self._seed, self._breakage = seed, breakage
         self._data = directory / "data"
-        self._port = find_ports(_NUM_SHARDS)
+        self._port = hold_ports(_NUM_SHARDS)
         self._snapshots: list[str] = []
         self._server = self._start_server()
         self._workers: list[_Worker] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_ports import hold_ports
 from torch import nn
 
 from headrace import RawEmbeddingStreamer
@@ -71,7 +72,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 def test_ten_minutes_of_steps_without_a_server(path: Path, policy: str) -> None:
     """Training goes on, memory stays flat, rows stay dirty or lie in the bounded spool, and all arrives afterwards."""
     spool_bytes = 1 << 20
-    server = ServerProcess.start(path / "data")
+    server = ServerProcess.start(path / "data", port=hold_ports())
     trainer = _Trainer(server.address, policy=policy, spool_dir=path / "spool", spool_bytes=spool_bytes)
     streamer = trainer.streamer
     try:
@@ -107,7 +108,7 @@ def test_ten_minutes_of_steps_without_a_server(path: Path, policy: str) -> None:
 @pytest.mark.slow
 def test_the_policy_block_waits_and_then_says_why(path: Path) -> None:
     """Under `block` a step waits and then fails, naming the shard; rows stay dirty, and all arrives afterwards."""
-    server = ServerProcess.start(path / "data")
+    server = ServerProcess.start(path / "data", port=hold_ports())
     trainer = _Trainer(server.address, policy="block", block_timeout_s=0.3)
     streamer = trainer.streamer
     try:

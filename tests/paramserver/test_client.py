@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
+from held_ports import hold_ports
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.schemas.errors import (
@@ -83,12 +83,10 @@ async def test_hello_tells_the_frame_limit() -> None:
 
 async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
     """A refused connection is one error that names the address."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-        expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
-        with pytest.raises(UnavailableError, match=expected):
-            await ParamServerClient.connect("127.0.0.1", port)
+    port = hold_ports()
+    expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
+    with pytest.raises(UnavailableError, match=expected):
+        await ParamServerClient.connect("127.0.0.1", port)
 
 
 async def test_unknown_host_is_unavailable() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_ports import hold_ports
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
@@ -180,8 +181,8 @@ async def test_a_long_poll_ends_without_a_record(tmp_path: Path) -> None:
 async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) -> None:
     """It connects again by itself and gets what comes next, nothing twice."""
     config = shard_config(tmp_path)
-    async with serving(config) as served:
-        port = served.port
+    port = hold_ports()
+    async with serving(config, port=port) as served:
         link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
         await link.refresh()
         follower = ShardFollower(link, from_seq=1, wait_s=1.0)
@@ -197,8 +198,8 @@ async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) 
 
 async def test_another_store_at_the_address_ends_the_place(tmp_path: Path) -> None:
     """The same address with another server id: the follower is told to start over."""
-    async with serving(shard_config(tmp_path / "a")) as served:
-        port = served.port
+    port = hold_ports()
+    async with serving(shard_config(tmp_path / "a"), port=port) as served:
         link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
         await link.refresh()
         follower = ShardFollower(link, from_seq=1, wait_s=0.0)

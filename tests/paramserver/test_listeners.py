@@ -5,27 +5,15 @@ from __future__ import annotations
 import socket
 
 import pytest
+from held_ports import hold_ports
 
 from headrace.paramserver.listeners import bind_listener, bind_listeners
 from headrace.schemas.errors import ConfigError
 
 
-def _free_ports(count: int) -> int:
-    """Return the first of `count` ports in a row that are free now."""
-    for _ in range(100):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        try:
-            with bind_listeners("127.0.0.1", port, count):
-                return int(port)
-        except ConfigError:
-            continue
-    raise AssertionError("no free ports in a row")
-
-
 def test_consecutive_ports() -> None:
     """Shard i listens on port + i, and a connection waits there before anybody accepts it."""
-    port = _free_ports(3)
+    port = hold_ports(3)
     with bind_listeners("localhost", port, 3) as sockets:
         assert [sock.getsockname()[1] for sock in sockets] == [port, port + 1, port + 2]
         for sock in sockets:
@@ -44,7 +32,7 @@ def test_ephemeral_ports() -> None:
 
 def test_one_taken_port_frees_all() -> None:
     """When the second port is taken, the first is free again."""
-    port = _free_ports(2)
+    port = hold_ports(2)
     with (
         socket.create_server(("127.0.0.1", port + 1)),
         pytest.raises(ConfigError, match=f"port {port + 1} of 127.0.0.1, which shard 1 would take, is in use"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_service import WAIT_S, FakeService
+from held_ports import hold_ports
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.reader import EmbeddingReader
@@ -106,17 +107,16 @@ class Shards:
     """A server of several fake shards, each of which can be stopped and started again."""
 
     def __init__(self, number: int, access: AccessPolicy | None) -> None:
-        self.socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-        self.addresses = [sock.getsockname() for sock in self.socks]
+        self.addresses = [("127.0.0.1", hold_ports()) for _ in range(number)]
         self.shards = [FakeShard(n, self.addresses) for n in range(number)]
         self.access = access
         self.servers: list[ThriftServer] = []
 
     async def start(self) -> None:
-        for sock, shard in zip(self.socks, self.shards, strict=True):
+        for address, shard in zip(self.addresses, self.shards, strict=True):
             shard.limits = LIMITS
             self.servers.append(ThriftServer(shard, limits=LIMITS, access=self.access))
-            await self.servers[-1].start(sock)
+            await self.servers[-1].start(socket.create_server(address))
 
     async def stop(self, number: int) -> None:
         for gate in self.shards[number].gates.values():

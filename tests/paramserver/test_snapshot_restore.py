@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_ports import hold_ports
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot
 from torch import nn
 
@@ -222,15 +221,6 @@ def training() -> Iterator[_Training]:
         yield _Training()
 
 
-def _two_free_ports() -> int:
-    """The first of two ports, one after the other, so that a server comes back on those that it had."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError, OverflowError):
-            port: int = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
-
-
 def _lose_and_restore(data: Path, snapshot_folder: Path) -> int:
     """Restore in the place of a directory that is gone; return the exit code."""
     shutil.rmtree(data)
@@ -245,7 +235,7 @@ def test_a_lost_server_is_restored_and_all_go_on(
 
     The trainer that runs sends all rows again, and so does one that is started from its checkpoint.
     """
-    data, backup, port = tmp_path / "data", tmp_path / "backup", _two_free_ports()
+    data, backup, port = tmp_path / "data", tmp_path / "backup", hold_ports(2)
     with ServerProcess.start(data, shards=2, port=port) as server:
         streamer = RawEmbeddingStreamer(server.address, run="r", on_new_store="resync", connect_timeout_s=60)
         streamer.attach(training.model, training.optimizer)
@@ -282,9 +272,8 @@ def test_a_lost_server_is_restored_and_all_go_on(
 
 def test_a_trainer_that_may_not_resync_says_so(tmp_path: Path, training: _Training) -> None:
     """A trainer that had acked rows which are not in the snapshot ends with what to do, and sends no part of them."""
-    data = tmp_path / "data"
-    with ServerProcess.start(data) as server:
-        port = int(server.address.rpartition(":")[2])
+    data, port = tmp_path / "data", hold_ports()
+    with ServerProcess.start(data, port=port) as server:
         streamer = RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60)
         streamer.attach(training.model, training.optimizer)
         training.step()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_ports import hold_ports
 from watched_server import watched_server
 
 from headrace.cli import main
@@ -81,8 +82,8 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_ports(tmp_path: Path) -> None:
     """A port that somebody has is a problem that names the flag; with our own server in the directory it is none."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = hold_ports()
+    with socket.create_server(("127.0.0.1", port)):
         for changes, flag in (({"port": port}, "--port"), ({"port": 0, "metrics_port": port}, "--metrics-port")):
             config = ServerConfig(data=tmp_path / "data", **changes)
             (finding,) = check_ports(config, 1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from evicting_training import Evicting, VirtualTap, evict_on_rank, read_rows
 from fake_shard import FakeStore, hosted
+from held_ports import hold_ports
 from ranks import run_ranks
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
 
@@ -120,7 +121,8 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
     settings: dict[str, Any] = {"policy": policy, "retry_min_s": 0.01, "retry_max_s": 0.05, "flush_percent": 100}
     settings |= {"spool_dir": tmp_path / "spool"} if policy == "spool" else {}
     trainer = Evicting("outage")
-    server = ServerProcess.start(tmp_path / "data")
+    port = hold_ports()
+    server = ServerProcess.start(tmp_path / "data", port=port)
     streamer = RawEmbeddingStreamer(server.address, run="outage", **settings)
     try:
         streamer.attach(trainer.model, trainer.optimizer)
@@ -138,7 +140,6 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
             trainer.step([39])
         num_turns = 2 if policy == "block" else 8
         streamer.evict(trainer.fqn, torch.tensor([30, 20]))
-        port = int(server.address.rpartition(":")[2])
         server.close()
         server = ServerProcess.start(tmp_path / "data", port=port)
         streamer.flush(60)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from held_ports import hold_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import RawEmbeddingStreamer
@@ -89,8 +90,7 @@ def test_streamer_serves_until_it_is_closed(tmp_path: Path) -> None:
 
 def test_ranks_do_not_collide() -> None:
     """Each rank takes the port that many above; one that does not exist is said so."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        base = free.getsockname()[1]
+    base = hold_ports()
     config = StreamerConfig(metrics_port=base - 3)
     port = serve_streamer(_Streamer(), config, run="ctr", rank=3)
     assert port.port == base

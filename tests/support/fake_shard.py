@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from held_ports import hold_ports
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
@@ -99,10 +100,8 @@ class FakeShard:
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", self.port))
-        self.port = sock.getsockname()[1]
+        self.port = self.port or hold_ports()
+        sock = socket.create_server(("127.0.0.1", self.port))
         self.server = ThriftServer(self, limits=self.limits)
         await self.server.start(sock)
 

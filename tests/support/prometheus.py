@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from held_ports import hold_ports
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 WAIT_S = 60.0
@@ -52,8 +53,7 @@ class Prometheus:
 def running_prometheus(folder: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
     """Run Prometheus on targets by job, scraped twice a second."""
     assert PROMETHEUS is not None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = hold_ports()
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [at]}]} for job, at in targets.items()],

@@ -34,6 +34,11 @@ class Endpoint:
         self.address, self.health = told["address"], told.get("health", "")
         assert told["pid"] == self.process.pid
 
+    def wait_logged(self, message: str) -> None:
+        """Return when it has logged something with `message` in it."""
+        wait_until(lambda: message in self.log.read_text() or self.process.poll() is not None)
+        assert message in self.log.read_text(), self.log.read_text()
+
     def facts(self) -> list[dict[str, Any]]:
         """Return what it has logged."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]

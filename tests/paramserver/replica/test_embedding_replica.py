@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_ports import hold_ports
 from torch import nn
 from watched_server import wait_until
 
@@ -245,13 +246,14 @@ def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Trainin
 
 def _left_behind(folder: Path) -> tuple[EmbeddingReplica, Training, int]:
     """Return a replica whose server, of one step, has gone, what the trainer had, and the server's port."""
-    with ServerProcess.start(folder, shards=2) as server:
+    port = hold_ports(2)
+    with ServerProcess.start(folder, shards=2, port=port) as server:
         training = Training(server.address)
         training.step()
         training.flush()
         replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
         training.close()
-        return replica, training, int(server.address.rpartition(":")[2])
+        return replica, training, port
 
 
 def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
@@ -287,8 +289,8 @@ def test_an_empty_server_at_the_address_takes_nothing_from_lookups(tmp_path: Pat
 
 def test_a_server_that_was_set_back_is_followed(tmp_path: Path) -> None:
     """After its directory was restored from an older copy, lookups have what the server has, and then what comes."""
-    with ServerProcess.start(tmp_path / "data", shards=2) as server:
-        port = int(server.address.rpartition(":")[2])
+    port = hold_ports(2)
+    with ServerProcess.start(tmp_path / "data", shards=2, port=port) as server:
         training = Training(server.address)
         training.step()
         training.close()
@@ -487,7 +489,8 @@ def test_no_server_is_one_line() -> None:
 
 def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Lookups go on while the server is away; `failure`, `wait_for` and one warning say what cannot be reached."""
-    with ServerProcess.start(tmp_path / "data") as server:
+    port = hold_ports()
+    with ServerProcess.start(tmp_path / "data", port=port) as server:
         training = Training(server.address)
         training.step()
         replica = EmbeddingReplica(server.address)
@@ -502,7 +505,7 @@ def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         _assert_equal(replica, training)
         with pytest.raises(UnavailableError, match=r"step 9 is not visible within 0\.1 s, .*Connection refused"):
             replica.wait_for(9, 0.1)
-        with ServerProcess.start(tmp_path / "data", port=int(server.address.rpartition(":")[2])):
+        with ServerProcess.start(tmp_path / "data", port=port):
             wait_until(lambda: replica.failure is None)
     assert "is reached again, after" in caplog.text
 

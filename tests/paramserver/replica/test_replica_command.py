@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_ports import hold_ports
 from replica_endpoint import WAIT_S, Endpoint, get, replica_endpoint, wait_until
 
 from headrace.cli import main
@@ -289,7 +290,8 @@ def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
 
 def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A step that does not end makes the replica not ready, over HTTP and the wire, until it has ended."""
-    with ServerProcess.start(tmp_path / "data") as server:
+    port = hold_ports()
+    with ServerProcess.start(tmp_path / "data", port=port) as server:
         write(server, 1)
         with replica_endpoint(tmp_path, server.address, "--consistency=step", "--max-lag-s=300ms") as endpoint:
             assert get(endpoint.health, "/readyz") == (200, "ready: epoch 1, step 1, 0.000 s behind\n")
@@ -306,8 +308,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pyte
             # The server goes away: what is known to be missing stays so.
             server.kill()
             assert get(endpoint.health, "/readyz")[0] == 503
-            port = server.address.rpartition(":")[2]
-            with ServerProcess.start(tmp_path / "data", port=int(port)) as server:
+            with ServerProcess.start(tmp_path / "data", port=port) as server:
                 write(server, 3)
                 wait_until(lambda: get(endpoint.health, "/readyz")[0] == 200)
                 assert told(endpoint.address).replica.visible_step == 3
@@ -327,11 +328,10 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pyte
 
 def test_it_waits_for_the_server(tmp_path: Path) -> None:
     """Started before its server, a replica is alive and not ready, says why, and becomes ready."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, own, health = taken.getsockname()[1], _free_port(), _free_port()
+    port, own, health = hold_ports(), hold_ports(), hold_ports()
     arguments = [f"--port={own}", f"--health-port={health}"]
     with replica_endpoint(tmp_path, f"127.0.0.1:{port}", *arguments, wait=False) as endpoint:
-        wait_until(lambda: any("is tried again" in fact["message"] for fact in endpoint.facts()))
+        endpoint.wait_logged("is tried again")
         assert get(f"127.0.0.1:{health}", "/healthz")[0] == 200
         status, text = get(f"127.0.0.1:{health}", "/readyz")
         assert status == 503
@@ -351,15 +351,15 @@ def test_it_waits_for_the_server(tmp_path: Path) -> None:
 
 def test_stopped_before_it_has_begun(tmp_path: Path) -> None:
     """A signal ends a replica that still looks for its server, without an error."""
-    with replica_endpoint(tmp_path, f"127.0.0.1:{_free_port()}", wait=False) as endpoint:
-        wait_until(lambda: any("is tried again" in fact["message"] for fact in endpoint.facts()))
+    with replica_endpoint(tmp_path, f"127.0.0.1:{hold_ports()}", wait=False) as endpoint:
+        endpoint.wait_logged("is tried again")
         endpoint.process.send_signal(signal.SIGTERM)
         assert endpoint.process.wait(WAIT_S) == 0
 
 
 def test_a_server_that_never_comes(tmp_path: Path) -> None:
     """After its time the replica gives up with one line, which says what was tried and what came of it."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{hold_ports()}"
     with replica_endpoint(tmp_path, address, "--start-timeout-s=0.5", wait=False) as endpoint:
         assert endpoint.process.wait(WAIT_S) == 1
         last = endpoint.log.read_text().splitlines()[-1]
@@ -497,9 +497,3 @@ def test_documentation_lists_every_setting() -> None:
     for field, known in settings_of(EndpointConfig):
         value = ", ".join(known.choices) or known.kind.value
         assert f"| `{flag_of(field.name)}` | {value} | {show_default(field, known)} | {known.help} |" in page
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
