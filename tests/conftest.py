@@ -8,6 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 from held_ports import released_ports
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's: other processes may share it.
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ def _ids(num_rows: int, num_ids: int, dtype: torch.dtype, seed: int) -> torch.Te
     return ids.to(dtype)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     num_rows=SIZES,
     num_ids=st.sampled_from([0, 1, 31, 100, 5000, 60_000]),
@@ -47,7 +47,7 @@ def test_cpu_is_the_definition(
 
 
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_rows=SIZES,
     num_ids=st.sampled_from([0, 1, 31, 100, 5000, 60_000]),
@@ -93,7 +93,7 @@ def _features(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
     return bm.make_bitmap(end), row_ids, starts, torch.tensor(slots).long(), torch.tensor(num_rows).long()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(_features())
 def test_features_are_marked_as_defined(features: tuple[torch.Tensor, ...]) -> None:
     """Each streamed feature's ids are marked at its table's slots, and the definition is that of a Python set."""
@@ -113,7 +113,7 @@ def test_features_are_marked_as_defined(features: tuple[torch.Tensor, ...]) -> N
 
 
 @pytest.mark.parametrize("device", LAUNCHERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(_features())
 def test_feature_kernel_is_the_definition(device: str, features: tuple[torch.Tensor, ...]) -> None:
     """One launch marks all features, of any types and strides of the starts."""

@@ -30,7 +30,7 @@ def _inputs(
     return ids, None if dtype is None else random_rows((size,), dtype, seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, SHARDS, st.sampled_from([None, 1, 7, 1000]), WEIGHTS, st.integers(0, 2**64 - 1))
 def test_cpu_is_the_definition(
     size: int, num_shards: int, block_rows: int | None, dtype: torch.dtype | None, seed: int
@@ -47,7 +47,7 @@ def test_cpu_is_the_definition(
 
 
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SIZES, SHARDS, st.sampled_from([None, 1, 7, 1000]), WEIGHTS, st.integers(0, 2**64 - 1))
 def test_kernels_are_the_definition(
     device: str, lanes: int, size: int, num_shards: int, block_rows: int | None, dtype: torch.dtype | None, seed: int

@@ -156,7 +156,7 @@ def _define(inputs: _Inputs, cut: _Cut) -> None:
     dc.cut_dirty_reference(cut.bitmap, cut.cursor, inputs.tables, inputs.num_shards, cut.out, cut.header)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_inputs((1, 2, 3, 8, 37, 257, 5000)))
 @example(_first_table_fits())
 def test_cpu_is_the_definition(inputs: _Inputs) -> None:
@@ -168,7 +168,7 @@ def test_cpu_is_the_definition(inputs: _Inputs) -> None:
 
 
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(_inputs())
 @example(_first_table_fits())
 @example(_large(0.2, 10**6))
@@ -222,7 +222,7 @@ def _rows_of(inputs: _Inputs, cut: _Cut) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("way", ["definition", "CPU"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(inputs=_inputs())
 @example(inputs=_first_table_fits())
 def test_cuts_take_every_dirty_row_once(way: str, inputs: _Inputs) -> None:

@@ -84,12 +84,12 @@ class DirtyIdsMachine(RuleBasedStateMachine):
         assert self.ids.is_empty == (not self.model)
 
 
-DirtyIdsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+DirtyIdsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestDirtyIds = DirtyIdsMachine.TestCase
 
 
 @given(seed=st.integers(0, 2**32), num_ids=st.integers(0, 20_000), num_batches=st.integers(1, 10))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_memory_goes_by_the_ids_that_are_in_it(seed: int, num_ids: int, num_batches: int) -> None:
     """A set takes at most 16 bytes an id and 64 KiB, however often an id is marked and however high it is."""
     ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 2**63 - 1, num_ids))

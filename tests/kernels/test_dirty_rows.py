@@ -97,7 +97,7 @@ class DirtyRowsMachine(RuleBasedStateMachine):
             assert [row for part in self.rows.parts() for row in part.tolist()] == sorted(self.model)
 
 
-DirtyRowsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+DirtyRowsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
 TestDirtyRows = DirtyRowsMachine.TestCase
 
 
@@ -107,7 +107,7 @@ TestDirtyRows = DirtyRowsMachine.TestCase
     num_ids=st.integers(0, 300),
     max_rows=st.integers(1, 50),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_parts_add_up_to_the_marks(seed: int, num_rows: int, num_ids: int, max_rows: int) -> None:
     """Taking a sparse set of a huge table in parts gives each marked row once, in order."""
     ids = np.random.default_rng(seed).integers(0, num_rows, num_ids)

@@ -42,7 +42,7 @@ def _same_numbers(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("device", "lanes"), WARP_LAUNCHERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from([0, 1, 7, 8, 9, 40]), DIMS, st.sampled_from(["int8", "int4"]), st.integers(0, 2**32))
 @example(8, 2, "int8", 0)  # a row of zeros of both signs
 def test_kernels_are_the_definition(
@@ -70,7 +70,7 @@ def test_several_blocks(device: str, lanes: int, precision: Precision, dim: int)
     assert _same_numbers(read.cpu(), rq.dequantize_rows_reference(expected, precision, dim))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 20),
     DIMS,

@@ -27,7 +27,7 @@ def _defined(ids: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("device", "lanes"), [pytest.param("plain", 0, id="on the CPU"), *WARP_LAUNCHERS])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(num_rows=st.sampled_from([0, 1, 7, 8, 9, 50]), kinds=_COLUMNS, seed=st.integers(0, 2**32))
 def test_digests_are_the_definitions(
     device: str, lanes: int, num_rows: int, kinds: list[tuple[int, torch.dtype]], seed: int

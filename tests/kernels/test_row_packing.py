@@ -56,7 +56,7 @@ def _size_bytes(tables: _Tables) -> int:
     return rp.layout_of(tables.weights, [ids.numel() for ids in tables.row_ids], tables.states)[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_tables())
 def test_cpu_is_the_definition(tables: _Tables) -> None:
     """All columns come to their places with their bits, and nothing between or behind them is written."""
@@ -75,7 +75,7 @@ def test_cpu_is_the_definition(tables: _Tables) -> None:
 
 
 @pytest.mark.parametrize("device", LAUNCHERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_tables())
 def test_pack_kernel_is_the_definition(device: str, tables: _Tables) -> None:
     """One launch packs all tables to the definition's bytes, whatever their types, widths and alignments."""
@@ -120,7 +120,7 @@ def test_pack_kernel_over_many_tiles(device: str, dim: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("device", [pytest.param("plain", id="on the CPU"), *LAUNCHERS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dim=DIMS,
     dtype=st.sampled_from(DTYPES),

@@ -50,7 +50,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num(12345.0).view(torch.uint8) if tensor.is_floating_point() else tensor
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_rows(), st.sampled_from(PRECISIONS))
 def test_fast_paths_are_the_definition(rows: torch.Tensor, precision: Precision) -> None:
     """Every row, finite or not, packs to the definition's bytes and reads as its numbers, alone and gathered."""
@@ -66,7 +66,7 @@ def test_fast_paths_are_the_definition(rows: torch.Tensor, precision: Precision)
         assert _same_bits(rq.gather_rows(packed, indices, precision, dim), read[indices])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_rows(only_finite=True), st.sampled_from(PRECISIONS))
 def test_errors_stay_below_the_bound(rows: torch.Tensor, precision: Precision) -> None:
     """No column of a finite row is further from what it was than `error_bound` says."""
@@ -83,7 +83,7 @@ def test_the_bound_is_not_loose(precision: Precision) -> None:
     assert bool((error >= 0.7 * rq.error_bound(rows, precision)).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows(only_finite=True))
 def test_packed_rows_are_fbgemms(rows: torch.Tensor) -> None:
     """Finite rows pack to the bytes of torch's own and FBGEMM's operators, but for the sign of a bias of zero."""
@@ -158,7 +158,7 @@ def test_zeros_and_constants(precision: Precision) -> None:
     assert torch.equal(rq.dequantize_rows(rq.quantize_rows(rows, precision), precision, 7), rows)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(_rows(), st.sampled_from(PACKED), st.data())
 def test_columns_split_without_loss(rows: torch.Tensor, precision: Precision, data: st.DataObject) -> None:
     """Columns that are cut out of packed rows read as they did, bit for bit, at odd places too."""
@@ -172,7 +172,7 @@ def test_columns_split_without_loss(rows: torch.Tensor, precision: Precision, da
     assert _same_bits(rq.dequantize_rows(part, precision, width), whole[:, offset : offset + width])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows(only_finite=True), st.sampled_from(PACKED), st.booleans(), st.data())
 def test_sums_of_bags(rows: torch.Tensor, precision: Precision, is_weighted: bool, data: st.DataObject) -> None:
     """Bags summed from packed rows are those of the dequantized rows, up to the rounding of the sum."""

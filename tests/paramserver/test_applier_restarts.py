@@ -82,7 +82,7 @@ async def test_idle_store_is_flushed_too(store: GatedStore) -> None:
         assert store.durable_seq == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_crashes_at_any_moment_lose_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A store found after a crash, given the log from its position on, ends in the same rows as the log itself."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.paramserver.buffer_pool import BufferPool
@@ -46,7 +46,6 @@ def test_poison_shows_a_use_after_the_return() -> None:
     assert bytes(buffer[:10]) == b"\xdd" * 10
 
 
-@settings(deadline=None)  # other processes may share the machine
 @given(size=st.integers(1, 64 * MIB), limit=st.integers(1, 64 * MIB))
 def test_a_buffer_is_long_enough_and_not_a_quarter_longer(size: int, limit: int) -> None:
     """Capacity is at least the size, at most 5/4 of it, and never above the longest."""

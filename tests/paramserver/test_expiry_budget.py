@@ -14,7 +14,7 @@ _ROWS = st.lists(
 
 
 @given(rows=_ROWS, num_rows=st.integers(1, 60), max_buckets=st.integers(3, 70), piece=st.integers(1, 61))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_least_recently_updated_go(
     rows: list[tuple[int, int, bool]], num_rows: int, max_buckets: int, piece: int
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ def _pass(
 
 
 @given(runs=st.lists(st.dictionaries(st.integers(0, 30), st.integers(0, 3)), max_size=6), piece=st.integers(1, 9))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_counts_as_a_dict_would(tmp_path: Path, runs: list[_Versions], piece: int) -> None:
     """A row counts 1 at first, and then what is left plus 1 where it has changed; rows that go are forgotten."""
     path = tmp_path / "1.frequencies"
@@ -102,6 +104,43 @@ def test_stamps_differ() -> None:
     """Neighbouring versions have other stamps, also where epoch and step change places."""
     epochs, steps = np.meshgrid(np.arange(1, 101), np.arange(1000))
     assert np.unique(version_stamps(epochs.ravel(), steps.ravel())).size > 99_990
+
+
+def test_a_run_is_complete_once_its_file_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new file is synced whole before it has its name, and then the name is."""
+    path = tmp_path / "1.frequencies"
+    synced: list[tuple[bool, int, bool]] = []
+
+    def sync(fd: int) -> None:
+        status = os.fstat(fd)
+        synced.append((stat.S_ISDIR(status.st_mode), status.st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    _pass(path, {258: 5})
+    (is_folder, size_bytes, is_there), (is_folder_last, _, is_there_last) = synced
+    assert (is_folder, size_bytes, is_there) == (False, path.stat().st_size, False)
+    assert (is_folder_last, is_there_last) == (True, True)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4000])
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, num_rows: int) -> None:
+    """Whenever what was written is refused, the run fails with why, and no part of its file stays."""
+    path = tmp_path / "1.frequencies"
+    path.with_suffix(".new").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match="No space left"):
+        _pass(path, dict.fromkeys(range(num_rows), 1), piece=1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_file_that_cannot_be_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was opened before is closed, and what was begun is removed."""
+    path = tmp_path / "1.frequencies"
+    _pass(path, {1: 1})
+    open_files = os.listdir("/proc/self/fd")
+    path.with_suffix(".new").mkdir()
+    with pytest.raises(StorageError, match="directory"):
+        FrequencyFile(path, 7, decay=0.5, is_written=True)
+    assert os.listdir("/proc/self/fd") == open_files
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:

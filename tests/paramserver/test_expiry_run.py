@@ -471,4 +471,4 @@ class ExpiryMachine(RuleBasedStateMachine):
 
 
 TestExpiryMachine = ExpiryMachine.TestCase
-TestExpiryMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestExpiryMachine.settings = settings(max_examples=60, stateful_step_count=25)

@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.paramserver.buffer_pool import BufferPool
@@ -92,7 +92,6 @@ LENGTHS = st.one_of(
 PORTIONS = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 50_000)), min_size=1, max_size=8)
 
 
-@settings(deadline=None)  # other processes may share the machine
 @given(lengths=st.lists(LENGTHS, max_size=8), portions=PORTIONS)
 def test_frames_come_out_as_they_went_in(lengths: list[int], portions: list[int]) -> None:
     """However the bytes are cut, each frame arrives whole and in order, and every buffer goes back."""
@@ -105,7 +104,6 @@ def test_frames_come_out_as_they_went_in(lengths: list[int], portions: list[int]
     assert driver.pool.lent_bytes == 0
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=6),
     portions=PORTIONS,
@@ -215,7 +213,6 @@ def test_pause_keeps_what_is_left_for_later() -> None:
     assert driver.frames == [b"two", b"three"]
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=2000), portions=PORTIONS)
 def test_any_bytes_are_frames_or_a_protocol_error(data: bytes, portions: list[int]) -> None:
     """Garbage raises nothing else, and lends no more than one frame's buffer."""

@@ -188,11 +188,11 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.sampled_from([5, 6, -7]), max_size=3), max_size=6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_window_is_as_good_as_many(tmp_path_factory: pytest.TempPathFactory, batches: list[dict[int, int]]) -> None:
     """However batches are coalesced, re-assignments within one window end where they end one by one."""
 

@@ -110,7 +110,6 @@ def batches_from(drawn: Iterable[tuple[dict[int, bool], bool, tuple[int, int]]])
     ]
 
 
-@settings(deadline=None)
 @given(batch_lists, st.data())
 def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataObject) -> None:
     """Coalesced in windows of any sizes, conditional batches among them, as if one by one."""
@@ -128,7 +127,6 @@ def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataO
     model.check(ROWS, read(PendingRows(1, LAYOUT), store))
 
 
-@settings(deadline=None)
 @given(batch_lists, st.data())
 def test_replaying_any_suffix_changes_nothing(drawn: Any, data: st.DataObject) -> None:
     """After a crash, batches that are in the store already may be applied to it once more."""
@@ -210,7 +208,7 @@ class OverlayMachine(RuleBasedStateMachine):
             self.model.check(rows, read(self.pending, self.store, rows))
 
 
-OverlayMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+OverlayMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestOverlay = OverlayMachine.TestCase
 
 
@@ -270,7 +268,6 @@ SPLIT = TableSpec(
 SHARDS = [ColumnShard(offset=0, width=6), ColumnShard(offset=0, width=2), ColumnShard(offset=2, width=4)]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -67,7 +67,7 @@ _ROUND = st.tuples(
 def test_rows_are_those_that_reads_give(shards: tuple[ColumnShard, ...], tmp_path_factory: Any) -> None:
     """Whatever is written, flushed and taken in in whatever order, the snapshot's rows are those of a read."""
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(rounds=st.lists(_ROUND, min_size=1, max_size=6))
     def check(rounds: list[tuple[list[int], list[int], str, bool]]) -> None:
         path = tmp_path_factory.mktemp("stores")

@@ -104,7 +104,7 @@ def test_golden_messages(name: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_round_trip_and_thriftpy2(cls: type[Any], data: st.DataObject) -> None:
     """Whatever a struct holds comes back, by our codec and by thriftpy2's compiled one, in both directions."""
@@ -239,14 +239,14 @@ def check_any_bytes(data: bytes) -> None:
         assert plain(decode_struct(cls, memoryview(again), 0)) == plain(value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_decode_or_raise_protocol_error(data: bytes) -> None:
     """Nothing but a struct or a ProtocolError comes of bytes nobody meant."""
     check_any_bytes(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_damaged_messages_decode_or_raise_protocol_error(data: st.DataObject) -> None:
     """Nor of real messages in which some bytes were changed, cut out or put in."""
@@ -258,7 +258,7 @@ def test_damaged_messages_decode_or_raise_protocol_error(data: st.DataObject) ->
     check_any_bytes(bytes(body))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=160))
 def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
     """A header is decoded only where there is one."""

@@ -97,7 +97,7 @@ def test_more_deletions_than_a_buffer_holds_leave_room_for_rows() -> None:
     assert submitted.flushes[0].num_rows > 4000 + 400
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(
         st.tuples(

@@ -21,7 +21,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(operations=OPERATIONS, seed=st.integers(0, 2**32))
 def test_it_is_the_set_that_is_kept_on_the_host(operations: list[tuple[str, object]], seed: int) -> None:
     """Whatever runs when, it answers as `DirtyRows` does, beside other tables that stay as they are."""

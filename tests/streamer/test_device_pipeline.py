@@ -96,7 +96,7 @@ class Training:
             self.to.flush_all(step)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=STEPS, seed=st.integers(0, 2**32), num_shards=st.sampled_from([1, 3]), has_host_table=st.booleans())
 def test_every_change_arrives_once_and_marks_are_true(
     steps: list[tuple[list[int], str, int, bool, str]], seed: int, num_shards: int, has_host_table: bool

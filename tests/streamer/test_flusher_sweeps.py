@@ -99,7 +99,7 @@ def test_a_sweep_is_not_held_back() -> None:
     assert sent == list(range(1000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     steps=st.lists(
         st.tuples(st.lists(st.integers(0, 1199), max_size=400), st.booleans(), st.booleans()), min_size=1, max_size=25

@@ -128,7 +128,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTableMachine.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_no_reader_sees_an_older_value_after_a_newer_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from headrace.paramserver.replica.id_map import IdMap, _first_cells
 _ids = st.one_of(st.integers(0, 50), st.integers(0, 2**63 - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(_ids, unique=True, max_size=80), max_size=12), st.lists(_ids, max_size=40))
 def test_agrees_with_a_dict(batches: list[list[int]], others: list[int]) -> None:
     """Each id keeps the slot that it first got; what was never inserted is not found."""

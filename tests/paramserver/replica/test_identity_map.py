@@ -59,7 +59,7 @@ writes = st.tuples(
 
 @pytest.mark.parametrize("spec", [DENSE, VIRTUAL], ids=["dense", "virtual"])
 @given(st.lists(writes, max_size=12))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_follows_the_model(spec: TableSpec, drawn: list[Any]) -> None:
     """After any updates, in or out of order, each identity is in the row that the model says."""
     identities, model = IdentityMap(spec), Model()
@@ -73,7 +73,7 @@ def test_follows_the_model(spec: TableSpec, drawn: list[Any]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(IDENTITIES), st.integers(0, 9)), max_size=6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_loaded_rows_are_told_by_their_versions(rows: list[tuple[int, int, int]]) -> None:
     """Rows that are read in any order lead to the newest of those that have an identity."""
     identities, model = IdentityMap(DENSE), Model()
