@@ -36,7 +36,7 @@ _MAX_PROBLEMS = 5
 # Hot rows and blocks of each table on disk: room for a few dozen rows.
 _DISK_TABLE_BYTES = 40_000
 # How many updates a broken replica takes before it leaves one out.
-_SKIPS_EVERY = 40
+_SKIPS_EVERY = 8
 
 REPLICAS: dict[str, dict[str, Any]] = {
     "latest": {"consistency": "latest"},
