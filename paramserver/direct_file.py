@@ -122,8 +122,7 @@ class DirectFileWriter:
         """
         if self._used:
             end = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-            self._buffer[self._used : end] = bytes(end - self._used)
-            self._put(end)
+            self._put(end)  # what an earlier file has left behind the last byte is cut off
             os.ftruncate(self._fd, self.size_bytes)
         os.fsync(self._fd)
 

@@ -20,6 +20,7 @@ The error: two versions of a row have the same stamp once in 2³² changes; then
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -30,6 +31,7 @@ from typing import IO, Self
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.snapshot_files import fsync_path
 from headrace.schemas.errors import CorruptionError, StorageError
 
 __all__ = ["FrequencyFile", "version_stamps"]
@@ -142,6 +144,7 @@ class FrequencyFile:
             self._new.flush()
             os.fsync(self._new.fileno())
             os.replace(self._new_path, self._path)
+            fsync_path(self._path.parent)
         except OSError as exc:
             raise StorageError(f"{self._path}: {exc.strerror or exc}") from exc
 
@@ -150,7 +153,9 @@ class FrequencyFile:
         if self._old is not None:
             self._old.close()
         if self._new is not None:
-            self._new.close()
+            # What it still holds, after an error or a cancellation, is not wanted: a full disk may refuse that, too.
+            with contextlib.suppress(OSError):
+                self._new.close()
             self._new_path.unlink(missing_ok=True)
         self._old = self._new = None
 

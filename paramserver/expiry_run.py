@@ -160,7 +160,6 @@ class TableRun:
         if self._horizon.newest is None:
             self.report.note = "no run has ended a step on this shard, so nothing expires"
             return False
-        await ingest.wait_durable(self._horizon.seq)
         await context.applier.wait_applied(self._horizon.seq)
         if self._policy.max_rows is not None:
             await self._find_cut(-(-self._policy.max_rows // context.num_shards))

@@ -254,7 +254,7 @@ async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotF
     """Bring one file, going on where an earlier call has stopped; once more from the beginning if it is damaged."""
     target = folder / path
     for attempt in range(2):
-        await asyncio.to_thread(_prepare, target, expected.size_bytes)
+        await asyncio.to_thread(_make_folder, target.parent)
         try:
             async with aiofiles.open(target, "ab") as file:
                 while (size_bytes := await file.tell()) < expected.size_bytes:
@@ -286,17 +286,17 @@ def _published(files: SnapshotFiles, name: str) -> SnapshotManifest | None:
     return files.manifest_of(name) if files.folder_of(name).exists() else None
 
 
-def _prepare(path: Path, size_bytes: int) -> None:
-    """Make a file's place; what is there already stays, unless it is longer than the file."""
+def _make_folder(path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size > size_bytes:
-            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise StorageError(f"{path}: {exc.strerror or exc}") from exc
 
 
 def _settle(path: Path, expected: SnapshotFile) -> None:
     check_file(path, expected)
-    fsync_path(path)
-    fsync_path(path.parent)
+    try:
+        fsync_path(path)
+        fsync_path(path.parent)
+    except OSError as exc:
+        raise StorageError(f"{path}: {exc.strerror or exc}") from exc

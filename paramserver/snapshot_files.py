@@ -180,7 +180,10 @@ class SnapshotFiles:
         gone = self.path / f"{_GONE}{name}"
         try:
             with _mapped_errors(self.path):
-                self.folder_of(name).rename(gone)
+                folder = self.folder_of(name)
+                if folder.exists():
+                    shutil.rmtree(gone, ignore_errors=True)  # of one of its name, whose removal was interrupted
+                folder.rename(gone)
                 fsync_path(self.path)
                 shutil.rmtree(gone)
         except FileNotFoundError as exc:

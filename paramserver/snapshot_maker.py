@@ -95,7 +95,6 @@ class SnapshotMaker:
             raise
         finally:
             self._is_busy = False
-            self._ingest.on_accepted = None
         return ShardPart(
             shard=self._shard,
             server_id=self._server_id,

@@ -16,6 +16,7 @@ def test_any_number_of_bytes(tmp_path: Path, size: int) -> None:
     """A file has exactly what was written, also in one buffer after another file."""
     data, buffer = os.urandom(size), write_buffer()
     for name in ("first", "second"):
+        (tmp_path / name).write_bytes(bytes(size + 1))  # what is there is emptied
         with DirectFileWriter(tmp_path / name, buffer) as file:
             view = memoryview(data)
             for start in range(0, size, 1_000_003):
@@ -36,14 +37,44 @@ def test_file_systems_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monk
         return open_file(path, flags, *args)
 
     monkeypatch.setattr(os, "open", refuse)
+    open_files = os.listdir("/proc/self/fd")
     assert not supports_direct_io(tmp_path)
+    assert os.listdir("/proc/self/fd") == open_files
+    data = os.urandom((8 << 20) + 3)
     with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
         assert not file.is_direct
-        file.write(b"abc")
+        file.write(data)
         file.sync()
-    assert (tmp_path / "file").read_bytes() == b"abc"
-    assert [bytes(piece) for piece in read_direct(tmp_path / "file")] == [b"abc"]
+    assert (tmp_path / "file").read_bytes() == data
+    assert b"".join(map(bytes, read_direct(tmp_path / "file"))) == data
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_is_synced_as_long_as_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a crash leaves of a file that is complete has every byte, and none of what filled its last block."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    for size in (0, 4096, 5000, 4 << 20):
+        with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
+            file.write(bytes(size))
+            file.sync()
+            file.close()  # leaving closes it again: harmless
+    assert synced == [0, 4096, 5000, 4 << 20]
+
+
+def test_a_short_write_goes_on_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks that were taken are not written again; a part of one is an error, as nothing can follow it."""
+    write, sizes = os.write, [8192, 4096]
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: sizes.pop(0)] if sizes else data))
+    data = os.urandom(20_000)
+    with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
+        file.write(data)
+        file.sync()
+    assert (tmp_path / "file").read_bytes() == data
+    monkeypatch.setattr(os, "write", lambda fd, data: 100)
+    with DirectFileWriter(tmp_path / "file", write_buffer()) as file, pytest.raises(OSError, match="only part"):
+        file.write(data)
+        file.sync()
 
 
 def test_what_cannot_be_made_is_an_error(tmp_path: Path) -> None:

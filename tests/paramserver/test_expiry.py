@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.expiry import Expirer
 from headrace.paramserver.expiry_policy import ExpiryRules
-from headrace.schemas.errors import ConfigError, GoneError, OverloadedError, RequestError
+from headrace.paramserver.expiry_scan import RowScanner
+from headrace.schemas.errors import ConfigError, GoneError, OverloadedError, RequestError, StorageError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import DType, TableSpec
 
@@ -148,6 +150,17 @@ async def test_a_policy_may_come_with_the_call(tmp_path: Path) -> None:
             assert (await expirer.expire_rows(_request())).expired == 9
 
 
+async def test_only_the_last_runs_are_kept(tmp_path: Path) -> None:
+    """Reports of older ones are forgotten, and whoever asks after one is told."""
+    async with open_rig(tmp_path) as rig:
+        await _filled(rig)
+        async with Expirer(rig.context(), ExpiryRules.parse("*: idle_steps=5000")) as expirer:
+            first, second, *_ = [await expirer.expire_rows(_request()) for _ in range(9)]
+            with pytest.raises(GoneError):
+                await expirer.expire_rows(_request(run_number=first.run_number))
+            assert (await expirer.expire_rows(_request(run_number=second.run_number))).is_done
+
+
 async def test_a_failed_run_says_why_and_the_next_goes_on(tmp_path: Path) -> None:
     """What a run meets is in its report and counted; the shard goes on, and so does the next run."""
     async with open_rig(tmp_path) as rig:
@@ -173,11 +186,12 @@ async def test_triggers(tmp_path: Path) -> None:
         await _filled(rig)
         await rig.applier.wait_applied(rig.ingest.submitted_seq)
 
-        async def runs(rules: str, *times_s: float) -> list[int]:
+        async def runs(rules: str, *times_s: float, num_shards: int = 1) -> list[int]:
             nonlocal now_s
             now_s = 0.0
             # Not entered: then it would look by itself, too.
-            expirer = Expirer(rig.context(), ExpiryRules.parse(rules), clock_s=lambda: now_s)
+            context = rig.context(num_shards=num_shards)
+            expirer = Expirer(context, ExpiryRules.parse(rules), clock_s=lambda: now_s)
             found = []
             for time_s in times_s:
                 now_s = time_s
@@ -191,6 +205,8 @@ async def test_triggers(tmp_path: Path) -> None:
         assert await runs("*: idle_steps=5000, trigger_rows=100", 1e6) == [0]
         # Too many rows, which the policy does not let go: once a while, not at every look.
         assert await runs("*: idle_steps=5000, trigger_rows=5", 10, 60, 61, 119, 120) == [0, 1, 1, 1, 2]
+        assert await runs("*: idle_steps=5000, trigger_rows=15", 60) == [0]
+        assert await runs("*: idle_steps=5000, trigger_rows=15", 60, num_shards=2) == [1]
         assert await runs("*: idle_steps=5000, trigger_bytes=300", 60) == [1]
         assert await runs("*: idle_steps=5000, trigger_bytes=4KiB", 60) == [0]
         # Once few are left, the estimate, in which tombstones count, triggers nothing.
@@ -198,20 +214,28 @@ async def test_triggers(tmp_path: Path) -> None:
         assert await rig.present(range(10)) == [3]
 
 
-async def test_triggers_are_watched(tmp_path: Path) -> None:
-    """A shard with triggers looks at them by itself."""
+async def test_triggers_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard with triggers looks at them by itself, again and again, also after an error of its store."""
     async with open_rig(tmp_path) as rig:
         await _filled(rig)
-        ticks, has_looked, now_s = asyncio.Semaphore(1), asyncio.Event(), 0.0
+        estimate, errors = rig.store.num_rows_estimate, [StorageError("the disk is on fire")]
+
+        def estimate_late(table_id: int) -> int:
+            if errors:
+                raise errors.pop()
+            return estimate(table_id)
+
+        monkeypatch.setattr(rig.store, "num_rows_estimate", estimate_late)
+        ticks, has_looked, now_s = asyncio.Semaphore(2), asyncio.Event(), 0.0
 
         async def sleep(seconds: float) -> None:
             if ticks.locked():
                 has_looked.set()
             await ticks.acquire()
 
-        rules = ExpiryRules.parse("*: idle_steps=50, interval_s=10")
+        rules = ExpiryRules.parse("*: idle_steps=50, trigger_rows=5")
         async with Expirer(rig.context(sleep=sleep), rules, clock_s=lambda: now_s) as expirer:
-            now_s = 10.0
+            now_s = 60.0
             await has_looked.wait()
             assert await rig.present(range(10)) == [3]
         assert expirer.num_rows_expired == 9
@@ -234,6 +258,29 @@ async def test_closing_cuts_a_run_off(tmp_path: Path) -> None:
         reply = await asking
         assert reply.is_done
         assert "cut off" in reply.error
+
+
+async def test_closing_waits_for_what_a_run_does_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is closed next, and nobody may be reading it then."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def next_piece(_: RowScanner) -> None:
+        begun.set()
+        assert may_end.wait(20)
+
+    monkeypatch.setattr(RowScanner, "next_piece", next_piece)
+    async with open_rig(tmp_path) as rig:
+        await _filled(rig)
+        expirer = Expirer(rig.context(), ExpiryRules.parse("*: idle_steps=50"))
+        await expirer.expire_rows(_request(wait_ms=0))
+        assert await asyncio.to_thread(begun.wait, 20)
+        closing = asyncio.create_task(expirer.__aexit__(None, None, None))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        may_end.set()
+        await closing
+        assert not expirer.is_running
 
 
 def test_settings_are_rules() -> None:

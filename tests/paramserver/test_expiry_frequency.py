@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,21 @@ def test_a_damaged_file_begins_anew(tmp_path: Path) -> None:
         assert set(_pass(path, versions).values()) <= {0.5, 1.0}
     path.write_bytes(whole)
     assert set(_pass(path, versions, fingerprint=8).values()) == {1.0}
+
+
+def test_a_damaged_size_takes_no_memory(tmp_path: Path) -> None:
+    """A page that claims more rows than any has is not read."""
+    path = tmp_path / "1.frequencies"
+    _pass(path, {1: 1})
+    data = bytearray(path.read_bytes())
+    data[19] = 0x10  # of the first page's size, 2²⁸ rows more
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        assert _pass(path, {1: 1}) == {1: 1.0}
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_golden_bytes(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,63 @@ async def test_long_leases_outlive_a_restart(tmp_path: Path) -> None:
     await second.saved.restore()
     assert second.held() == [("long", "a", 7, 3500.0), ("long", "b", 9, 4500.0)]
     assert os.listdir(tmp_path) == ["leases.json"]
+
+
+async def test_a_lease_that_ended_after_a_restart_is_not_restored_again(tmp_path: Path) -> None:
+    """What a shard has read from its file is in it until it is written again, also when there is nothing to write."""
+    path = tmp_path / "leases.json"
+    first = Process(path)
+    first.leases.renew("a", 7, 4000.0)
+    await first.saved.save()
+    second = Process(path)
+    await second.saved.restore()
+    second.leases.renew("a", 7, 0.0)
+    await second.saved.save()
+    assert json.loads(path.read_text())["leases"] == []
+
+
+async def test_the_file_and_its_name_are_on_disk_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure leaves the file of before or the new one, and the new one once `save` has returned."""
+    path = tmp_path / "leases.json"
+    process = Process(path)
+    process.leases.renew("a", 1, 4000.0)
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        saved_leases, "fsync_path", lambda synced_path: synced.append((synced_path.name, path.exists()))
+    )
+    await process.saved.save()
+    assert synced == [("leases.new", False), (tmp_path.name, True)]
+
+
+async def test_a_save_that_was_given_up_is_not_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last save of a shard that closes waits for the one before, which goes on in its thread when cancelled."""
+    path = tmp_path / "leases.json"
+    process = Process(path)
+    process.leases.renew("a", 1, 4000.0)
+    write_text, fsync_path = Path.write_text, saved_leases.fsync_path
+    is_syncing, is_disturbed = threading.Event(), threading.Event()
+
+    def write(target: Path, text: str) -> int:
+        if is_syncing.is_set():
+            is_disturbed.set()
+        return write_text(target, text)
+
+    def sync(target: Path) -> None:
+        is_syncing.set()
+        assert not is_disturbed.wait(0.1)  # as long as the other one is given to come
+        is_syncing.clear()
+        fsync_path(target)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(saved_leases, "fsync_path", sync)
+    saving = asyncio.create_task(process.saved.save())
+    assert await asyncio.to_thread(is_syncing.wait, 20)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    process.leases.renew("b", 2, 4000.0)
+    await process.saved.save(at_end=True)
+    assert len(json.loads(path.read_text())["leases"]) == 2 and not is_disturbed.is_set()
 
 
 async def test_without_long_leases_nothing_is_written(tmp_path: Path) -> None:
@@ -157,6 +216,7 @@ async def test_a_disk_that_refuses_leaves_the_file_before(
         b'{"format": "headrace-leases", "format_version": 1, "leases": [1]}',
         _file('{"name": 1, "copy_id": "", "seq": 1, "lease_s": 9}'),
         _file('{"name": "a", "copy_id": "", "seq": "1", "lease_s": 9}'),
+        _file('{"name": "a", "copy_id": "", "seq": 0, "lease_s": 9}'),
         _file('{"name": "a", "copy_id": "", "seq": 1, "lease_s": NaN}'),
     ],
 )

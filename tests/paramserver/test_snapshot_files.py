@@ -43,6 +43,9 @@ def test_published_snapshots_are_listed_and_read(tmp_path: Path) -> None:
         25600,
     )
     assert SnapshotManifest.decode(files.read("a", "", 0, 1 << 20)[0]) == late
+    assert files.read("a", "", 0, 10)[0] == late.encode()[:10]
+    (tmp_path / "snapshots" / "going").mkdir()  # as it looks to who has listed it just before it was removed
+    assert files.list() == ([early, late], [])
 
 
 def test_snapshots_are_in_the_order_of_the_log(tmp_path: Path) -> None:
@@ -60,6 +63,16 @@ def test_snapshots_are_in_the_order_of_the_log(tmp_path: Path) -> None:
     newest = [files.newest(server_id) for server_id in ("s", "t", None)]
     assert [manifest and manifest.name for manifest in newest] == ["b", "e", "b"]
     assert files.newest("another") is None
+
+
+def test_a_shard_s_part_is_on_disk_once_it_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files, their names, and the folder's own name: publishing syncs none of them again."""
+    synced: list[Path] = []
+    monkeypatch.setattr(snapshot_files, "fsync_path", synced.append)
+    files = SnapshotFiles(tmp_path)
+    make(files, "a")
+    folders = [files.new_folder("a") / f"shard-{shard:04d}" for shard in range(2)]
+    assert synced == [path for f in folders for path in (f / "000001.sst", f / "CURRENT", f, f.parent)]
 
 
 def test_publishing_syncs_every_name_on_the_way_to_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +137,20 @@ def test_what_rots_between_two_snapshots_is_found(tmp_path: Path) -> None:
         check_file(folder / linked.name, linked)
     check_file(folder / copied.name, copied)
     assert files.row_files_of_newest("another store") == {}
+    shared.unlink()  # a snapshot may be removed meanwhile: the files that are left are known
+    assert [file.crc32c for file in files.row_files_of_newest("s").values()] == [linked.crc32c]
 
 
-def test_what_is_not_whole_is_not_published(tmp_path: Path) -> None:
-    """A file that is missing when it comes to publishing, and a name that is taken, are refused."""
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_what_is_not_whole_is_not_published(tmp_path: Path, is_missing: bool) -> None:
+    """A file that is missing or short when it comes to publishing, and a name that is taken, are refused."""
     files = SnapshotFiles(tmp_path)
     manifest = make(files, "a")
-    (files.new_folder("a") / "shard-0000" / "CURRENT").unlink()
+    path = files.new_folder("a") / "shard-0000" / "CURRENT"
+    if is_missing:
+        path.unlink()
+    else:
+        os.truncate(path, 15)
     with pytest.raises(CorruptionError, match="CURRENT"):
         files.publish(manifest)
     assert files.list() == ([], [])
@@ -138,6 +158,22 @@ def test_what_is_not_whole_is_not_published(tmp_path: Path) -> None:
     files.publish(make(files, "a"))
     with pytest.raises(RequestError, match="already"):
         files.publish(make(files, "a"))
+
+
+def test_a_name_goes_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power failure leaves half a snapshot published; what an interrupted removal has left stands in no way."""
+    files = SnapshotFiles(tmp_path)
+    (tmp_path / ".gone-a" / "shard-0000").mkdir(parents=True)
+    files.publish(make(files, "a"))
+    synced: list[tuple[Path, bool, bool]] = []
+
+    def sync(path: Path) -> None:
+        synced.append((path, files.folder_of("a").exists(), (tmp_path / ".gone-a" / "manifest.json").exists()))
+
+    monkeypatch.setattr(snapshot_files, "fsync_path", sync)
+    files.remove("a")
+    assert synced == [(tmp_path, False, True)]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
@@ -153,5 +189,10 @@ def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
     make(files, "c")
     files.sweep()
     assert [path.name for path in tmp_path.iterdir()] == [".new-c"]  # young: somebody may be at it
+    files.publish(make(files, "d"))
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    files.sweep()
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
     with pytest.raises(ConfigError):
         verify_snapshot(tmp_path / "nothing")

@@ -18,7 +18,7 @@ from headrace.paramserver.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
-from headrace.schemas.errors import OverloadedError, RequestError
+from headrace.schemas.errors import OverloadedError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 
 
@@ -65,3 +65,28 @@ async def test_one_snapshot_at_a_time(tmp_path: Path) -> None:
         part = await maker.create(_request("two", epoch=0, min_step=-1))
         assert (part.seq, part.step) == (1, -1)
         assert [lease.name for lease in cuts.held()] == ["snapshot two"]
+
+
+async def test_a_cut_is_ordered_once(tmp_path: Path) -> None:
+    """Records that come between the one that ends the step and the copy's beginning order no second copy."""
+    async with _making(tmp_path) as (maker, _):
+        making, ingest = asyncio.create_task(maker.create(_request("one"))), maker._ingest
+        async with asyncio.timeout(20):
+            while ingest.on_accepted is None:  # noqa: ASYNC110 (what is waited for belongs to the code under test)
+                await asyncio.sleep(0)
+        session = ingest.sessions.find("run", "rank0")
+        assert session is not None
+        ingest.sessions.advance(session, client_seq=1, step=4, time_us=1, ends_step=True, is_exact_cut=True)
+        look = ingest.on_accepted
+        look()
+        look()
+        assert (await making).step == 4
+        assert ingest.on_accepted is None
+
+
+async def test_a_run_that_comes_to_no_step_is_waited_for_in_vain(tmp_path: Path) -> None:
+    """When the time is over nothing looks at records any more, and no log is kept."""
+    async with _making(tmp_path) as (maker, cuts):
+        with pytest.raises(UnavailableError, match=r"has not stood exactly at a step from 0 on within 0\.001 s"):
+            await maker.create(_request("one", wait_ms=1))
+        assert maker._ingest.on_accepted is None and cuts.held() == []

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from held_ports import hold_ports
@@ -20,6 +21,8 @@ from torch import nn
 
 from headrace import EmbeddingReplica, RawEmbeddingStreamer
 from headrace.cli import main
+from headrace.paramserver import snapshot_restore
+from headrace.paramserver.catalog import Catalog, Scalar
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.sessions import Session, Sessions
 from headrace.paramserver.snapshot_files import verify_snapshot
@@ -28,6 +31,8 @@ from headrace.paramserver.snapshot_restore import restore_snapshot
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.row_records import MAX_EPOCH
+from headrace.schemas.tables import DType
 from headrace.scripts.bench_tables import snapshot_of
 from headrace.streamer.compare import compare_with_store
 
@@ -86,6 +91,52 @@ def test_writers_begin_anew_and_keep_what_they_stand_at(tmp_path: Path) -> None:
     found = [sessions.find("run", client) for client in ("rank0", "rank1")]
     assert [(s.last_client_seq, s.ended_client_seq, s.step) for s in found if s] == [(0, 0, 5)] * 2
     assert [(s.exact_step, s.is_at_exact_cut) for s in found if s] == [(-1, False), (5, True)]
+
+
+@pytest.mark.parametrize("num_shards", [None, 3])
+@pytest.mark.parametrize(("seen", "highest"), [(5000, 6000), (MAX_EPOCH - 5, MAX_EPOCH - 1)])
+def test_an_epoch_that_one_shard_alone_has_seen_is_not_given_away(
+    tmp_path: Path, seen: int, highest: int, num_shards: int | None
+) -> None:
+    """Whichever shard it is, the next trainer comes after it, and after those that were taken since the cut."""
+    data = build(tmp_path / "data", ROWS, num_shards=2)
+    store = RowStore.open(data / "shard-0001" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    store.write([], [], meta=Session("run", "rank0", seen, 0, 1).pack(), applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
+    stores = [*(tmp_path / "restored").glob("shard-*/store")]
+    assert len(stores) == (num_shards or 2)
+    assert max(Sessions(_meta_of(store)).highest_epoch for store in stores) == highest
+
+
+@pytest.mark.parametrize("num_shards", [None, 3])
+def test_scalars_of_a_table_are_kept(tmp_path: Path, num_shards: int | None) -> None:
+    """What an optimizer has once a table, as the step that its corrections go by, is there with its version."""
+    data = build(tmp_path / "data", ROWS, num_shards=1)
+    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    given = [("step", DType.FLOAT32, np.float32(7).tobytes())]
+    meta = Catalog(store.read_meta()).set_scalars(ITEMS.fqn, given, 2, 5)
+    store.write([], [], meta=meta, applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
+    with SnapshotReader(snapshot_of(tmp_path / "restored", tmp_path / "again")) as reader:
+        assert reader.scalars(ITEMS.fqn) == {"step": Scalar(*given[0], 2, 5)}
+        assert reader.scalars(USERS.fqn) == {}
+
+
+def test_files_are_on_disk_before_the_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power failure leaves a directory that a server starts on without all of its store."""
+    source, target, synced = snapshot(tmp_path, ROWS), tmp_path / "restored", []
+
+    def sync(path: Path) -> None:
+        assert not target.exists()
+        synced.append(path.relative_to(tmp_path / ".restored.restore" / "ready"))
+
+    monkeypatch.setattr(snapshot_restore, "fsync_path", sync)
+    restore_snapshot(source, target)
+    stores = [*target.glob("shard-*/store")]
+    paths = [path.relative_to(target) for store in stores for path in (store, *store.iterdir())]
+    assert len(stores) == 3 and sorted(synced) == sorted(paths)
 
 
 def test_a_snapshot_without_tables_has_nothing_to_deal(tmp_path: Path) -> None:

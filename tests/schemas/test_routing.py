@@ -24,8 +24,9 @@ def test_golden_shards() -> None:
     """Where a row lives never changes: stores on disk are split so."""
     # The first outputs of splitmix64 from seed 0, as its authors' program prints them.
     assert splitmix64(0) == 0xE220A8397B1DCDAF
-    # FNV-1a 64 of the empty string and of "a", from its specification.
+    # FNV-1a 64 of the empty string and of "a", from its specification; other letters count as their UTF-8 bytes.
     assert (table_seed(""), table_seed("a")) == (0xCBF29CE484222325, 0xAF63DC4C8601EC8C)
+    assert table_seed("é") == 0x0AC21707B7181E01
     ids = np.array([0, 1, 2, 3, 1000, 2**40, 2**63 - 1], np.int64)
     assert shards_of_rows(table_seed("user.weight"), ids, 4).tolist() == [1, 0, 3, 3, 0, 1, 2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -77,14 +78,24 @@ def test_a_text_that_is_no_part_is_refused(text: str) -> None:
     """What a shard tells of its part is checked as a file is; what it tells rightly comes back."""
     with pytest.raises(CorruptionError, match="not a shard's part"):
         ShardPart.decode(text)
-    assert ShardPart.decode(part(0).encode()) == part(0)
+    spec = dataclasses.replace(SPEC, fqn="ids", num_rows=0, has_identities=True)
+    told = dataclasses.replace(part(0), tables=(SPEC, spec))
+    assert ShardPart.decode(told.encode()) == told
 
 
 @pytest.mark.parametrize(
-    "parts", [(), (part(1),), (part(0), part(1, step=8)), (part(0), part(1, server_id="other")), (part(0), part(2))]
+    "parts",
+    [
+        (),
+        (part(1),),
+        (part(0), part(1, step=8)),
+        (part(0), dataclasses.replace(part(1), epoch=4)),
+        (part(0), part(1, server_id="other")),
+        (part(0), part(2)),
+    ],
 )
 def test_parts_must_be_of_one_cut(parts: tuple[ShardPart, ...]) -> None:
-    """Shards of different steps or stores, or with one missing, make no snapshot."""
+    """Shards of different steps, epochs or stores, or with one missing, make no snapshot."""
     with pytest.raises(CorruptionError):
         SnapshotManifest(name="one", created_us=1, parts=parts)
 
@@ -96,10 +107,11 @@ def test_names_are_file_names(name: str) -> None:
         check_snapshot_name(name)
 
 
-def test_a_file_cannot_lie_outside() -> None:
+@pytest.mark.parametrize("name", ["../../etc/passwd", "..", "."])
+def test_a_file_cannot_lie_outside(name: str) -> None:
     """A shard's part with a path for a file name is refused."""
     values = part(0).to_json()
-    values["files"][0]["name"] = "../../etc/passwd"
+    values["files"][0]["name"] = name
     with pytest.raises(CorruptionError):
         ShardPart.from_json(values)
 
@@ -110,6 +122,7 @@ def test_a_file_cannot_lie_outside() -> None:
         (lambda values: values.update(step="7"), "a number is none"),
         (lambda values: values.update(seq=None), "a number is none"),
         (lambda values: values["tables"][0].update(dim=3), "another fingerprint"),
+        (lambda values: values["tables"][0].update(dim=0), "dim 0 is not in"),
         (lambda values: values["tables"][0]["states"][0].update(name="mean"), "another fingerprint"),
     ],
 )

@@ -48,8 +48,9 @@ def test_every_field_counts(change: dict[str, Any]) -> None:
     "change",
     [
         {"fqn": ""},
-        {"fqn": "a\nb"},
+        {"fqn": "a\x1fb"},
         {"fqn": "x" * 1025},
+        {"fqn": "é" * 513},
         {"num_rows": -1},
         {"num_rows": 2**63},
         {"dim": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from streamed_training import FAST, Training, compare, streaming
 
 from headrace.schemas.errors import FencedError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.rendezvous import Store, Writer
+from headrace.streamer.takeover import _Agreed, take_over
 
 
 def test_each_start_takes_a_higher_epoch(store: FakeStore, training: Training) -> None:
@@ -100,6 +104,29 @@ def test_failure_of_rank_0_reaches_the_others() -> None:
     assert "rank 0 could not begin to stream: no parameter server" in str(second)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnavailableError("")])
+def test_whatever_ends_rank_0_is_told_in_words(error: BaseException) -> None:
+    """Also somebody's Ctrl-C, and an error without words: the other ranks would wait for ever, or not know why."""
+    shared: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    sender: Any = SimpleNamespace(find_store=fail)
+    world: Any = SimpleNamespace(rank=0, size=2, share=shared.append)
+    with pytest.raises(type(error)):
+        take_over(sender, "nowhere", 1, run="test", world=world, config=StreamerConfig())
+    assert [agreed.error for agreed in shared] == [type(error).__name__]
+
+
+def test_each_rank_says_which_it_is() -> None:
+    """A step is whole when all ranks have ended it, so the shards have to know how many there are, and who is who."""
+    sender: Any = SimpleNamespace(find_store=lambda *_: Store(shards=(), highest_epoch=0), open=lambda *_: None)
+    world: Any = SimpleNamespace(rank=2, size=4, share=lambda _: _Agreed(7, ()))
+    _, writer = take_over(sender, "nowhere", 1, run="test", world=world, config=StreamerConfig())
+    assert writer == Writer(run="test", client="rank2", epoch=7, rank=2, world_size=4)
+
+
 def test_a_rank_that_finds_another_store_does_not_begin(store: FakeStore) -> None:
     """A rank whose address leads elsewhere than rank 0's writes nothing there: its rows would be missing in the run."""
     box: list[Any] = []
@@ -115,6 +142,4 @@ def test_a_rank_that_finds_another_store_does_not_begin(store: FakeStore) -> Non
 
 
 def _agreed_on(store: FakeStore) -> Any:
-    from headrace.streamer.takeover import _Agreed
-
     return _Agreed(epoch=1, server_ids=(store.server_id,) * 3)

@@ -136,7 +136,8 @@ class FakeShard:
             server_id=self.store.server_id,
             shard=self.shard,
             shards=[
-                idl.ShardAddress(shard=shard.shard, host="127.0.0.1", port=shard.port) for shard in self.store.shards
+                idl.ShardAddress(shard=shard.shard, host=self.store.host, port=shard.port)
+                for shard in self.store.shards
             ],
             limits=self.limits.to_idl(),
             highest_epoch=max((session.epoch for session in self.sessions.values()), default=0),
@@ -278,6 +279,7 @@ class FakeStore:
 
     num_shards: int = 1
     server_id: str = "store-1"
+    host: str = "127.0.0.1"  # as it tells clients; it listens there
     shards: list[FakeShard] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 

@@ -77,9 +77,11 @@ class FakeBuilder:
     def __init__(self, *results: FakeCopy | Exception) -> None:
         self.results = list(results)
         self.given: list[FakeCopy] = []
+        self.held_bytes: list[int] = []
         self.num_cleared = 0
 
-    async def build(self, snapshot: Path | None, *, on_lost: Any, **_: Any) -> Followed:
+    async def build(self, snapshot: Path | None, *, held_bytes: int, on_lost: Any, **_: Any) -> Followed:
+        self.held_bytes.append(held_bytes)
         result = self.results.pop(0)
         if isinstance(result, Exception):
             raise result
@@ -246,6 +248,22 @@ async def test_a_copy_that_was_loaded_meanwhile_ends_the_rebuilding() -> None:
     await copies.close()
 
 
+async def test_one_copy_is_begun_at_a_time() -> None:
+    """A second switch waits for the first: two copies beside the present one would not fit; it knows what is held."""
+    first, second = FakeCopy(seq=1, target_seq=2), FakeCopy()
+    copies, builder = made(first, second)
+    switching = [asyncio.create_task(switch(copies)) for _ in range(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert builder.given == [first]
+    first.move(2, (1, 1))
+    await asyncio.gather(*switching)
+    assert builder.given == [first, second] and copies.current is second.generation
+    assert builder.held_bytes == [0, first.generation.size_bytes] and first.generation.size_bytes > 0
+    await copies.close()
+    assert first.num_closed == second.num_closed == 1
+
+
 async def test_a_server_that_was_set_back_is_taken_up() -> None:
     """A server whose log ends before what lookups see is not waited for: it will never come to the same records."""
     first = FakeCopy(seq=100, visible=(5, 100))
@@ -271,6 +289,12 @@ async def test_a_server_that_goes_on_is_waited_for() -> None:
     second.move(100, (5, 99))
     await asyncio.sleep(0)
     assert copies.current is first.generation
+    second.tail.visible_seq = 99  # a row that the first one shows may be in the last record
+    second.generation.visible = (5, 100)
+    second._changed.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert copies.current is first.generation
     second.move(100, (5, 100))
     await until(lambda: copies.current is second.generation)
     await copies.close()
@@ -291,6 +315,16 @@ async def test_another_store_takes_over_once_it_has_what_lookups_find() -> None:
     second.move(2, (1, 1))
     await until(lambda: copies.current is second.generation)
     assert copies.failure is None
+    await copies.close()
+
+
+async def test_another_store_without_any_run_takes_over_at_once() -> None:
+    """One that was filled from files has no step, and none to wait for."""
+    first, second = FakeCopy(server_id="one", seq=9, visible=(1, 9)), FakeCopy(server_id="two", visible=(0, -1))
+    copies, _ = made(first, second)
+    await switch(copies)
+    first.lose()
+    await until(lambda: copies.current is second.generation)
     await copies.close()
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +130,7 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     for fd in inherited:
         os.close(fd)
+    assert duplicates(tmp_path) == []  # nor has it kept any file open itself
 
 
 def test_what_is_being_removed_is_not_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +149,58 @@ def test_what_is_being_removed_is_not_begun_with(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "rename", rename_late)
     snapshots.remove_others("two")
     assert told == ["one"] and names(tmp_path) == []
+
+
+def test_what_was_removed_before_it_could_be_locked_is_not_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that has opened the mark of a snapshot, and locks it when the snapshot is gone, is told."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "one")
+    try_lock = fetched_snapshots._try_lock
+
+    def lock_late(fd: int, kind: int) -> bool:
+        if kind == fcntl.LOCK_SH:
+            snapshots.remove_others("two")
+        return try_lock(fd, kind)
+
+    monkeypatch.setattr(fetched_snapshots, "_try_lock", lock_late)
+    with pytest.raises(GoneError, match="is being removed"), snapshot_in_use(tmp_path / "one"):
+        pass
+
+
+def test_a_removal_that_is_killed_anywhere_is_ended_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of a snapshot is left has its mark, by which it is known, until nothing else is."""
+    snapshots = FetchedSnapshots(tmp_path)
+    removals = {name: getattr(os, name) for name in ("unlink", "rmdir")}
+    left = 0
+
+    def remove(call: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(5, "killed here")
+        call(*args, **kwargs)
+
+    for num_removed in itertools.count():
+        fetch(snapshots, "one")
+        for number in range(8):  # in whatever order a file system lists them, some come after the mark
+            (tmp_path / "one" / f"{number}").touch()
+        left = num_removed
+        with monkeypatch.context() as patched:
+            for name, call in removals.items():
+                patched.setattr(os, name, partial(remove, call))
+            with contextlib.suppress(StorageError):
+                snapshots.remove_others("two")
+        is_whole = left >= 0
+        snapshots.remove_others("two")
+        files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert files == [".lock"], f"after {num_removed} removals"
+        if is_whole:
+            break
+    assert num_removed == 8 + 5  # a file, its folder, the manifest, the mark, the snapshot
 
 
 def test_nothing_is_removed_while_another_fetches(tmp_path: Path) -> None:

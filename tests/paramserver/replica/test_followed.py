@@ -61,9 +61,15 @@ def followed(
 async def test_a_lost_copy_is_enough_for_nobody() -> None:
     """Who waits for something of a copy that is lost is told, also where it has come true just before."""
     copy, _ = followed()
+    waiting = asyncio.create_task(copy.wait_until(lambda: False))
+    await asyncio.sleep(0)
     copy._end(GoneError("its place is gone"))
     with pytest.raises(GoneError, match="its place"):
+        await asyncio.wait_for(waiting, WAIT_S)
+    with pytest.raises(GoneError, match="its place"):
         await copy.wait_until(lambda: True)
+    done, _ = await asyncio.wait(copy._tasks, timeout=WAIT_S)
+    assert len(done) == 1  # nor is any shard followed on, and its log kept
     await copy.close()
 
 
@@ -96,6 +102,49 @@ async def test_what_is_shown_in_a_thread_is_shown_to_its_end(monkeypatch: pytest
     await copy.close()
 
 
+async def test_what_is_written_to_disk_in_a_thread_is_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes a copy frees its tables next: nobody may be writing to them then."""
+    copy, _ = followed()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def take(*_: object) -> bool:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+        return False
+
+    monkeypatch.setattr(Generation, "is_on_disk", True)
+    monkeypatch.setattr(copy.generation, "take", take)
+    taking = asyncio.create_task(copy._take(0, [], 0))
+    copy._tasks.append(cast("Any", taking))
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    closing = asyncio.create_task(copy.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not closing.done() and copy._taking.locked()
+    may_end.set()
+    await closing
+    assert taking.cancelled()
+
+
+async def test_a_copy_is_held_by_one_at_a_time() -> None:
+    """Who would hold it too waits: the first one's end shows all that has come."""
+    copy, _ = followed()
+    is_held = asyncio.Event()
+
+    async def hold() -> None:
+        async with copy.held():
+            is_held.set()
+
+    async with copy.held():
+        holding = asyncio.create_task(hold())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not is_held.is_set()
+    await asyncio.wait_for(holding, WAIT_S)
+    assert is_held.is_set() and copy.generation.limits is None
+    await copy.close()
+
+
 async def test_a_failure_behind_an_audit_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be applied when holding ends is as fatal as anywhere else: another copy is begun."""
     copy, lost = followed()
@@ -121,6 +170,19 @@ async def test_by_step_what_is_held_is_not_waited_for() -> None:
         assert copy.generation.is_waiting(0, 1)
         assert not await copy.show_up_to([2])
         tail.pending.clear()
+    await copy.close()
+
+
+async def test_what_is_held_is_shown_record_by_record() -> None:
+    """Exactly up to the one that is asked for, of those that have come; when holding ends, the rest."""
+    copy, _ = followed()
+    tail = copy.generation.tails[0]
+    async with asyncio.timeout(WAIT_S), copy.held():
+        tail.pending.extend(Change(seq, 1, seq, 0, (), False, None, 0) for seq in (1, 2))
+        tail.seq = 2
+        assert await copy.show_up_to([1])
+        assert tail.visible_seq == 1
+    assert tail.visible_seq == 2
     await copy.close()
 
 
@@ -164,6 +226,38 @@ async def test_without_a_name_the_log_is_kept_until_the_copy_is_shown(name: str 
         server.turns.release()
         second = await server.asked.get()
     assert (second.follower, second.copy_id) == ((name, first.copy_id) if name else (None, None))
+    await copy.close()
+
+
+async def test_a_shown_copy_without_a_name_may_wait_for_others_for_long() -> None:
+    """It has no lease any more, and there is none to renew."""
+    server = Answering()
+    copy, lost = followed("step", server=server, lease_s=0.003, max_pending_bytes=1)
+    tail = copy.generation.tails[0]
+    async with asyncio.timeout(WAIT_S):
+        await copy.show_when(lambda: True)
+        while (await server.asked.get()).follower is not None:
+            server.turns.release()
+        tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
+        tail.seq, tail.pending_bytes = 1, 100
+        copy.generation.limits = [0]
+        server.turns.release()
+        ended, _ = await asyncio.wait(copy._tasks, timeout=0.05)  # longer than a lease would last
+    assert not ended and not lost
+    await copy.close()
+
+
+async def test_a_copy_that_is_lost_at_the_last_moment_is_not_shown() -> None:
+    """Nobody would begin anew for it: who waits for it is the one who is told."""
+    copy, _ = followed()
+    async with copy._taking:
+        showing = asyncio.create_task(copy.show_when(lambda: True))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        copy._end(GoneError("its place is gone"))
+    with pytest.raises(GoneError):
+        await showing
+    assert not copy.generation.is_shown
     await copy.close()
 
 

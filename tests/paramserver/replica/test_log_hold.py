@@ -111,3 +111,4 @@ def test_each_copy_has_a_lease_of_its_own() -> None:
     assert {(lease.name, lease.lease_s, lease.is_lasting) for lease in leases} == {("replica", 900.0, True)}
     unnamed = CopyLease.of(ReplicaConfig(lease_s=900.0))
     assert (unnamed.lease_s, unnamed.is_lasting) == (60.0, False)
+    assert CopyLease.of(ReplicaConfig(lease_s=9.0)).lease_s == 9.0
