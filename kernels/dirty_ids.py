@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.dirty_rows import DirtyRows, ids_of
+from headrace.kernels.dirty_rows import DirtyRows, distinct, ids_of
 
 __all__ = ["VIRTUAL_ROWS", "DirtyIds", "DirtySet", "bitmap_bytes", "dirty_set"]
 
@@ -92,7 +92,7 @@ class DirtyIds:
         ids = ids_of(row_ids, self.num_rows)
         if ids.size and not self.is_empty:
             self._merge()
-            self._sorted = self._sorted[~_is_in(self._sorted, np.unique(ids))]
+            self._sorted = self._sorted[~_is_in(self._sorted, distinct(ids))]
 
     def contains(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Return bool[n] on the CPU: which of some ids are dirty.
@@ -146,7 +146,7 @@ class DirtyIds:
         Thread: any; of what is marked or taken meanwhile some may count.
         """
         ids = self._sorted
-        listed = np.unique(self._list[: self._num_listed])
+        listed = distinct(self._list[: self._num_listed])
         return int(ids.size + listed.size - _is_in(listed, ids).sum())
 
     @property

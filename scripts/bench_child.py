@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,16 +20,21 @@ __all__ = ["BenchChild", "peak_memory_bytes"]
 class BenchChild:
     """A running child; use it with `with`. It ends when its stdin does."""
 
-    def __init__(self, module: str, what: str) -> None:
+    def __init__(self, module: str, what: str, *, environ: Mapping[str, str] | None = None) -> None:
         """Start `python -m module`.
 
         Args:
             module: To run.
             what: What it is, for messages.
+            environ: Variables of its environment beside this process's.
         """
         self._what = what
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environ or {})},
         )
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:

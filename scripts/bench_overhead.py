@@ -3,6 +3,10 @@
 Blocks of training steps with streaming off and on take turns in one process, on one processor, with the server on
 another. In a second kind of block the server's processes are stopped, as if the network had gone: training must not
 notice.
+
+Memory is that of a second trainer, whose C library gives large blocks back as soon as they are freed. By default it
+keeps them in its heap, and what steps of the trainer alone leave there moves by tens of MiB. As that costs page faults,
+the second trainer's time is not looked at.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from headrace.streamer.staging import NUM_STAGING_BUFFERS
 __all__ = ["OverheadConfig", "OverheadResult", "overhead", "run"]
 
 _MIB = 2**20
+# Of glibc; another C library does not know it. The value is its default, which without the variable grows with use.
+_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 OnStage = Callable[[str], None]
 
@@ -48,7 +54,8 @@ class OverheadConfig:
 
     Attributes:
         model: What is trained.
-        num_rounds: Rounds of four blocks: off, on, off, on with the server stopped.
+        num_rounds: Rounds of four blocks: off, on, off, on with the server stopped; and then of two for memory: on, on
+            with the server stopped, after one that is off.
         num_steps: Measured steps of a block.
         num_warm_steps: Steps before them that do not count: a streamer's first flush, and caches after a switch.
         settings: Of the streamer; its defaults else.
@@ -65,7 +72,7 @@ class OverheadConfig:
     @property
     def num_stages(self) -> int:
         """How often `on_stage` is called."""
-        return 4 * self.num_rounds
+        return 6 * self.num_rounds + 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,18 +84,23 @@ class OverheadResult:
         off: Blocks without streaming.
         on: Blocks with it.
         away: Blocks with it and the server stopped.
+        memory_off, memory_on, memory_away: The blocks for memory.
     """
 
     bound_bytes: int
     off: list[Block] = field(default_factory=list)
     on: list[Block] = field(default_factory=list)
     away: list[Block] = field(default_factory=list)
+    memory_off: list[Block] = field(default_factory=list)
+    memory_on: list[Block] = field(default_factory=list)
+    memory_away: list[Block] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures."""
-        # Before the first streamer, so that nothing that a streamer leaves behind counts as the trainer's own.
-        memory_off = self.off[0].memory_bytes
-        memory_on, memory_away = (max(block.memory_bytes for block in blocks) for blocks in (self.on, self.away))
+        memory_off, memory_on, memory_away = (
+            max(block.memory_bytes for block in blocks)
+            for blocks in (self.memory_off, self.memory_on, self.memory_away)
+        )
         return {
             "step_time_ratio": _step_s(self.on) / _step_s(self.off),
             "training_thread_share": _share(self.on),
@@ -109,6 +121,17 @@ class OverheadResult:
             "block_step_ms": {
                 name: [median(block.step_s) * 1000 for block in blocks]
                 for name, blocks in (("off", self.off), ("on", self.on), ("outage", self.away))
+            },
+            "block_memory_bytes": {
+                name: [block.memory_bytes for block in blocks]
+                for name, blocks in (
+                    ("off", self.memory_off),
+                    ("on", self.memory_on),
+                    ("outage", self.memory_away),
+                    ("default_heap_off", self.off),
+                    ("default_heap_on", self.on),
+                    ("default_heap_outage", self.away),
+                )
             },
         }
 
@@ -172,6 +195,17 @@ def run(config: OverheadConfig, *, on_stage: OnStage) -> OverheadResult:
                         blocks.append(trainer.train(_block(config, server, kind)))
                     on_stage(f"round {number + 1}: streaming on, server stopped")
                     result.away.append(trainer.train(_block(config, server, "away")))
+            with _on(trainer_cpu):
+                trainer = TrainerProcess(config.model, environ=_GIVES_BACK)
+            with trainer:
+                # Before the first streamer, so that nothing that a streamer leaves behind counts as the trainer's own.
+                on_stage("memory: streaming off")
+                result.memory_off.append(trainer.train(_block(config, server, "off")))
+                for number in range(config.num_rounds):
+                    on_stage(f"memory, round {number + 1}: streaming on")
+                    result.memory_on.append(trainer.train(_block(config, server, "on")))
+                    on_stage(f"memory, round {number + 1}: streaming on, server stopped")
+                    result.memory_away.append(trainer.train(_block(config, server, "away")))
     return result
 
 

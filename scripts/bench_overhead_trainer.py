@@ -18,7 +18,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ _PAGE_BYTES = resource.getpagesize()
 # an error and not a smaller share.
 _TIMED: tuple[tuple[type, str], ...] = (
     (FbgemmTap, "_after_forward"),
-    (FbgemmTap, "_sweep_if_open"),
+    (FbgemmTap, "_before_forward"),
     (FbgemmTap, "_mark"),
     (FbgemmTap, "sweep"),
     (StepBoundary, "_before_step"),
@@ -130,13 +130,17 @@ class Block:
 class TrainerProcess(BenchChild):
     """The process that trains; use it with `with`."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> None:
         """Start it, on the processors that this thread may use, and have it build its model.
+
+        Args:
+            model: Its sizes.
+            environ: Variables of its environment beside this process's.
 
         Raises:
             UnavailableError: It has ended.
         """
-        super().__init__(__name__, "trainer")
+        super().__init__(__name__, "trainer", environ=environ)
         try:
             self.ask(asdict(model))
         except BaseException:
@@ -206,7 +210,7 @@ class _Trainer:
                 streamer.attach(self._model, self._optimizer)
                 for _ in range(block.num_warm_steps):
                     self._train_step()
-                # The first two flushes into each buffer meet memory that nobody has touched, once in a training run.
+                # The first flushes meet memory that nobody has touched, once in a training run.
                 for _ in range(_MAX_WARM_STEPS):
                     if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
                         break

@@ -163,6 +163,8 @@ def _part(table: TappedTable, columns: npt.NDArray[np.generic]) -> npt.NDArray[n
 def _differs(live: torch.Tensor, places: torch.Tensor, stored: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     """Return bool[n]: where any bit of a row differs. Bits, so that NaN equals itself and 0.0 does not equal -0.0."""
     num_rows = stored.shape[0]
+    if not num_rows:
+        return np.zeros(0, np.bool_)
     rows = live.detach().index_select(0, places.to(live.device)).cpu()
     ours: _Bytes = rows.view(torch.uint8).numpy().reshape(num_rows, -1)
     theirs: _Bytes = np.ascontiguousarray(stored).view(np.uint8).reshape(num_rows, -1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flusher import Flusher
@@ -53,6 +54,8 @@ class Delivery:
         """
         self._config = config
         self._generation = 0
+        # Of one thread, so it is never waited for; unlike a flag, an interrupt cannot leave it behind.
+        self._flushing = threading.Lock()
         self.failure: HeadraceError | None = None
         pool = StagingPool(config.staging_bytes)
         self.sender = Sender(config=config, pool=pool, connect=connector(config))
@@ -100,9 +103,11 @@ class Delivery:
             return
         try:
             self.raise_failure()
-            self._heed_new_store()
-            if not is_paused:
-                self.flusher.on_step(step)
+            self._check_alone()
+            with self._flushing:
+                self._heed_new_store()
+                if not is_paused:
+                    self.flusher.on_step(step)
         except HeadraceError as exc:
             exc = self.sender.error or exc
             if self._config.on_error == "raise":
@@ -119,16 +124,19 @@ class Delivery:
 
         Raises:
             UnavailableError: Not all is durable in time.
+            ConfigError: It is called amid a flush.
             HeadraceError: Streaming has ended.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            while True:
-                self._heed_new_store()
-                self.flusher.flush_all(step, deadline_s - time.monotonic())
-                self.sender.wait_durable(deadline_s - time.monotonic())
-                if self._generation == self.sender.generation:
-                    return
+            self._check_alone()
+            with self._flushing:
+                while True:
+                    self._heed_new_store()
+                    self.flusher.flush_all(step, deadline_s - time.monotonic())
+                    self.sender.wait_durable(deadline_s - time.monotonic())
+                    if self._generation == self.sender.generation:
+                        return
         except UnavailableError as exc:
             self.raise_failure()
             raise UnavailableError(f"flush within {format_seconds(timeout_s)}: {exc}") from exc
@@ -167,6 +175,14 @@ class Delivery:
             if self.failure is None:
                 _tell_what_is_left(f"the streamer of run {self.writer.run!r} was closed", self.sender, self.flusher)
             self.sender.stop(_STOP_TIMEOUT_S)
+
+    def _check_alone(self) -> None:
+        """Refuse to begin amid a flush, whose rows are neither dirty nor on their way: another would miss them."""
+        if self._flushing.locked():
+            raise ConfigError(
+                "a flush of this streamer is under way, and this call came amid it, as from a signal handler: set a "
+                "flag there, and flush or close between two steps"
+            )
 
     def _heed_new_store(self) -> None:
         generation = self.sender.generation

@@ -9,6 +9,7 @@ Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device_dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.model_tree import is_a
 from headrace.streamer.module_hook import ModuleHook
+from headrace.streamer.own_memory import check_not_shared
 from headrace.streamer.row_identities import RowIdentities
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec
 
@@ -47,6 +49,9 @@ _STORES = tuple(
 )
 
 
+_Snapshot = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedTables:
     """A table-batched module and what its tables are, in its own order.
@@ -55,11 +60,13 @@ class FusedTables:
         module: `SplitTableBatchedEmbeddingBagsCodegen`.
         parts: One for each of its tables; None for those that are not streamed.
         identities: By fqn, of the tables whose rows are given to other ids while training.
+        is_in_use: Returns whether the model uses it still, and not another one in its place.
     """
 
     module: nn.Module
     parts: tuple[TablePart | None, ...]
     identities: Mapping[str, RowIdentities] = field(default_factory=dict)
+    is_in_use: Callable[[], bool] = lambda: True
 
     @property
     def names(self) -> str:
@@ -108,24 +115,30 @@ class FbgemmTap:
         self._note_update = note_update
         _check_exact(fused)
         self._values = _Values(self._module)
-        self._identities = fused.identities
+        self._names, self._identities = fused.names, fused.identities
+        self._is_in_use = fused.is_in_use
         self._by_index = [None if part is None else self._table(i, part) for i, part in enumerate(fused.parts)]
         self.tables = [table for table in self._by_index if table is not None]
         feature_table_map: list[int] = list(module.feature_table_map)
         self._features = list(_feature_runs(feature_table_map))
         self._num_features = len(feature_table_map)
         self._device = _DeviceFeatures(self._by_index, feature_table_map)
-        self._seen = self._values.snapshot()
-        self._handle: RemovableHandle | None = self._module.register_forward_hook(ModuleHook(self._after_forward))
+        check_not_shared(fused.names, self._values.stores())
+        # None amid an update: one that does not get as far as to be marked has changed who knows which rows.
+        self._seen: _Snapshot | None = self._values.snapshot()
+        self._calls = _Calls(module)
+        self._has_warned = False
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            module.register_forward_hook(ModuleHook(self._after_forward)),
+        ]
 
     def sweep(self) -> None:
         """Mark all rows if the tables were written by something else than the fused optimizer, which torch counts."""
         now = self._values.snapshot()
-        if now != self._seen:
+        if now != self._seen or not self._is_in_use() or self._has_bypass():
+            self._mark_all()
             self._seen = now
-            for table in self.tables:
-                table.mark_all()
-            self._note_update()
         for table in self.tables:
             identities = self._identities.get(table.spec.fqn)
             if identities is not None and (slots := identities.take_reassigned()) is not None:
@@ -134,9 +147,9 @@ class FbgemmTap:
 
     def close(self) -> None:
         """Remove the hook; a backward that is still to come marks nothing. Idempotent."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _table(self, index: int, part: TablePart) -> TappedTable:
         weights = self._values.weights(index)
@@ -164,26 +177,58 @@ class FbgemmTap:
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
             identities=identities,
             scalars=self._values.scalars,
+            is_in_use=self._is_in_use,
         )
 
+    def _mark_all(self) -> None:
+        for table in self.tables:
+            table.mark_all()
+        self._note_update()
+
+    def _has_bypass(self) -> bool:
+        """Return whether the module has looked up rows without its hooks, and warn of it."""
+        if self._calls.has_bypass():
+            self._warn("its forward() was called directly, which runs no hook: call the module")
+        return self._calls.has_bypass()
+
+    def _warn(self, reason: str) -> None:
+        """Say once that all rows are streamed."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"tables {self._names}: all rows are streamed after each step, since it is not known which of them a "
+                f"step of their module changes: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _before_forward(self, *_: Any) -> None:
+        self._calls.begin()
+
     def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        is_batch_kept = self._calls.end()
         node = output.grad_fn
         if node is None:  # no gradient is wanted, so no update will follow
             return
         indices, offsets, batch_offsets = module._indices, module._offsets, module._vbe_B_offsets
 
+        def before_update(*_: Any) -> None:
+            if self._handles:
+                self.sweep()
+                self._seen = None
+
         def after_update(*_: Any) -> None:
-            if self._handle is not None:
-                self._mark(indices, offsets, batch_offsets)
+            if self._handles:
+                if is_batch_kept:
+                    self._mark(indices, offsets, batch_offsets)
+                else:
+                    self._warn("a compiled module does not keep its batch: leave it out, with torch.compiler.disable")
+                    self._mark_all()
                 self._seen = self._values.snapshot()
 
         # Whether the update itself counts as a write differs between builds: look before it, and forget it after.
-        node.register_prehook(lambda *_: self._sweep_if_open())
+        node.register_prehook(before_update)
         node.register_hook(after_update)
-
-    def _sweep_if_open(self) -> None:
-        if self._handle is not None:
-            self.sweep()
 
     def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> None:
         """Mark the rows of one batch.
@@ -207,6 +252,33 @@ class FbgemmTap:
             if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
                 table.dirty.mark(indices[starts[first] : starts[end]])
         self._note_update()
+
+
+class _Calls:
+    """Follows the forwards of a table-batched module by the count that it keeps together with its batch."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._num_seen: int = module.step
+        self._is_in_call = False
+        self._has_bypass = False
+
+    def begin(self) -> None:
+        """Note that hooks have seen a forward begin."""
+        self.has_bypass()
+        self._num_seen, self._is_in_call = self._module.step, True
+
+    def end(self) -> bool:
+        """Note that it is over; return whether the module has kept its batch, as it does where it is not compiled."""
+        is_counted = bool(self._module.step == self._num_seen + 1)
+        self._num_seen, self._is_in_call = self._module.step, False
+        return is_counted
+
+    def has_bypass(self) -> bool:
+        """Return whether there was a forward without hooks: its update may be to come, and others may follow."""
+        # One that has failed may have been counted or not.
+        self._has_bypass |= self._module.step - self._num_seen > int(self._is_in_call)
+        return self._has_bypass
 
 
 class _DeviceFeatures:
@@ -285,15 +357,16 @@ class _Values:
         """Return what the optimizer keeps once for a table, by name."""
         return {name: getattr(self._module, name).detach() for name in self._scalar_names}
 
-    def snapshot(self) -> tuple[tuple[int, int], ...]:
+    def snapshot(self) -> _Snapshot:
         """Return numbers that differ after torch has written or replaced a store; fused updates do not count."""
-        return tuple((store.data_ptr(), store._version) for store in self._stores())
+        return tuple((store.data_ptr(), store._version) for store in self.stores())
 
-    def _stores(self) -> list[torch.Tensor]:
+    def stores(self) -> list[torch.Tensor]:
+        """Return what holds all tables' weights, and their states."""
         return [getattr(self._module, name) for name in self._store_names]
 
     def _refresh(self) -> None:
-        addresses = tuple(store.data_ptr() for store in self._stores())
+        addresses = tuple(store.data_ptr() for store in self.stores())
         if addresses == self._addresses:
             return
         self._weights = self._module.split_embedding_weights()

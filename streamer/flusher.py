@@ -279,7 +279,7 @@ class Flusher:
             with span("headrace.gather", step=step):
                 flush, marked = self._cut(buffer, step, now_s, taken)
             self._submit(flush)
-        except BaseException:
+        except BaseException as exc:
             # An interrupt may come when the flush has been taken already: its buffer is being sent then.
             if flush is None or self._withdraw(flush):
                 taken.give_back()
@@ -288,6 +288,9 @@ class Flusher:
                 self._pool.release(buffer)
             else:
                 self._note_sent(flush, marked, taken, now_s)
+            if not isinstance(exc, Exception) and flush is None:
+                # One that came amid a take has left rows neither dirty nor taken, and nothing says which.
+                self.mark_all()
             raise
         self._note_sent(flush, marked, taken, now_s)
         self._costs_s.append(self._monotonic_s() - begin_s)

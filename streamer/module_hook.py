@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __all__ = ["ModuleHook"]
 
 
@@ -17,8 +19,11 @@ class ModuleHook:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Wrap `function`, called with the hook's arguments; what it returns is passed on."""
-        self._function = function
+        """Wrap `function`, called with the hook's arguments; what it returns is passed on.
+
+        A compiled module calls it too, outside of its graphs: what it reads and writes is in none.
+        """
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

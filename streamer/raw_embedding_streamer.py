@@ -221,6 +221,7 @@ class RawEmbeddingStreamer:
 
         Raises:
             UnavailableError: Not all is durable in time; the message says what is missing, and where.
+            ConfigError: A flush is under way on this thread, and a signal handler has called this amid it.
             HeadraceError: Streaming has ended, whatever `on_error` says.
         """
         with self._lock:

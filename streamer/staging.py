@@ -114,14 +114,15 @@ class StagingPool:
         if timeout_s <= 0:
             # One atomic operation, because a step takes this path and finds no buffer as often as not.
             try:
-                return self._free.popleft()
+                # The last one given back: where the server keeps up, the memory of the other is never touched.
+                return self._free.pop()
             except IndexError:
                 return None
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._is_closed:
                 if self._free:
-                    return self._free.popleft()
+                    return self._free.pop()
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     return None
         return None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace.streamer.module_hook import ModuleHook
+from headrace.streamer.step_hooks import hook_step, prepend
 
 __all__ = ["StepBoundary"]
 
@@ -60,9 +61,9 @@ class StepBoundary:
         optimizers = list(optimizers)
         self._num_optimizers = len(optimizers)
         for optimizer in optimizers:
-            # Not to be traced where the step is compiled.
-            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))  # type: ignore[no-untyped-call]
-            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))  # type: ignore[no-untyped-call]
+            self._handles.append(hook_step(optimizer.register_step_pre_hook, self._before_step))
+            prepend(self._handles[-1])  # out of the way of `StepHooks`, which lie next to the update
+            self._handles.append(hook_step(optimizer.register_step_post_hook, self._after_step))
         if not optimizers:
             self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
 

@@ -15,6 +15,7 @@ from headrace.streamer.agreement import agree
 from headrace.streamer.fbgemm_tap import FbgemmTap, FusedTables, is_table_batched, table_parts
 from headrace.streamer.local_parts import Replicas, dtensor_parts, is_dtensor, owned_part, replicas_in
 from headrace.streamer.model_tree import Found, inner_optimizers, named_modules
+from headrace.streamer.module_place import ModulePlace
 from headrace.streamer.selection import Selection
 from headrace.streamer.step_boundary import StepBoundary
 from headrace.streamer.tapped_table import TablePart, TappedTable
@@ -182,7 +183,7 @@ class _Sources:
     """
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
-        self._selection = selection
+        self._model, self._selection = model, selection
         self._collisions: dict[nn.Module, Any] = {}
         self.modules: list[tuple[str, nn.Module]] = []
         self.fused: list[FusedTables] = []
@@ -202,7 +203,7 @@ class _Sources:
                 parts = tuple(part if selection.takes(part.fqn) else None for part in table_parts(path, module))
                 if not any(parts):
                     continue
-                self.fused.append(FusedTables(module=module, parts=parts))
+                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=ModulePlace(model, module).is_kept))
             elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 if not self._add_embedding(found, module):
                     continue
@@ -213,6 +214,13 @@ class _Sources:
     @property
     def parameters(self) -> list[TableParameter]:
         return list(self._parameters.values())
+
+    def _weight_check(self, module: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
+        """Return what tells whether a parameter is the weight of a module of the model still."""
+        if is_dtensor(parameter):  # fully_shard has other parameters in its place between a forward and its backward
+            return lambda: True
+        place = ModulePlace(self._model, module)
+        return lambda: module._parameters.get("weight") is parameter and place.is_kept()
 
     def _add_embedding(self, found: Found, module: nn.Embedding | nn.EmbeddingBag) -> bool:
         """Take a table in if it is selected; return whether it is."""
@@ -226,10 +234,12 @@ class _Sources:
             )
         parameter = _check_parameter(fqn, module.weight, found)
         known = self._parameters.get(id(parameter))  # tied: one table, by its first name
+        has_weight = self._weight_check(module, parameter)
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
             parameter=parameter,
             is_sparse=module.sparse and (known is None or known.is_sparse),
+            is_in_use=lambda: (known is None or known.is_in_use()) and has_weight(),
         )
         return True
 

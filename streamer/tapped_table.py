@@ -132,6 +132,7 @@ class TappedTable:
         row_offset: int = 0,
         identities: Callable[[], torch.Tensor] | None = None,
         scalars: Callable[[], dict[str, torch.Tensor]] = dict,
+        is_in_use: Callable[[], bool] = lambda: True,
         index: RowIndex | None = None,
         meta: RowMeta | None = None,
     ) -> None:
@@ -146,6 +147,7 @@ class TappedTable:
             row_offset: Global id of local row 0.
             identities: Returns the present identities, see `identities`; for tables that have them.
             scalars: Returns the present values that the table has once, see `scalars`.
+            is_in_use: Returns whether the model uses these weights still.
             index: Where rows with virtual ids lie. REQUIRES: the spec has 0 rows.
             meta: Bytes that travel with rows.
         """
@@ -165,6 +167,7 @@ class TappedTable:
         self._states = states
         self._identities = identities
         self._scalars = scalars
+        self._is_in_use = is_in_use
 
     def mark_all(self, *, spares_evicted: bool = False) -> None:
         """Make every row dirty that this rank has.
@@ -249,15 +252,15 @@ class TappedTable:
 
         Raises:
             UnsupportedModelError: They are of another type or shape than the table was, as `module.to(dtype)` or a
-                write to `.data` leaves them.
+                write to `.data` leaves them; or the model has another module or parameter in their place.
         """
-        weights = self._weights()
-        shape = (weights.shape[0] if self.index is not None else self.num_local_rows, self.shard.width)
-        if weights.shape != shape or _DTYPES.get(weights.dtype) is not self.spec.dtype:
+        if not self._is_in_use():
             raise UnsupportedModelError(
-                f"table {self.spec.fqn!r} was {self.spec.dtype.name.lower()}{list(shape)} when it was attached and is "
-                f"{str(weights.dtype).removeprefix('torch.')}{list(weights.shape)} now: change a model before `attach`"
+                f"table {self.spec.fqn!r} is not what was attached: the model has another module or parameter in its "
+                f"place now; change a model before `attach`, or attach it to a new streamer"
             )
+        weights = self._weights()
+        self._check_same(f"table {self.spec.fqn!r}", weights, self.spec.dtype, self.shard.width)
         return weights
 
     def states(self) -> dict[str, torch.Tensor]:
@@ -265,8 +268,15 @@ class TappedTable:
 
         Each is `[num_local_rows, width in this shard]`, without gradient, not to be written or kept. A state that the
         optimizer has not made yet is its initial value, expanded (zero strides): it takes no memory.
+
+        Raises:
+            UnsupportedModelError: One is of another type or shape than it was.
         """
-        return self._states()
+        states = self._states()
+        for state in self.spec.states:
+            what = f"state {state.name!r} of table {self.spec.fqn!r}"
+            self._check_same(what, states[state.name], state.dtype, state.width_in(self.shard))
+        return states
 
     def scalars(self) -> dict[str, torch.Tensor]:
         """Return the values that the optimizer keeps once for the table, such as its count of steps; one element each.
@@ -282,6 +292,14 @@ class TappedTable:
         """
         assert self._identities is not None
         return self._identities()
+
+    def _check_same(self, what: str, values: torch.Tensor, dtype: DType, width: int) -> None:
+        num_rows = values.shape[0] if self.index is not None else self.num_local_rows
+        if values.shape != (num_rows, width) or _DTYPES.get(values.dtype) is not dtype:
+            raise UnsupportedModelError(
+                f"{what} was {dtype.name.lower()}{[num_rows, width]} when it was attached and is "
+                f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)} now: change a model before `attach`"
+            )
 
     def __repr__(self) -> str:
         """Name the table and the part that is here."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dirty_rows import DirtyRows
@@ -26,6 +27,8 @@ from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device_dirty_rows import DeviceDirtyRows
 from headrace.streamer.local_parts import is_dtensor, local_tensor
 from headrace.streamer.optimizer_rules import Reach, Rule, rule_of
+from headrace.streamer.own_memory import check_not_aliased, check_not_shared
+from headrace.streamer.step_hooks import StepHooks
 from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, state_spec, zero_state
 
 __all__ = ["TableParameter", "TorchOptimTap"]
@@ -42,11 +45,13 @@ class TableParameter:
         parts: What of the table this rank streams of it: one, none, or several that do not overlap.
         parameter: `[rows, columns]`; may be a DTensor.
         is_sparse: Whether its gradient is expected to be sparse.
+        is_in_use: Returns whether the model uses it still, and not another one in its place.
     """
 
     parts: tuple[TablePart, ...]
     parameter: torch.nn.Parameter
     is_sparse: bool
+    is_in_use: Callable[[], bool] = lambda: True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +91,8 @@ class _Followed:
     states: tuple[tuple[str, bool], ...]
     parts: list[_Part] = field(default_factory=list)
     seen: tuple[int, ...] = ()
+    # A storage that is freed leaves its address to the next: these keep the objects' own, though not their memory.
+    storages: list[StorageWeakRef] = field(default_factory=list)
     has_warned: bool = field(default=False)
     # Changed rows are marked on a device, where nobody waits for their number.
     is_on_device: bool = field(default=False)
@@ -100,17 +107,28 @@ class _Followed:
         state = self.optimizer.state.get(self.source.parameter, {})
         return {name: local_tensor(state[name]) for name, _ in self.states if state.get(name) is not None}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weights, and the row states that the optimizer has made so far."""
+        state = self.optimizer.state.get(self.source.parameter, {})
+        return [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
+
     def snapshot(self) -> tuple[int, ...]:
         """Return numbers that differ after any of its tensors was written in place or replaced."""
-        state = self.optimizer.state.get(self.source.parameter, {})
-        tensors = [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
         return tuple(
             number
-            for tensor in tensors
+            for tensor in self.tensors()
             for local in (local_tensor(tensor),)
             # A DTensor counts its own writes, and its local tensor those that are made to it directly.
-            for number in (local.data_ptr(), tensor._version, local._version)
+            for number in (local.untyped_storage()._cdata, local.data_ptr(), tensor._version, local._version)
         )
+
+    def note_seen(self) -> None:
+        """Remember how its tensors are now. REQUIRES: what was written to them is marked."""
+        now = self.snapshot()
+        if now[::4] != self.seen[::4]:
+            storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
+            self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        self.seen = now
 
     def group(self) -> dict[str, Any]:
         """Return the present settings of the optimizer for this table; for many tables, ask `_groups_of` once."""
@@ -122,7 +140,9 @@ class _Followed:
 
     def mark_all(self) -> None:
         """Mark every row, and find out anew which rows the optimizer goes on to move."""
-        reach = self.rule.reach(self.group(), self.source.parameter.dtype, self.source.is_sparse)
+        parameter, reach = self.source.parameter, Reach.ALL
+        if group := _groups_of(self.optimizer).get(id(parameter)):  # the optimizer may have been given others instead
+            reach = self.rule.reach(group, parameter.dtype, self.source.is_sparse)
         for part in self.parts:
             part.table.mark_all()
             if reach is not Reach.GRADIENT:
@@ -162,17 +182,19 @@ class TorchOptimTap:
         parameters = list(parameters)
         optimizers = list(optimizers)
         self._note_update = note_update
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | StepHooks] = []
         self._frozen = [source for source in parameters if not source.parameter.requires_grad]
         # A rank may hold none of a table's rows.
         self._followed = [
             _follow(source, optimizers) for source in parameters if source.parameter.requires_grad and source.parts
         ]
+        trained = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        check_not_aliased([(each.name, each.source.parameter) for each in self._followed], trained)
         self.tables = [part.table for followed in self._followed for part in followed.parts]
         _tell_wide_reach(self._followed)
         by_optimizer: dict[int, list[_Followed]] = {}
         for followed in self._followed:
-            followed.seen = followed.snapshot()
+            followed.note_seen()
             by_optimizer.setdefault(id(followed.optimizer), []).append(followed)
         for group in by_optimizer.values():
             self._register(group[0].optimizer, group)
@@ -197,14 +219,14 @@ class TorchOptimTap:
         self._handles.clear()
 
     def _register(self, optimizer: torch.optim.Optimizer, followed: list[_Followed]) -> None:
-        def before_step(*_: Any) -> None:
+        def before_update() -> None:
             for each in followed:
                 self._sweep(each)
 
-        def after_step(*_: Any) -> None:
+        def after_update(is_next: bool) -> None:
             groups = _groups_of(optimizer)
             for each in followed:
-                self._mark(each, groups[id(each.source.parameter)])
+                self._mark(each, groups.get(id(each.source.parameter)), is_next)
 
         def after_load(*_: Any) -> None:
             # New tensors may by chance have the addresses and versions of the old ones.
@@ -212,24 +234,33 @@ class TorchOptimTap:
                 each.seen = ()
 
         self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
-        # Hooks read what numpy and the parameters' counters of writes hold, and a compiled step would trace them.
-        self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(before_step)))  # type: ignore[no-untyped-call]
-        self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(after_step)))  # type: ignore[no-untyped-call]
+        self._handles.append(StepHooks(optimizer, before=before_update, after=after_update))
 
     def _sweep(self, followed: _Followed) -> None:
-        now = followed.snapshot()
-        if now != followed.seen:
-            followed.seen = now
+        if followed.snapshot() != followed.seen or not followed.source.is_in_use():
             followed.mark_all()
             self._note_update()
+            followed.note_seen()
 
-    def _mark(self, followed: _Followed, group: dict[str, Any]) -> None:
-        """Mark what the step that just ended has changed, under these settings."""
-        gradient = followed.source.parameter.grad
-        followed.seen = followed.snapshot()
-        if gradient is None:  # the optimizer passes over such a parameter
-            return
-        self._note_update()
+    def _mark(self, followed: _Followed, group: dict[str, Any] | None, is_next: bool) -> None:
+        """Mark what the update that just ended has changed, and then remember how the tensors are.
+
+        In this order: when it is interrupted, the next sweep finds them changed and marks every row.
+
+        Args:
+            followed: A table.
+            group: The settings of the update; None when the optimizer does not have the table any more.
+            is_next: Nobody else has written since the last sweep.
+        """
+        if not is_next:
+            followed.mark_all()
+            self._note_update()
+        elif group is not None and followed.source.parameter.grad is not None:  # else it is passed over
+            self._note_update()
+            self._mark_rows(followed, group, followed.source.parameter.grad)
+        followed.note_seen()
+
+    def _mark_rows(self, followed: _Followed, group: dict[str, Any], gradient: torch.Tensor) -> None:
         parameter = followed.source.parameter
         reason = followed.rule.refuse(group, parameter.dtype, gradient.is_sparse)
         if reason is None and (states := followed.rule.states(group)) != followed.states:
@@ -284,7 +315,7 @@ def _names(states: tuple[tuple[str, bool], ...]) -> str:
 def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
     """Return int64 ids, local, of the rows that have a gradient, see `_rows_with_any_bit`."""
     if gradient.is_sparse:
-        return gradient._indices()
+        return gradient._indices()[0]  # a gradient may be sparse by its columns too
     if is_dtensor(gradient):
         # Every rank is here: the optimizer's step has just done the same.
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
@@ -321,6 +352,7 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
         reason = "its rowwise states of a DTensor are not followed"
     if reason is not None:
         raise UnsupportedModelError(f"table {fqn!r} with {kind} cannot be streamed exactly: {reason}")
+    check_not_shared(repr(fqn), [parameter])
     followed.parts = [_part(followed, part) for part in source.parts]
     for part in followed.parts:
         part.table.on_move = followed.note_move
@@ -343,6 +375,7 @@ def _part(followed: _Followed, part: TablePart) -> _Part:
         row_offset=part.row_offset,
         num_local_rows=num_rows,
         weights=lambda: part.columns(part.rows(local_tensor(parameter))),
+        is_in_use=followed.source.is_in_use,
         states=lambda: _states(followed, part, num_rows, num_columns),
         scalars=lambda: _scalars(followed),
     )

@@ -5,6 +5,7 @@ Source: `torchrec/distributed/{embedding,embeddingbag,embedding_lookup,batched_e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,7 +102,14 @@ def sharded_tables(
                     for part, table in zip(parts, kernel._config.embedding_tables, strict=True)
                     if part is not None and collisions is not None
                 }
-                fused.append(FusedTables(module=kernel._emb_module, parts=parts, identities=identities))
+                fused.append(
+                    FusedTables(
+                        module=kernel._emb_module,
+                        parts=parts,
+                        identities=identities,
+                        is_in_use=functools.partial(_has_kernel, module, kernel),
+                    )
+                )
         elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
             parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
         else:
@@ -113,6 +121,11 @@ def sharded_tables(
                 f"tables {names}: kernel {type(kernel).__name__} is not streamed; use the kernel FUSED or DENSE"
             )
     return fused, parameters
+
+
+def _has_kernel(module: Any, kernel: Any) -> bool:
+    """Return whether a kernel is still that of a sharded module, which resharding makes anew."""
+    return any(other is kernel for other, _ in _kernels(module))
 
 
 def _kernels(module: Any) -> Iterator[tuple[Any, Any]]:
@@ -155,7 +168,8 @@ def _dense_tables(
         parameter = getattr(module, tables_at)[table.name].weight
         if table.local_metadata is None:
             part = owned_part(part, parameter.shape[0], _replicas(part.fqn, group))
-        yield TableParameter(parts=(part,), parameter=parameter, is_sparse=False)
+        is_in_use = functools.partial(_has_kernel, module, kernel)
+        yield TableParameter(parts=(part,), parameter=parameter, is_sparse=False, is_in_use=is_in_use)
 
 
 def _replicas(fqn: str, group: Any) -> Replicas:

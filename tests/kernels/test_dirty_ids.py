@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +136,22 @@ def test_kind_is_chosen_by_the_size_of_a_bitmap() -> None:
     long = dirty_set(8 * 1001, max_bitmap_bytes=1000)
     assert isinstance(long, DirtyIds)
     assert long.num_rows == 8008
+
+
+def test_numpy_loads_no_more_for_a_set() -> None:
+    """What a trainer and its statistics ask of a set imports nothing, such as `numpy.ma` for `np.unique`."""
+    program = """
+import sys
+import torch
+from headrace.kernels.dirty_ids import DirtyIds
+from headrace.kernels.dirty_rows import DirtyRows
+
+before = set(sys.modules)
+for rows in (DirtyIds(100), DirtyRows(100)):
+    rows.mark(torch.tensor([7, 5, 7]))
+    rows.discard(torch.tensor([5, 5]))
+    assert (rows.count, rows.take().tolist()) == (1, [7])
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from headrace.scripts.bench_child import peak_memory_bytes
+from headrace.scripts.bench_child import BenchChild, peak_memory_bytes
 
 _MIB = 2**20
 
@@ -24,3 +25,13 @@ def test_peak_memory_is_that_of_the_program_itself() -> None:
     assert 5 * _MIB < before < 200 * _MIB
     assert 40 * _MIB < after - before < 80 * _MIB
     assert peak_memory_bytes() > parent.nbytes
+
+
+def test_a_child_gets_its_own_variables_beside_ours(tmp_path: Path) -> None:
+    """What is named for a child is in its environment, and what is in ours too."""
+    program = "import json, os\nfor _ in iter(input, ''): print(json.dumps(dict(os.environ)), flush=True)\n"
+    (tmp_path / "tell_environment.py").write_text(program, "utf-8")
+    with BenchChild("tell_environment", "child", environ={"PYTHONPATH": str(tmp_path)}) as child:
+        found = child.ask({})
+    assert found["PYTHONPATH"] == str(tmp_path)
+    assert "PATH" in found

@@ -20,7 +20,7 @@ def test_figures_of_a_tiny_run() -> None:
         model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings={"staging_bytes": 2**16, "flush_percent": 100}
     )
     result = run(config, on_stage=stages.append)
-    assert len(stages) == config.num_stages == 4
+    assert len(stages) == config.num_stages == 7
     figures = result.to_json()
     assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16
     assert figures["num_rows_sent"] > 100
@@ -31,6 +31,10 @@ def test_figures_of_a_tiny_run() -> None:
     assert [len(figures["block_step_ms"][kind]) for kind in ("off", "on", "outage")] == [2, 1, 1]
     assert [len(block.step_s) for block in (*result.off, *result.on, *result.away)] == [6, 6, 6, 6]
     assert all(block.ours_s == [0.0] * 6 for block in result.off)
+    memory = figures["block_memory_bytes"]
+    assert [len(memory[kind]) for kind in ("off", "on", "outage")] == [1, 1, 1]
+    assert figures["extra_bytes"] == memory["on"][0] - memory["off"][0]
+    assert figures["outage_extra_bytes"] == memory["outage"][0] - memory["off"][0]
 
 
 def test_settings_are_checked_before_anything_starts() -> None:
@@ -56,11 +60,13 @@ def _block(step_s: float, ours_s: float, memory_bytes: int, **changes: Any) -> B
 def test_bounds_are_judged() -> None:
     """Each figure stands beside its bound, and one that is over it is called missed."""
     result = OverheadResult(bound_bytes=1000)
-    result.off, result.on, result.away = [_block(1.0, 0, 500)], [_block(1.04, 0.03, 900)], [_block(1.0, 0.01, 1000)]
+    result.off, result.on, result.away = [_block(1.0, 0, 0)], [_block(1.04, 0.03, 0)], [_block(1.0, 0.01, 0)]
+    result.memory_off, result.memory_on = [_block(1, 0, 500)], [_block(2, 1, 900)]
+    result.memory_away = [_block(2, 1, 1000)]
     lines, is_within = describe(result.to_json())
     assert is_within
     assert "MISSED" not in "\n".join(lines)
-    result.away = [_block(1.06, 0.01, 2000)]
+    result.away, result.memory_away = [_block(1.06, 0.01, 0)], [_block(1, 0, 2000)]
     lines, is_within = describe(result.to_json())
     assert not is_within
     assert sum("MISSED" in line for line in lines) == 2

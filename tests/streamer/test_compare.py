@@ -144,3 +144,12 @@ async def test_column_shards_are_compared_by_their_columns() -> None:
         parts[1].states["exp_avg"][7, 3] += 1
     result = await compared(store, parts)
     assert [table.different_row_ids for table in result.tables] == [[], [7]]
+
+
+async def test_a_table_without_rows_is_equal() -> None:
+    """A rank that holds no row of a table has nothing to compare."""
+    store = shards_for(FakeStore(num_shards=2))
+    table = Trained(num_rows=0, total_rows=9)
+    fill(store, [table])
+    result = await compared(store, [table])
+    assert (result.is_equal, result.num_compared, result.num_missing) == (True, 0, 0)

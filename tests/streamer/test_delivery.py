@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault
 from streamed_training import FAST, Training, compare, streaming
 
-from headrace.schemas.errors import RowRangeError, StorageError, UnavailableError
+from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import ConfigError, RowRangeError, StorageError, UnavailableError
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.flush import Flush
+from headrace.streamer.flusher import Flusher
+from headrace.streamer.taken_rows import TakenRows
 
 
 def test_on_error_log_lets_training_go_on(store: FakeStore, training: Training) -> None:
@@ -173,6 +177,52 @@ def test_an_interrupt_after_the_hand_over_costs_nothing(
         training.step()
         streamer.flush()
         assert flusher._pool.num_free == 2
+        assert compare(streamer, store).is_equal
+
+
+@pytest.mark.parametrize("place", ["_take_from", "add"])
+def test_an_interrupt_amid_a_take_loses_no_row(
+    store: FakeStore, training: Training, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ctrl-C between taking rows and noting them sends every row with the next flush."""
+    owner: Any = DirtyRows if place == "_take_from" else TakenRows
+    with streaming(store, training) as streamer:
+        training.step()
+        streamer.flush()
+        original = getattr(owner, place)
+
+        def interrupted(*args: Any) -> None:
+            if place == "_take_from":
+                original(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(owner, place, interrupted)
+            training.step()
+        streamer.flush()
+        assert streamer.stats().num_dirty_rows == 0
+        assert compare(streamer, store).is_equal
+        assert compare(streamer, store).num_compared == 500
+
+
+def test_a_flush_amid_a_flush_is_refused(store: FakeStore, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that flushes while rows are taken would miss them, so it is told; the outer flush goes on."""
+    with streaming(store, training) as streamer:
+        cut = Flusher._cut
+        told: list[str] = []
+
+        def with_a_signal(*args: Any) -> Any:
+            for call in (streamer.flush, lambda: streamer.step(7)):
+                with pytest.raises(ConfigError, match="came amid it, as from a signal handler") as refused:
+                    call()
+                told.append(str(refused.value))
+            return cut(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Flusher, "_cut", with_a_signal)
+            training.step()
+        assert len(told) == 2
+        streamer.flush()
         assert compare(streamer, store).is_equal
 
 

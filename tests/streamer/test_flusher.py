@@ -162,17 +162,17 @@ def test_failed_submit_forgets_nothing() -> None:
     submitted = Submitted([table], staging_bytes=SMALL_BYTES)
     table.mark(range(2000))
     submitted.flusher.on_step(1)
+    seen = taken(submitted.flushes[0])
     submitted.release()
     submitted.error = RuntimeError("no")
     with pytest.raises(RuntimeError):
         submitted.flusher.on_step(2)
     submitted.error = None
     assert submitted.pool.num_free == 2
-    seen = taken(submitted.flushes[0])
     for step in (3, 4):
         submitted.flusher.on_step(step)
-        submitted.release()
         seen += taken(submitted.flushes[-1])
+        submitted.release()
     assert sorted(seen) == list(range(2000))
 
 

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from headrace.streamer.staging import StagingPool
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 60.0])
+def test_one_buffer_is_used_as_long_as_it_comes_back(timeout_s: float) -> None:
+    """The memory of the second buffer is not touched before both are needed."""
+    pool = StagingPool(2**16)
+    first = pool.acquire(timeout_s)
+    assert first is not None
+    pool.release(first)
+    again = pool.acquire(timeout_s)
+    assert again is first
+    second = pool.acquire(timeout_s)
+    assert second is not None
+    assert second is not first
 
 
 def test_closed_pool_wakes_who_waits() -> None:

@@ -63,3 +63,23 @@ def test_part_of_a_table() -> None:
     weights[1] = 5
     assert table.weights()[1].tolist() == [5, 5]
     assert table.states() == {}
+
+
+@pytest.mark.parametrize("now", [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 1)], ids=["type", "shape"])
+def test_a_state_that_is_another_now_is_refused(now: torch.Tensor) -> None:
+    """A state of another type or shape than it was is an error that names it, not other rows in the store."""
+    states = {"sum": torch.zeros(3, 2)}
+    table = TappedTable(
+        spec=TableSpec(
+            fqn="t", num_rows=3, dim=2, dtype=DType.FLOAT32, states=(state_spec("t", "sum", torch.float32),)
+        ),
+        num_local_rows=3,
+        weights=lambda: torch.zeros(3, 2),
+        states=lambda: states,
+    )
+    assert table.states() is states
+    states["sum"] = now
+    with pytest.raises(
+        UnsupportedModelError, match=r"state 'sum' of table 't' was float32\[3, 2\] when it was attached"
+    ):
+        table.states()

@@ -220,6 +220,58 @@ def test_writes_by_others_mark_the_whole_table(write: str) -> None:
     assert not tap.end_step()
 
 
+@pytest.mark.parametrize("num_rows", [100, 1000])
+def test_a_table_whose_memory_comes_back_is_another(num_rows: int) -> None:
+    """Two new tensors in `weight.data` may leave the second where the first was: its rows are marked all the same."""
+    came_back = 0
+    for _ in range(50):
+        model = nn.Embedding(num_rows, 8)
+        mirror = Mirror()
+        tap = tap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), mirror.on_step)
+        mirror.watch(tap)
+        before = model.weight.data_ptr()
+        model.weight.data = model.weight.data * 0.5
+        model.weight.data = model.weight.data.clamp(-0.1, 0.1)
+        came_back += model.weight.data_ptr() == before
+        assert tap.end_step()
+        assert mirror.taken == [{"weight": list(range(num_rows))}]
+    if not came_back:
+        pytest.skip("the allocator gave no address twice")
+
+
+@pytest.mark.parametrize("shape", [(3, 9), (9, 3)])
+def test_gradients_that_are_sparse_by_columns_too(shape: tuple[int, int]) -> None:
+    """Of a gradient with row and column ids only the rows are marked, however many columns there are."""
+    model = nn.Embedding(*shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mirror = Mirror()
+    mirror.watch(tap_model(model, optimizer, mirror.on_step))
+    gradient = torch.zeros(shape)
+    gradient[1, shape[1] - 1] = 1.0
+    model.weight.grad = gradient.to_sparse()
+    optimizer.step()
+    assert mirror.taken == [{"weight": [1]}]
+
+
+def test_an_interrupt_amid_the_marks_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when an update is done and its rows are not marked yet leaves every row to be sent."""
+    model = nn.Embedding(20, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mirror = Mirror()
+    tap = tap_model(model, optimizer, mirror.on_step)
+    mirror.watch(tap)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model(torch.tensor([3, 5])).sum().backward()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DirtyRows, "mark", interrupt)
+        optimizer.step()
+    assert tap.end_step()
+    assert mirror.taken == [{"weight": list(range(20))}]
+
+
 REACHES: list[tuple[dict[str, float], bool]] = [
     ({}, True),
     ({}, False),

@@ -248,6 +248,19 @@ def test_comparison_notices_a_lost_mark(monkeypatch: pytest.MonkeyPatch) -> None
         tap.end_step()
 
 
+def test_tables_of_lookups_that_are_made_anew_are_told() -> None:
+    """Resharding gives a module new lookups, and the attached ones train no more: the next flush says so."""
+    dmp = sharded("sgd", table_wise)
+    tap, _ = tapped(dmp, [])
+    assert not tap.end_step()
+    for module in dmp.modules():
+        if hasattr(module, "_lookups"):
+            module._lookups.clear()
+            module._create_lookups()
+    with pytest.raises(UnsupportedModelError, match=r"is not what was attached: the model has another module"):
+        tap.end_step()
+
+
 def test_values_are_those_of_the_state_dict() -> None:
     """The tap reads the same numbers that a checkpoint would hold."""
     model = sharded("row-wise-adagrad", row_wise)
