@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -166,12 +166,17 @@ class Applier:
             self._to_write.set()
 
     async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
-        """Return the newest acked values of rows, applied or not, in the order asked for.
+        """Return rows of one table; see `read_many`."""
+        return (await self.read_many([(table_id, spec, row_ids)]))[0]
+
+    async def read_many(self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]]) -> list[RowsRead]:
+        """Return the newest acked values of rows of tables, applied or not, all as of one moment.
 
         Args:
-            table_id: Number of the table.
-            spec: What the table is.
-            row_ids: int64[n], valid ids of the table; may repeat.
+            wanted: Of each table its number, what it is, and int64[n], valid ids of the table, which may repeat.
+
+        Returns:
+            In the order asked for.
 
         Raises:
             StorageError: RocksDB could not be read.
@@ -179,8 +184,14 @@ class Applier:
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
-        sources, seq = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id)), self.submitted_seq
-        return await self._look(read_rows, table_id, spec, sources, row_ids, self._store.get, seq=seq)
+        seq, get = self.submitted_seq, self._store.get
+        sources = [self._overlay.sources_of(number, spec, self._store.layouts(number)) for number, spec, _ in wanted]
+
+        def read() -> list[RowsRead]:
+            pairs = zip(wanted, sources, strict=True)
+            return [read_rows(number, spec, of, row_ids, get, seq=seq) for (number, spec, row_ids), of in pairs]
+
+        return await self._look(read)
 
     async def find(self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64]) -> FoundRows:
         """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.

@@ -71,11 +71,6 @@ class Backlog:
         self._due_seq = 0  # up to here rows wait for no others
         self._newest_s = 0.0
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether a batch waits."""
-        return bool(self._entries)
-
     def add(self, batch: Batch, parts: list[tuple[PendingRows, Part]]) -> bool:
         """Add the newest batch; say whether the applier has something to look at."""
         self._newest_s = self._clock()

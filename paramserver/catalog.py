@@ -55,13 +55,25 @@ class Table:
     spec: TableSpec
     fingerprint: int
     scalars: dict[str, Scalar] = field(default_factory=dict)
-    _layouts: dict[ColumnShard, RecordLayout] = field(default_factory=dict)
+    _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
         """Return the layout of the records of one column shard."""
-        layout = self._layouts.get(shard)
+        return self.layout_at(shard.offset, shard.width)
+
+    def layout_at(self, offset: int, width: int) -> RecordLayout:
+        """Return the layout of the records of some columns.
+
+        Raises:
+            SpecMismatchError: The table has no such columns.
+        """
+        layout = self._layouts.get((offset, width))
         if layout is None:
-            layout = self._layouts[shard] = RecordLayout(self.spec, shard)
+            fqn, dim = self.spec.fqn, self.spec.dim
+            if offset < 0 or width < 1 or offset + width > dim:
+                raise SpecMismatchError(f"table {fqn!r}: columns {offset}..{offset + width - 1} of a dim of {dim}")
+            layout = RecordLayout(self.spec, ColumnShard(offset=offset, width=width))
+            self._layouts[offset, width] = layout
         return layout
 
 

@@ -22,7 +22,9 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from headrace.paramserver.config import MAX_SHARDS
+from headrace.paramserver.snapshot_files import fsync_path
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.snapshot_manifest import shard_folder
 
 __all__ = ["FORMAT_VERSION", "LOCK_NAME", "MANIFEST_NAME", "DataDir", "Manifest", "is_in_use"]
 
@@ -123,7 +125,7 @@ class DataDir:
 
     def shard_path(self, shard: int) -> Path:
         """Return the directory of a shard."""
-        return self.path / f"shard-{shard:04d}"
+        return self.path / shard_folder(shard)
 
     def prepare(self) -> None:
         """Make what is missing, durably, and take the lock if it is not taken.
@@ -156,7 +158,7 @@ class DataDir:
         # Last: where there is a manifest, every shard's directory has been there.
         _write_manifest(self.path, self.manifest)
         for path in missing:
-            _sync_directory(path.parent)
+            fsync_path(path.parent)
 
     def close(self) -> None:
         """Give the lock up; idempotent."""
@@ -242,15 +244,7 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     finally:
         os.close(fd)
     os.rename(temporary, path / MANIFEST_NAME)
-    _sync_directory(path)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(path)
 
 
 def _fail(path: Path, exc: OSError) -> NoReturn:

@@ -17,7 +17,7 @@ from headrace.paramserver.pending import RowDelta
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import ColumnShard, DType
+from headrace.schemas.tables import DType
 
 __all__ = ["check_rows", "decode_delta", "decode_identities", "decode_row_ids"]
 
@@ -39,7 +39,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
             f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.fingerprint}; "
             "the table's dim, dtype, rows or optimizer states have changed"
         )
-    layout = table.layout_of(_column_shard(table, delta))
+    layout = table.layout_at(delta.column_offset, delta.width)
     row_ids = decode_row_ids(table, delta.row_ids)
     deleted = None if delta.deleted_row_ids is None else decode_row_ids(table, delta.deleted_row_ids)
     columns = _columns(table, layout, delta, row_ids.size)
@@ -53,7 +53,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         columns=columns,
         identities=_identities(table, delta, row_ids.size),
         deleted_row_ids=deleted,
-        scalars=_scalars(table, delta.scalars or ()),
+        scalars=_scalars(table, delta.scalars) if delta.scalars else (),
     )
 
 
@@ -113,29 +113,22 @@ def decode_identities(table: Table, data: memoryview) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, "<i8")
 
 
-def _column_shard(table: Table, delta: Any) -> ColumnShard:
-    offset, width, dim = delta.column_offset, delta.width, table.spec.dim
-    if offset < 0 or width < 1 or offset + width > dim:
-        raise SpecMismatchError(f"table {table.spec.fqn!r}: columns {offset}..{offset + width - 1} of a dim of {dim}")
-    return ColumnShard(offset=offset, width=width)
-
-
 def _columns(table: Table, layout: RecordLayout, delta: Any, num_rows: int) -> dict[str, memoryview]:
     given: dict[str, memoryview] = {"weights": delta.weights}
     for state in delta.states:
-        name = f"state:{state.name}"
-        column = layout.columns.get(name)
-        if column is None or name in given:
+        name = layout.fields_of_states.get(state.name)
+        if name is None or name in given:
             raise SpecMismatchError(f"table {table.spec.fqn!r}: state {state.name!r} is unknown or given twice")
-        if (state.dtype, state.width) != (column.dtype, column.width):
+        column = layout.columns[name]
+        if state.dtype != column.dtype or state.width != column.width:
             raise SpecMismatchError(
                 f"table {table.spec.fqn!r}: state {state.name!r} is {_dtype_name(state.dtype)}[{state.width}] a row, "
                 f"registered as {column.dtype.name}[{column.width}]"
             )
         given[name] = state.data
     # A batch that only deletes carries no columns.
-    missing = layout.columns.keys() - given.keys()
-    if num_rows and missing:
+    if num_rows and len(given) < len(layout.columns):
+        missing = layout.columns.keys() - given.keys()
         names = ", ".join(sorted(name.removeprefix("state:") for name in missing))
         raise SpecMismatchError(f"table {table.spec.fqn!r}: states missing: {names}")
     for name, data in given.items():

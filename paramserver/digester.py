@@ -21,7 +21,7 @@ from headrace.paramserver.store import RowStore
 from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
-from headrace.schemas.row_keys import KEY_BYTES, key_prefix
+from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
 
@@ -212,8 +212,7 @@ class _Stream:
             if held and not held[-1][0].startswith(self._prefix):
                 self._has_ended = True
                 del held[bisect.bisect_left(held, True, key=self._is_beyond) :]
-            keys = np.frombuffer(b"".join([key for key, _ in held]), np.uint8).reshape(-1, KEY_BYTES)
-            ids = np.ascontiguousarray(keys[:, 8:]).view(">u8").reshape(-1).astype(np.int64)
+            ids = decode_row_ids([key for key, _ in held])
             num_wanted = int(np.searchsorted(ids, self._end_row))
             self._has_ended |= num_wanted < ids.size
             self._held, self._ids = held[:num_wanted], ids[:num_wanted]

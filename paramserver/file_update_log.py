@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.file_ops import FileOps, SystemFileOps
-from headrace.paramserver.log_reader import read_records, take_bytes
+from headrace.paramserver.log_reader import read_records
 from headrace.paramserver.log_recovery import claim_directory, recover_segments
 from headrace.paramserver.log_segments import SegmentList, fail_storage
 from headrace.paramserver.log_writer import LogWriter, PendingRecord
@@ -131,7 +131,7 @@ class FileUpdateLog:
         config, ops, path = config or UpdateLogConfig(), ops or SystemFileOps(), path.absolute()
         lock_fd = claim_directory(path, ops)
         try:
-            segments, cut = recover_segments(path, ops, clock_us, check_all=config.check_all_on_open)
+            segments, cut = recover_segments(path, ops, clock_us)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -192,7 +192,7 @@ class FileUpdateLog:
         self._writer.put(pending)
         return Append(pending.seq, pending.durable)
 
-    def read(self, from_seq: int, *, max_bytes: int | None = None) -> Iterator[LogRecord]:
+    def read(self, from_seq: int) -> Iterator[LogRecord]:
         """See `UpdateLog.read`."""
         if from_seq < 1:
             raise ValueError(f"seq {from_seq}: the first is 1")
@@ -201,7 +201,7 @@ class FileUpdateLog:
         first_seq = segments[0].first_seq if segments else last_seq + 1
         if from_seq < first_seq:
             raise GoneError(f"the log begins at seq {first_seq}, seq {from_seq} has been removed")
-        return take_bytes(read_records(segments, from_seq, last_seq), max_bytes)
+        return read_records(segments, from_seq, last_seq)
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""

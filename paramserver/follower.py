@@ -8,7 +8,7 @@ from typing import Any
 from headrace.paramserver.shard_link import AnotherServerError, ShardLink, retry
 from headrace.schemas.errors import GoneError, ProtocolError
 from headrace.schemas.idl import idl
-from headrace.schemas.log_records import unpack_header
+from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, unpack_header
 
 __all__ = ["ShardFollower", "Update"]
 
@@ -119,6 +119,8 @@ class ShardFollower:
 
     async def _rest_of(self, record: Any) -> memoryview:
         """Return the whole body of a record whose first part has come."""
+        if not 0 <= record.body_size_bytes <= MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"{self._link.address}: record {record.seq} of {record.body_size_bytes} bytes")
         body = bytearray(record.body_size_bytes)
         part, at = record, 0
         while True:

@@ -52,7 +52,6 @@ class Ingest:
     Attributes:
         catalog: The registered tables.
         sessions: The writers.
-        submitted_seq: Every batch up to this seq is visible to reads.
         num_rows_written: Rows accepted since this process began.
         on_accepted: Called right after a record has got its place, before the next one can get its own.
     """
@@ -84,7 +83,6 @@ class Ingest:
         """
         self.catalog = Catalog(meta)
         self.sessions = Sessions(meta)
-        self.submitted_seq = applier.applied_seq
         self.num_rows_written = 0
         self.on_accepted: Callable[[], None] | None = None
         self._log = log
@@ -104,6 +102,11 @@ class Ingest:
         Cancellation: harmless.
         """
         return await asyncio.shield(self._failure)
+
+    @property
+    def submitted_seq(self) -> int:
+        """Last record that is visible to reads, as all before it are."""
+        return self._applier.submitted_seq
 
     @property
     def accepted_seq(self) -> int:
@@ -140,7 +143,7 @@ class Ingest:
         while (record := await asyncio.to_thread(next, records, None)) is not None:
             if record.seq != self.submitted_seq + 1:
                 raise CorruptionError(f"the log goes on at seq {record.seq}, seq {self.submitted_seq + 1} is missing")
-            self._submit(self._batch_of_record(record))
+            self._applier.submit(self._batch_of_record(record))
             count += 1
             await self._applier.wait_below(self._max_backlog_bytes)
         return count
@@ -263,11 +266,11 @@ class Ingest:
         release: Callable[[], None],
     ) -> Batch:
         is_conditional = request.version_epoch is not None
-        meta = self.sessions.raise_version_epoch(request.version_epoch) if is_conditional else {}
+        epoch = request.version_epoch if is_conditional else request.epoch
+        meta = self.sessions.raise_version_epoch(epoch) if is_conditional else {}
         for delta in deltas:
             if delta.scalars:
-                version_epoch = request.version_epoch if is_conditional else request.epoch
-                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, version_epoch, request.step)
+                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
         self.sessions.advance(
             session,
             client_seq=request.client_seq,
@@ -278,7 +281,7 @@ class Ingest:
         )
         return Batch(
             seq=seq,
-            epoch=request.version_epoch if is_conditional else request.epoch,
+            epoch=epoch,
             step=request.step,
             time_us=request.time_us,
             deltas=deltas,
@@ -291,17 +294,7 @@ class Ingest:
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
         meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
-        meta |= session.pack()
-        return Batch(
-            seq=seq,
-            epoch=epoch,
-            step=0,
-            time_us=0,
-            deltas=(),
-            meta=meta,
-            size_bytes=0,
-            release=_nothing_to_release,
-        )
+        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | session.pack())
 
     def _batch_of_record(self, record: LogRecord) -> Batch:
         """Redo what accepting this record did."""
@@ -344,31 +337,23 @@ class Ingest:
     def _settle(self, seq: int, durable: asyncio.Future[None]) -> None:
         """Hand over what has become durable; not in the request's task, which may have been cancelled."""
         error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
+        if not (error is None or isinstance(error, HeadraceError)):
+            raise error
+        while self._undurable and self._undurable[0].seq <= seq:
+            batch = self._undurable[0]
+            try:
+                if error is None:
+                    self._applier.submit(batch)
+            except HeadraceError as exc:
+                error = exc  # durable, but nothing will show it to readers
+            if error is not None:
+                batch.release()  # and no later one's frame: the log may still be reading that
+            self._undurable.popleft()
         if error is not None:
-            if not isinstance(error, HeadraceError):
-                raise error
-            self._end(error)
-            return
-        try:
-            while self._undurable and self._undurable[0].seq <= seq:
-                self._submit(self._undurable[0])
-                self._undurable.popleft()
-        except HeadraceError as exc:
-            self._end(exc)  # durable, but nothing will show it to readers
+            self._fail(error)
             return
         progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
         progress.set_result(None)
-
-    def _end(self, error: HeadraceError) -> None:
-        """Let go of what will not be submitted any more."""
-        for batch in self._undurable:
-            batch.release()
-        self._undurable.clear()
-        self._fail(error)
-
-    def _submit(self, batch: Batch) -> None:
-        self._applier.submit(batch)
-        self.submitted_seq = batch.seq
 
     async def _durable(self, durable: asyncio.Future[None]) -> None:
         # Shielded: the future is the log's, and other requests wait for it too.

@@ -13,7 +13,7 @@ from headrace.paramserver.update_log import LogRecord
 from headrace.schemas.errors import CorruptionError, GoneError
 from headrace.schemas.log_records import SEAL_BYTES, RecordKind
 
-__all__ = ["LogReader", "check_chain", "load_sealed", "read_records", "scan_growing", "take_bytes"]
+__all__ = ["LogReader", "check_chain", "load_sealed", "read_records", "scan_growing"]
 
 
 class LogReader:
@@ -149,16 +149,6 @@ def read_records(segments: Sequence[LogSegment], from_seq: int, last_seq: int) -
             raise GoneError(f"the log no longer holds seq {seq}: {segment.path.name} has been removed") from exc
         with file:
             yield from _read_segment(file, segment, from_seq, min(last_seq, segment.last_seq))
-
-
-def take_bytes(records: Iterator[LogRecord], max_bytes: int | None) -> Iterator[LogRecord]:
-    """Yield records until their bodies reach a size; at least one, if there is one."""
-    size_bytes = 0
-    for record in records:
-        yield record
-        size_bytes += record.body.nbytes
-        if max_bytes is not None and size_bytes >= max_bytes:
-            return
 
 
 def _read_segment(file: SegmentFile, segment: LogSegment, from_seq: int, last_seq: int) -> Iterator[LogRecord]:

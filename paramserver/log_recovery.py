@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.paramserver.file_ops import FileOps
-from headrace.paramserver.log_reader import check_chain, load_sealed, read_records
+from headrace.paramserver.log_reader import check_chain, load_sealed
 from headrace.paramserver.log_segments import UNFINISHED_SUFFIX, LogSegment, fail_storage, list_segments
 from headrace.paramserver.segment_file import SegmentFile, Tail, damage
 from headrace.schemas.errors import ConfigError
@@ -49,9 +49,7 @@ def claim_directory(path: Path, ops: FileOps) -> int:
     return lock_fd
 
 
-def recover_segments(
-    path: Path, ops: FileOps, clock_us: Callable[[], int], *, check_all: bool
-) -> tuple[list[LogSegment], str | None]:
+def recover_segments(path: Path, ops: FileOps, clock_us: Callable[[], int]) -> tuple[list[LogSegment], str | None]:
     """Return a log's segments, all of them sealed, and what was cut from the last one, if anything.
 
     REQUIRES: the caller holds the directory's lock.
@@ -60,7 +58,6 @@ def recover_segments(
         path: The log's directory.
         ops: The file system.
         clock_us: Wall clock, microseconds since 1970.
-        check_all: Check every record, not only those of a segment without a seal.
 
     Raises:
         StorageError: The file system refuses.
@@ -81,9 +78,6 @@ def recover_segments(
             segment, tail = _scan_last(file, ops)
         segments.append(segment)
     check_chain(segments)
-    if check_all and segments:
-        for _ in read_records(segments, segments[0].first_seq, segments[-1].last_seq):
-            pass
     # Only now is anything changed.
     try:
         for file in unfinished:

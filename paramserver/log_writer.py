@@ -122,12 +122,8 @@ class LogWriter:
             if self.failed is None:
                 try:
                     self._commit(group)
-                except StorageError as exc:
-                    self._fail(exc)
                 except Exception as exc:
-                    error = StorageError(f"{self._path}: the log's writer failed: {exc!r}")
-                    error.__cause__ = exc
-                    self._fail(error)
+                    self._fail(exc)
             if self.failed is not None:  # also with nothing left in the group, when only the mark behind it failed
                 self._on_settled(group, self.failed)
             del group  # the buffers are the caller's again
@@ -208,23 +204,28 @@ class LogWriter:
         self._segments.add(writer.segment)
         return writer
 
-    def _fail(self, error: StorageError) -> None:
+    def _fail(self, exc: Exception) -> None:
         """Stop for good; whatever of the group is on the disk, it is not acked."""
-        self.failed = error
+        if isinstance(exc, StorageError):
+            error = exc
+        else:
+            error = StorageError(f"{self._path}: the log's writer failed: {exc!r}")
+            error.__cause__ = exc
+        self.failed = self.failed or error
         # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
         _log.error("the update log stops: %s", error, exc_info=None if isinstance(error.__cause__, OSError) else error)
 
     def _finish(self) -> None:
-        writer = self._writer
-        if writer is not None:
-            try:
-                if self.failed is None:
-                    writer.seal(self._clock_us())
-            except StorageError as exc:
-                # All records are durable, only the seal is not: the next start checks them and seals.
-                self._fail(exc)
-            finally:
-                writer.close()
+        try:
+            if self._writer is not None:
+                try:
+                    if self.failed is None:
+                        self._writer.seal(self._clock_us())
+                finally:
+                    self._writer.close()
+        except Exception as exc:
+            # All records are durable, only the seal may not be: the next start checks them and seals.
+            self._fail(exc)
         self._on_stopped()
 
 

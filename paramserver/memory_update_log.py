@@ -142,7 +142,7 @@ class MemoryUpdateLog:
         self._schedule()
         return Append(seq, durable)
 
-    def read(self, from_seq: int, *, max_bytes: int | None = None) -> Iterator[LogRecord]:
+    def read(self, from_seq: int) -> Iterator[LogRecord]:
         """See `UpdateLog.read`."""
         if from_seq < 1:
             raise ValueError(f"seq {from_seq}: the first is 1")
@@ -150,7 +150,10 @@ class MemoryUpdateLog:
             if from_seq < self.first_seq:
                 raise GoneError(f"the log begins at seq {self.first_seq}, seq {from_seq} has been removed")
             records = [record for segment in self._segments for record in segment.records if record.seq >= from_seq]
-        return self._decode(records, max_bytes)
+        return (
+            LogRecord(record.seq, record.epoch, unpack_header(record.header), memoryview(record.body))
+            for record in records
+        )
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
@@ -174,15 +177,6 @@ class MemoryUpdateLog:
         if self._pending:
             # The last one is done last. It may fail; that is for who waits for it to know.
             await asyncio.wait([self._pending[-1][-1]])
-
-    @staticmethod
-    def _decode(records: list[_Record], max_bytes: int | None) -> Iterator[LogRecord]:
-        size_bytes = 0
-        for record in records:
-            yield LogRecord(record.seq, record.epoch, unpack_header(record.header), memoryview(record.body))
-            size_bytes += len(record.body)
-            if max_bytes is not None and size_bytes >= max_bytes:
-                return
 
     def _schedule(self) -> None:
         if self._pending and not self._is_scheduled and (not self._is_held or self.failed is not None):

@@ -57,7 +57,7 @@ class SampleTeller:
             while await reader.read(1):
                 try:
                     text = json.dumps((await self._sample()).to_json()).encode()
-                except HeadraceError as exc:
+                except (HeadraceError, OSError) as exc:  # the latter also for want of a file descriptor, which passes
                     fact(_log, logging.WARNING, "no sample for metrics", error=str(exc))
                     text = b""
                 writer.write(_LENGTH.pack(len(text)) + text)

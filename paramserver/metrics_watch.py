@@ -195,6 +195,7 @@ class ShardWatch:
 
         Raises:
             HeadraceError: The store cannot be asked.
+            OSError: The system cannot.
 
         Cancellation: harmless.
         """

@@ -22,7 +22,7 @@ class Overlay:
 
     def __init__(self) -> None:
         """Begin with nothing."""
-        self._rows: dict[tuple[int, ColumnShard], PendingRows] = {}
+        self._rows: dict[int, dict[ColumnShard, PendingRows]] = {}
         self._claims: dict[int, PendingRows] = {}  # of tables with identities
 
     def add(self, batch: Batch) -> list[tuple[PendingRows, Part]]:
@@ -46,11 +46,13 @@ class Overlay:
             spec: What the table is.
             stored: Column shards that RocksDB may have rows of.
         """
+        pending = self._rows.get(table_id, {})
         shards = dict.fromkeys(stored, True)
-        shards.update((shard, False) for table, shard in self._rows if table == table_id and shard not in shards)
+        for shard in pending:
+            shards.setdefault(shard, False)
         sources = []
         for shard in shards or {spec.whole: False}:
-            rows = self._rows.get((table_id, shard))
+            rows = pending.get(shard)
             layout = rows.layout if rows else RecordLayout(spec, shard)
             # One that is being applied for the first time may get into RocksDB after this: the snapshot has its rows.
             sources.append(ShardSource(layout, rows.snapshot() if rows else None, shards.get(shard, False)))
@@ -61,9 +63,10 @@ class Overlay:
         return ShardSource(CLAIMS, self._claims_in(table_id).snapshot(), True)
 
     def _rows_of(self, table_id: int, layout: RecordLayout) -> PendingRows:
-        rows = self._rows.get((table_id, layout.shard))
+        of_table = self._rows.setdefault(table_id, {})
+        rows = of_table.get(layout.shard)
         if rows is None:
-            rows = self._rows[table_id, layout.shard] = PendingRows(table_id, layout)
+            rows = of_table[layout.shard] = PendingRows(table_id, layout)
         return rows
 
     def _claims_in(self, table_id: int) -> PendingRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -17,7 +17,15 @@ from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.identity_index import FoundRows
 from headrace.paramserver.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
 from headrace.paramserver.reach_log import ReachLog
-from headrace.paramserver.row_query import RowQuery, Rows, rows_in_reply
+from headrace.paramserver.row_query import (
+    RowPart,
+    RowQuery,
+    Rows,
+    parts_together,
+    request_for,
+    rows_in_reply,
+    scatter_reply,
+)
 from headrace.paramserver.security import Token
 from headrace.paramserver.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.table_digest import TableDigest
@@ -97,7 +105,7 @@ class EmbeddingReader:
         try:
             async with asyncio.timeout(timeout_s):
                 links = _links_of(first, await ask(first.refresh), dial)
-                await _gather([ask(link.refresh) for link in links])
+                await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, _tables_of(links), timeout_s)
         except BaseException as exc:
             await _close_all({first, *links})
@@ -133,18 +141,48 @@ class EmbeddingReader:
 
         Cancellation: harmless.
         """
+        (rows,) = await self.get_many(
+            [(fqn, row_ids)], with_states=with_states, with_versions=with_versions, timeout_s=timeout_s
+        )
+        return rows
+
+    async def get_many(
+        self,
+        wanted: Sequence[tuple[str, npt.ArrayLike]],
+        *,
+        with_states: bool = False,
+        with_versions: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[Rows]:
+        """Return rows of several tables, each as of a moment of its own; see `get`.
+
+        Args:
+            wanted: (fqn, int64[n] row ids) of each.
+            with_states: See `get`.
+            with_versions: See `get`.
+            timeout_s: Deadline for all of them, seconds; the reader's own when None.
+
+        Raises:
+            HeadraceError: As of `get`.
+
+        Cancellation: harmless.
+        """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline_s):
-                spec = await self._spec_of(fqn)
-                ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
-                spec.check_row_ids(ids)
-                query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
-                return await self._get(query, ids)
+            async with asyncio.timeout(timeout_s):
+                queries: list[tuple[RowQuery, Rows]] = []
+                for fqn, row_ids in wanted:
+                    spec = await self._spec_of(fqn)
+                    ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
+                    spec.check_row_ids(ids)
+                    query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
+                    queries.append((query, query.allocate(ids)))
+                await self._fill(queries)
+                return [rows for _, rows in queries]
         except TimeoutError as exc:
+            what = repr(wanted[0][0]) if len(wanted) == 1 else f"{len(wanted)} tables"
             raise UnavailableError(
-                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
+                _why(f"no answer about {what} within {format_seconds(timeout_s)}", self._shards)
             ) from exc
 
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
@@ -371,20 +409,29 @@ class EmbeddingReader:
 
     async def _get(self, query: RowQuery, row_ids: _Int64s) -> Rows:
         rows = query.allocate(row_ids)
-        shards = shards_of_rows(table_seed(query.spec.fqn), row_ids, len(self._shards))
-        work: list[Awaitable[None]] = []
-        for shard, link in enumerate(self._shards):
-            positions = np.flatnonzero(shards == shard) if len(self._shards) > 1 else np.arange(len(row_ids))
-            for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
-                work.append(self._fill(rows, query, link, chunk))
-        await _gather(work)
+        await self._fill([(query, rows)])
         return rows
 
-    async def _fill(self, rows: Rows, query: RowQuery, link: ShardLink, positions: _Int64s) -> None:
-        request = query.request(rows.row_ids[positions])
+    async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]]) -> None:
+        of_shards: list[list[RowPart]] = [[] for _ in self._shards]
+        for query, rows in queries:
+            shards = shards_of_rows(table_seed(query.spec.fqn), rows.row_ids, len(self._shards))
+            for shard, (link, parts) in enumerate(zip(self._shards, of_shards, strict=True)):
+                positions = np.flatnonzero(shards == shard) if len(self._shards) > 1 else np.arange(len(rows.row_ids))
+                for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
+                    parts.append(RowPart(query=query, rows=rows, positions=chunk))
+        work = [
+            self._fill_parts(link, together)
+            for link, parts in zip(self._shards, of_shards, strict=True)
+            for together in parts_together(parts, link.max_reply_bytes)
+        ]
+        await _gather(work)
+
+    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart]) -> None:
+        request = request_for(parts)
         async with link.places:
             reply = await retry(lambda: link.get(request))
-        query.scatter(reply, rows, positions)
+        await _gather([self._fill_parts(link, [part]) for part in scatter_reply(reply, parts)])
 
 
 def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["RowQuery", "Rows", "rows_in_reply"]
+__all__ = ["RowPart", "RowQuery", "Rows", "parts_together", "request_for", "rows_in_reply", "scatter_reply"]
 
 # An answer of this size is long enough to be fast, and short enough to share a connection with others.
 _CHUNK_BYTES = 8 * 2**20
-# What a message holds besides its columns, with room for names.
+# What a message holds besides its columns, of each table, with room for names.
 _OVERHEAD_BYTES = 4096
+# So that a request's answer is not long in coming, and others get their turn.
+_MAX_TABLES = 64
 _ROW_ID_BYTES = 8
 _VERSION_BYTES = 3 * 8
 
@@ -70,21 +73,17 @@ class RowQuery:
         spec = self.spec
         return {s.name: (s.width_in(spec.whole), s.dtype.numpy) for s in spec.states} if self.with_states else {}
 
-    def rows_at_once(self, max_reply_bytes: int) -> int:
-        """Return how many rows fit a reply of that length, and their request."""
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes of a reply, or of its request where that is more."""
         spec = self.spec
         row_bytes = 1 + spec.dim * spec.dtype.size_bytes + sum(w * d.itemsize for w, d in self.widths.values())
         row_bytes += _VERSION_BYTES * self.with_versions + 8 * spec.has_identities
-        return rows_in_reply(max_reply_bytes, max(row_bytes, _ROW_ID_BYTES))
+        return max(row_bytes, _ROW_ID_BYTES)
 
-    def request(self, row_ids: _Int64s) -> Any:
-        """Return the `idl.GetEmbeddingsRequest` for rows; it shares their memory."""
-        return idl.GetEmbeddingsRequest(
-            fqn=self.spec.fqn,
-            row_ids=row_ids.data,
-            with_states=self.with_states,
-            with_versions=self.with_versions,
-        )
+    def rows_at_once(self, max_reply_bytes: int) -> int:
+        """Return how many rows fit a reply of that length, and their request."""
+        return rows_in_reply(max_reply_bytes, self.row_bytes)
 
     def allocate(self, row_ids: _Int64s) -> Rows:
         """Return rows for answers to be scattered to, none of them present; `row_ids` is kept, not copied."""
@@ -105,9 +104,9 @@ class RowQuery:
         """Copy an answer to where its rows belong.
 
         Args:
-            reply: `idl.GetEmbeddingsReply` to a `request` for some of the rows.
+            reply: `idl.GetEmbeddingsReply` or `idl.RowsFound` for some of the rows.
             rows: As allocated; filled in place.
-            positions: int64[n], which of them were asked for, in the order of the request.
+            positions: int64[n], which of them were asked for, in their order.
 
         Raises:
             ProtocolError: The answer is not what was asked for.
@@ -133,6 +132,68 @@ class RowQuery:
             found = "nothing" if data is None else f"{len(data)} bytes"
             raise ProtocolError(f"table {self.spec.fqn!r}: {found} of {name} where {size_bytes} bytes were expected")
         target[positions] = np.frombuffer(data, target.dtype).reshape(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPart:
+    """Rows of one table that one shard is asked for at once.
+
+    Attributes:
+        query: What is asked of the table.
+        rows: Where the answer belongs, as allocated.
+        positions: int64[n], which of the rows.
+    """
+
+    query: RowQuery
+    rows: Rows
+    positions: _Int64s
+
+
+def parts_together(parts: Iterable[RowPart], max_reply_bytes: int) -> Iterator[list[RowPart]]:
+    """Yield the parts that go into one request each: of small tables several, so that not each costs a round trip.
+
+    Args:
+        parts: Each fits a reply; the queries ask for states and versions alike.
+        max_reply_bytes: Longest message that the shard sends.
+    """
+    together: list[RowPart] = []
+    left = limit = min(max_reply_bytes, _CHUNK_BYTES)
+    for part in parts:
+        size_bytes = _OVERHEAD_BYTES + part.positions.size * part.query.row_bytes
+        if together and (size_bytes > left or len(together) == _MAX_TABLES):
+            yield together
+            together, left = [], limit
+        together.append(part)
+        left -= size_bytes
+    if together:
+        yield together
+
+
+def request_for(parts: Sequence[RowPart]) -> Any:
+    """Return the `idl.GetEmbeddingsRequest` for parts that go together."""
+    first, *more = [{"fqn": part.query.spec.fqn, "row_ids": part.rows.row_ids[part.positions].data} for part in parts]
+    query = parts[0].query
+    request = idl.GetEmbeddingsRequest(**first, with_states=query.with_states, with_versions=query.with_versions)
+    if more:
+        request.more = [idl.RowsWanted(**wanted) for wanted in more]
+    return request
+
+
+def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> Sequence[RowPart]:
+    """Copy an answer to where it belongs; return the parts that it leaves out: all but the first, by an older server.
+
+    Raises:
+        ProtocolError: The answer is not what was asked for.
+    """
+    first, *more = parts
+    first.query.scatter(reply, first.rows, first.positions)
+    if not more or reply.more is None:
+        return more
+    if len(reply.more) != len(more):
+        raise ProtocolError(f"rows of {len(reply.more) + 1} tables where {len(parts)} were asked for")
+    for found, part in zip(reply.more, more, strict=True):
+        part.query.scatter(found, part.rows, part.positions)
+    return ()
 
 
 def rows_in_reply(max_reply_bytes: int, row_bytes: int) -> int:

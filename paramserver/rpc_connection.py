@@ -237,7 +237,7 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             return
-        if self._reader.is_paused:
+        if self._reader.is_paused and not self._is_finished:
             transport.pause_reading()
             self._deadlines.note_pause()
             return

@@ -36,7 +36,6 @@ class ServerStats:
     """What a server has counted since its start.
 
     Attributes:
-        num_accepted: Connections.
         num_connections_refused: Connections over the bound.
         num_requests: Requests that were begun.
         num_failed: Requests answered with INTERNAL: bugs.
@@ -46,7 +45,6 @@ class ServerStats:
         num_timed_out: Connections closed because the peer was too slow.
     """
 
-    num_accepted: int = 0
     num_connections_refused: int = 0
     num_requests: int = 0
     num_failed: int = 0

@@ -204,7 +204,6 @@ class ThriftServer:
 
     async def _welcome(self, sock: socket.socket, address: str) -> None:
         """Make a connection of an accepted socket, or refuse it."""
-        self.stats.num_accepted += 1
         limit = self._limits.max_connections
         num_others = self.num_connections + len(self._arriving) - 1
         refusal = None

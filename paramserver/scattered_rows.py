@@ -22,12 +22,14 @@ _Ids = npt.NDArray[np.int64]
 # numpy takes no buffer that begins at 0. Linux gives a process nothing above unless it asks for it.
 _FIRST, _END = 4096, 2**48
 _SPACE = memoryview((ctypes.c_ubyte * (_END - _FIRST)).from_address(_FIRST))
+# Arrays of a few rows, as batches of many tables have them, are copied together: to ask where each lies takes longer.
+_SHORT_BYTES = 2048
 # Longer rows would make the array longer than numpy can count, and are few enough to be copied one by one.
 _MAX_ROW_BYTES = 2**14
 
 
 class ScatteredRows:
-    """The rows of several arrays. Keeps the arrays, so their memory stays; what is in it may change.
+    """The rows of several arrays. Keeps the arrays, or copies of short ones, so their memory stays.
 
     Thread: any.
     """
@@ -43,7 +45,16 @@ class ScatteredRows:
         self._arrays = arrays
         self._dtype = dtype
         self._sizes = np.array([array.size for array in arrays], np.int64)
-        self._places = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64) - _FIRST
+        row_bytes = dtype.itemsize
+        if (
+            len(arrays) > 1
+            and row_bytes <= _MAX_ROW_BYTES
+            and self._sizes.sum() * row_bytes <= _SHORT_BYTES * len(arrays)
+        ):
+            self._arrays = [np.concatenate(arrays)]
+            self._places = _place_of(self._arrays[0]) + (np.cumsum(self._sizes) - self._sizes) * row_bytes
+        else:
+            self._places = np.array([_place_of(array) for array in arrays], np.int64)
 
     def take(self, which: _Ids, rows: _Ids) -> _Array:
         """Return copies of some rows, `dtype[m]`.
@@ -67,3 +78,8 @@ class ScatteredRows:
         space = np.ndarray((_END - _FIRST - size_bytes,), self._dtype, _SPACE, 0, (1,))
         found: _Array = space[self._places[which] + rows * size_bytes]
         return found
+
+
+def _place_of(array: _Array) -> int:
+    place: int = array.__array_interface__["data"][0] - _FIRST
+    return place

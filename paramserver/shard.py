@@ -26,6 +26,7 @@ from headrace.paramserver.log_format import fact
 from headrace.paramserver.log_retention import LogRetention
 from headrace.paramserver.loop_probe import LoopProbe
 from headrace.paramserver.metrics_watch import ShardWatch, Watched, count_rows
+from headrace.paramserver.row_reader import RowsRead
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
@@ -187,26 +188,23 @@ class Shard:
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
         """Return rows as the acked batches have left them, applied or not."""
-        table = self._ingest.catalog.find(request.fqn)
-        row_ids = decode_row_ids(table, request.row_ids)
-        spec, seq = table.spec, self._ingest.submitted_seq
-        self._check_reply(table, row_ids.size, _row_reply_bytes(spec, request.with_states, request.with_versions))
-        rows = await self._applier.read(table.table_id, spec, row_ids)
-        reply = idl.GetEmbeddingsReply(presence=rows.presence, weights=rows.weights, states=[], seq=seq)
-        if request.with_states:
-            reply.states = [
-                idl.StateColumn(
-                    name=state.name,
-                    dtype=int(state.dtype),
-                    width=state.width_in(spec.whole),
-                    data=rows.states[state.name],
-                )
-                for state in spec.states
-            ]
-        if request.with_versions:
-            reply.epochs, reply.steps, reply.times_us = rows.epochs, rows.steps, rows.times_us
-        if spec.has_identities:
-            reply.identities = rows.identities
+        with_states, with_versions = request.with_states, request.with_versions
+        wanted, reply_bytes = [], 0
+        for part in (request, *(request.more or ())):
+            table = self._ingest.catalog.find(part.fqn)
+            row_ids = decode_row_ids(table, part.row_ids)
+            row_bytes = _row_reply_bytes(table.spec, with_states, with_versions)
+            self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
+            reply_bytes += row_ids.size * row_bytes
+            wanted.append((table.table_id, table.spec, row_ids))
+        found = await self._applier.read_many(wanted)
+        first, *more = [
+            _row_columns(spec, rows, with_states, with_versions)
+            for (_, spec, _), rows in zip(wanted, found, strict=True)
+        ]
+        reply = idl.GetEmbeddingsReply(**first, seq=found[0].seq)
+        if request.more is not None:
+            reply.more = [idl.RowsFound(**columns) for columns in more]
         return reply
 
     async def find_rows(self, call: Call, request: Any) -> Any:
@@ -367,10 +365,10 @@ class Shard:
             peer.session.num_connections -= 1
             peer.session = None
 
-    def _check_reply(self, table: Table, num_rows: int, row_bytes: int) -> None:
+    def _check_reply(self, table: Table, num_rows: int, row_bytes: int, *, others_bytes: int = 0) -> None:
         """Refuse what no frame could answer before it takes the memory of an answer, which may be any length."""
         limit = self._config.max_frame_bytes
-        if num_rows * row_bytes > limit:
+        if others_bytes + num_rows * row_bytes > limit:
             raise RequestError(
                 f"table {table.spec.fqn!r}: {num_rows} rows of {row_bytes} bytes, the longest frame {limit}: ask for "
                 "less at once"
@@ -389,6 +387,22 @@ def _row_reply_bytes(spec: TableSpec, with_states: bool, with_versions: bool) ->
     states = sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states) if with_states else 0
     versions = _VERSION_BYTES if with_versions else 0
     return 1 + spec.dim * spec.dtype.size_bytes + states + versions + 8 * spec.has_identities
+
+
+def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versions: bool) -> dict[str, Any]:
+    """Return what a `GetEmbeddingsReply` and a `RowsFound` have in common."""
+    states = [
+        idl.StateColumn(
+            name=state.name, dtype=int(state.dtype), width=state.width_in(spec.whole), data=rows.states[state.name]
+        )
+        for state in (spec.states if with_states else ())
+    ]
+    columns: dict[str, Any] = {"presence": rows.presence, "weights": rows.weights, "states": states}
+    if with_versions:
+        columns |= {"epochs": rows.epochs, "steps": rows.steps, "times_us": rows.times_us}
+    if spec.has_identities:
+        columns["identities"] = rows.identities
+    return columns
 
 
 @contextlib.asynccontextmanager

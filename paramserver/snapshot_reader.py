@@ -21,14 +21,14 @@ import numpy.typing as npt
 
 from headrace.paramserver.catalog import Catalog, Scalar, Table
 from headrace.paramserver.row_reader import ShardSource, read_rows
-from headrace.paramserver.snapshot_files import part_folder
+from headrace.paramserver.snapshot_files import part_folder, read_manifest
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.table_file_reader import TableFileReader
-from headrace.schemas.errors import ConfigError, CorruptionError, SpecMismatchError, StorageError, UnknownTableError
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout
-from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
+from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["SnapshotReader", "merge_sorted"]
@@ -73,7 +73,8 @@ class SnapshotReader:
             SpecMismatchError: The shards' tables differ.
             StorageError: A file cannot be read.
         """
-        self.manifest = _read_manifest(folder)
+        self.manifest = read_manifest(folder)
+        _check_lengths(folder, self.manifest)
         self._closing = ExitStack()
         self.stores: list[RowStore] = []
         self._parts: dict[str, list[tuple[RowStore, Table]]] = {}
@@ -295,18 +296,13 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-def _read_manifest(folder: Path) -> SnapshotManifest:
-    try:
-        manifest = SnapshotManifest.decode((folder / MANIFEST_NAME).read_bytes())
-        for path, file in manifest.files().items():
+def _check_lengths(folder: Path, manifest: SnapshotManifest) -> None:
+    for path, file in manifest.files().items():
+        try:
             size_bytes = (folder / path).stat().st_size
-            if size_bytes != file.size_bytes:
-                raise CorruptionError(f"{folder / path}: {size_bytes} bytes, the manifest says {file.size_bytes}")
-    except FileNotFoundError as exc:
-        name = Path(exc.filename).name
-        if name == MANIFEST_NAME:
-            raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}") from exc
-        raise CorruptionError(f"{exc.filename}: missing; the snapshot is not whole") from exc
-    except OSError as exc:
-        raise StorageError(f"{folder}: {exc.strerror}") from exc
-    return manifest
+        except FileNotFoundError as exc:
+            raise CorruptionError(f"{folder / path}: missing; the snapshot is not whole") from exc
+        except OSError as exc:
+            raise StorageError(f"{folder / path}: {exc.strerror}") from exc
+        if size_bytes != file.size_bytes:
+            raise CorruptionError(f"{folder / path}: {size_bytes} bytes, the manifest says {file.size_bytes}")

@@ -12,13 +12,12 @@ from typing import Annotated, Any, Self
 import typer
 
 from headrace.paramserver.address import format_address, parse_address
-from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.metrics_families import ShardState
 from headrace.paramserver.metrics_sample import ShardSample
 from headrace.paramserver.security import Token, client_tls_context, load_token
+from headrace.paramserver.shard_link import Dial
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -136,36 +135,18 @@ async def ask_shards(access: StatusAccess) -> list[ShardAnswer]:
 
     Cancellation: harmless.
     """
-    async with await _connect(access.host, access.port, access) as client:
-        hello = await _hello(client, access)
-    return list(await asyncio.gather(*(_ask(shard, access) for shard in sorted(hello.shards, key=lambda s: s.shard))))
+    dial = Dial(ssl_context=access.ssl_context, server_hostname=None, token=access.token, timeout_s=access.timeout_s)
+    client, hello = await dial.connect(access.host, access.port)
+    await client.close()
+    return list(await asyncio.gather(*(_ask(shard, dial) for shard in sorted(hello.shards, key=lambda s: s.shard))))
 
 
-async def _connect(host: str, port: int, access: StatusAccess) -> ParamServerClient:
-    return await ParamServerClient.connect(host, port, timeout_s=access.timeout_s, ssl_context=access.ssl_context)
-
-
-async def _ask(shard: Any, access: StatusAccess) -> ShardAnswer:
+async def _ask(shard: Any, dial: Dial) -> ShardAnswer:
     address = format_address(shard.host, shard.port)
     try:
-        async with await _connect(shard.host, shard.port, access) as client:
-            await _hello(client, access)
-            reply = await client.status(timeout_s=access.timeout_s)
+        client, _ = await dial.connect(shard.host, shard.port)
+        async with client:
+            reply = await client.status(timeout_s=dial.timeout_s)
     except HeadraceError as exc:
         return ShardAnswer(shard=shard.shard, address=address, error=str(exc))
     return ShardAnswer(shard=shard.shard, address=address, reply=reply)
-
-
-async def _hello(client: ParamServerClient, access: StatusAccess) -> Any:
-    request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.READER,
-        run="",
-        client="",
-        epoch=0,
-        rank=0,
-        world_size=1,
-        tables=[],
-        token=None if access.token is None else access.token.reveal(),
-    )
-    return await client.hello(request, timeout_s=access.timeout_s)

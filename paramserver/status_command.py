@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.metrics_problems import Problem, Severity, find_problems
+from headrace.paramserver.metrics_sample import TableSample, WriterSample
 from headrace.paramserver.status_client import (
     DEFAULT_ADDRESS,
     AddressArgument,
@@ -26,6 +27,7 @@ from headrace.paramserver.status_client import (
     TokenFlag,
     ask_shards,
 )
+from headrace.paramserver.status_document import merge_writers
 from headrace.schemas.idl import spec_from_idl
 from headrace.schemas.tables import TableSpec
 
@@ -70,11 +72,6 @@ def status(
     return 0 if all(shard.reply is not None for shard in shards) else 1
 
 
-def _describe_spec(spec: TableSpec) -> str:
-    """Return a table's states in a few characters: `momentum1 float32[1], exp_avg float32[dim]`."""
-    return ", ".join(f"{s.name} {s.dtype.name.lower()}[{s.width or 'dim'}]" for s in spec.states) or "none"
-
-
 def _tables_of(shards: list[ShardAnswer]) -> list[tuple[TableSpec, int]]:
     """Return each table with its rows on all shards that answer."""
     rows: dict[TableSpec, int] = {}
@@ -87,25 +84,8 @@ def _tables_of(shards: list[ShardAnswer]) -> list[tuple[TableSpec, int]]:
     return sorted(known, key=lambda item: item[0].fqn)
 
 
-def _clients_of(shards: list[ShardAnswer]) -> list[dict[str, Any]]:
-    """Return each client as all shards together see it: its step is the one that every shard has."""
-    clients: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for shard in shards:
-        for client in shard.reply.clients if shard.reply else ():
-            key = (client.run, client.client, client.epoch)
-            known = clients.setdefault(
-                key,
-                {
-                    "run": client.run,
-                    "client": client.client,
-                    "epoch": client.epoch,
-                    "step": client.step,
-                    "is_connected": False,
-                },
-            )
-            known["step"] = min(known["step"], client.step)
-            known["is_connected"] = known["is_connected"] or client.is_connected
-    return [clients[key] for key in sorted(clients)]
+def _writers_of(shards: list[ShardAnswer]) -> list[WriterSample]:
+    return merge_writers(shard.state.sample for shard in shards if shard.state.sample is not None)
 
 
 _NUMBERS = (
@@ -118,6 +98,7 @@ _NUMBERS = (
     "num_refused",
     "num_rows_written",
 )
+_OF_WRITER = ("run", "client", "epoch", "step", "is_connected")
 
 
 def _to_json(shards: list[ShardAnswer]) -> dict[str, Any]:
@@ -150,7 +131,7 @@ def _to_json(shards: list[ShardAnswer]) -> dict[str, Any]:
             }
             for spec, num_rows in _tables_of(shards)
         ],
-        "clients": _clients_of(shards),
+        "clients": [{name: getattr(writer, name) for name in _OF_WRITER} for writer in _writers_of(shards)],
         "problems": [problem.to_json() for problem in find_problems([shard.state for shard in shards])],
         "replica": _replica_to_json(answered.replica) if answered and answered.replica else None,
     }
@@ -178,7 +159,7 @@ def _show(shards: list[ShardAnswer], console: Console) -> None:
     # Problems first: they are why somebody looks.
     for problem in find_problems([shard.state for shard in shards]):
         console.print(show_problem(problem))
-    tables, clients = _tables_of(shards), _clients_of(shards)
+    tables, writers = _tables_of(shards), _writers_of(shards)
     replica = None if answered is None else answered.replica
     if replica is None:
         console.print(_shards_table(shards))
@@ -186,7 +167,7 @@ def _show(shards: list[ShardAnswer], console: Console) -> None:
         _show_replica(answered, console)
     console.print(_tables_table(tables) if tables else "No tables yet.")
     if replica is None:
-        console.print(_clients_table(clients) if clients else "No writers yet.")
+        console.print(_writers_table(writers) if writers else "No writers yet.")
         if text := _describe_expiry(shards):
             console.print(text)
 
@@ -271,27 +252,27 @@ def _shards_table(shards: list[ShardAnswer]) -> Table:
 
 def _tables_table(tables: list[tuple[TableSpec, int]]) -> Table:
     table = _table("Tables", "table", "rows>", "of>", "dim>", "dtype", "states")
-    for spec, num_rows in tables:
+    for told in (TableSample.of_spec(spec, num_rows) for spec, num_rows in tables):
         table.add_row(
-            escape(spec.fqn),
-            f"{num_rows:,}",
-            f"{spec.num_rows:,}" if spec.num_rows else "any",
-            str(spec.dim),
-            spec.dtype.name.lower(),
-            escape(_describe_spec(spec)),
+            escape(told.fqn),
+            f"{told.num_rows_estimate:,}",
+            f"{told.num_rows:,}" if told.num_rows else "any",
+            str(told.dim),
+            told.dtype,
+            escape(told.states),
         )
     return table
 
 
-def _clients_table(clients: list[dict[str, Any]]) -> Table:
+def _writers_table(writers: list[WriterSample]) -> Table:
     table = _table("Writers", "run", "client", "epoch>", "step>", "")
-    for client in clients:
+    for writer in writers:
         table.add_row(
-            escape(client["run"]),
-            escape(client["client"]),
-            str(client["epoch"]),
-            f"{client['step']:,}" if client["step"] >= 0 else "none",
-            "connected" if client["is_connected"] else "away",
+            escape(writer.run),
+            escape(writer.client),
+            str(writer.epoch),
+            f"{writer.step:,}" if writer.step >= 0 else "none",
+            "connected" if writer.is_connected else "away",
         )
     return table
 

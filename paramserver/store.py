@@ -300,7 +300,8 @@ class RowStore:
         return layouts
 
     def _write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        self._unflushed_bytes += self._db.write(keys, values)
+        size_bytes = self._db.write(keys, values)
+        self._unflushed_bytes += size_bytes  # read now: a flush may have ended meanwhile
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
         """Return the value of each key; None where there is none. Other threads run meanwhile.

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import rocksdict
 
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["StoreConfig", "default_block_cache_bytes", "rocks_options"]
-
-
-def default_block_cache_bytes(num_shards: int = 1) -> int:
-    """Return the block cache of one shard: a fourth of the machine's memory over all shards, 32 MiB to 8 GiB each."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(machine // (4 * num_shards), 32 << 20), 8 << 30)
+__all__ = ["StoreConfig", "rocks_options"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +18,8 @@ class StoreConfig:
     """Settings of a shard's RocksDB.
 
     Attributes:
-        block_cache_bytes: Memory for blocks, indexes and filters; what does not fit is read from files.
+        block_cache_bytes: Memory for blocks, indexes and filters; what does not fit is read from files. A shard's comes
+            from its configuration (`ShardConfig`).
         write_buffer_bytes: Memory of one memtable; up to three exist. Larger ones are flushed less often and leave
             fewer files to compact.
         block_bytes: Bytes that one point lookup reads and checks, and that the cache holds as one. Larger blocks need a
@@ -38,7 +32,7 @@ class StoreConfig:
             third of the time a row, but a few milliseconds to take in, and a later compaction.
     """
 
-    block_cache_bytes: int = field(default_factory=default_block_cache_bytes)
+    block_cache_bytes: int = 32 << 20
     write_buffer_bytes: int = 64 << 20
     block_bytes: int = 8 << 10
     bloom_bits_per_key: int = 10

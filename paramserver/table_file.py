@@ -17,6 +17,7 @@ table/meta_blocks.cc.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,10 @@ class TableFileWriter:
         self._buffer = buffer or write_buffer()
         self._offset = 0
         self._hashes: list[npt.NDArray[np.uint64]] = []
-        self._index: list[_Array] = []
+        self._index: list[tuple[bytes, _Array, int]] = []  # prefix, last row of each block, bytes of a block
         self._num_blocks = self._num_rows = self._value_bytes = 0
+        self._chunks: dict[int, _Array] = {}  # by rows of a block
+        self._chunk_value_bytes = -1
 
     def write(self, path: Path, runs: Sequence[Run | CoalescedRun]) -> int:
         """Write rows to a new file and sync it; return its size in bytes.
@@ -96,43 +99,54 @@ class TableFileWriter:
         size, value_bytes = run.row_ids.size, run.layout.dtype.itemsize
         entry = _entry_dtype(value_bytes)
         rows_per_block = max(1, self._block_bytes // (entry.itemsize + 4))
-        blocks_per_chunk = max(1, _CHUNK_BYTES // _block_dtype(entry, rows_per_block).itemsize)
-        chunk: _Array | None = None
+        blocks_per_chunk = max(1, _CHUNK_BYTES // _block_dtype(value_bytes, rows_per_block).itemsize)
         for start, num_blocks, per_block in _chunks(size, rows_per_block, blocks_per_chunk):
-            if chunk is None or chunk.size < num_blocks or chunk.dtype["entries"].shape != (per_block,):
-                chunk = _new_chunk(entry, num_blocks, per_block, prefix, value_bytes)
-            blocks = chunk[:num_blocks]
+            blocks = self._blocks(value_bytes, num_blocks, per_block)
+            blocks["entries"]["prefix"] = np.frombuffer(prefix, "V8")
             end = start + num_blocks * per_block
             row_ids = run.row_ids[start:end].reshape(num_blocks, per_block)
             values = run.records_at(slice(start, end)).view(f"V{value_bytes}")
             blocks["entries"]["row"] = row_ids
             blocks["entries"]["value"] = values.reshape(num_blocks, per_block)
             _seal_blocks(blocks)
-            self._add_index(prefix, row_ids[:, -1], blocks.dtype.itemsize)
+            self._add_index(prefix, row_ids[:, -1].copy(), blocks.dtype.itemsize)
             self._put(file, blocks.view(np.uint8).data)
         self._hashes.append(hash_keys(prefix, run.row_ids))
         self._num_rows += size
         self._value_bytes += size * value_bytes
 
+    def _blocks(self, value_bytes: int, num_blocks: int, num_rows: int) -> _Array:
+        """Return blocks with all in them that depends on neither table nor rows; those of many small tables are one."""
+        if value_bytes != self._chunk_value_bytes:  # or each kind of table would keep some
+            self._chunks.clear()
+            self._chunk_value_bytes = value_bytes
+        blocks = self._chunks.get(num_rows)
+        if blocks is None or blocks.size < num_blocks:
+            blocks = self._chunks[num_rows] = _new_chunk(value_bytes, num_blocks, num_rows)
+        return blocks[:num_blocks]
+
     def _add_index(self, prefix: bytes, last_rows: _Array, block_bytes: int) -> None:
         """Note blocks that lie one after the other from here on."""
-        index = np.zeros(last_rows.size, _INDEX_ENTRY)
-        index["head"] = np.frombuffer(_INDEX_HEAD, "V3")
-        index["prefix"] = np.frombuffer(prefix, "V8")
-        index["row"] = last_rows
-        offsets = self._offset + np.arange(last_rows.size) * block_bytes
-        index["offset"] = _padded_varints(offsets, _OFFSET_DIGITS)
-        index["size"] = _padded_varints(np.int64(block_bytes - _TRAILER_BYTES), _SIZE_DIGITS)
-        self._index.append(index)
+        self._index.append((prefix, last_rows, block_bytes))
         self._num_blocks += last_rows.size
+
+    def _index_block(self) -> bytes:
+        # All at once, and not with each run's blocks: of many small tables that would take longer than their rows.
+        counts = [last_rows.size for _, last_rows, _ in self._index]
+        sizes = np.repeat(np.array([block_bytes for _, _, block_bytes in self._index], np.int64), counts)
+        index = np.zeros(self._num_blocks, _INDEX_ENTRY)
+        index["head"] = np.frombuffer(_INDEX_HEAD, "V3")
+        index["prefix"] = np.repeat(np.frombuffer(b"".join(prefix for prefix, _, _ in self._index), "V8"), counts)
+        index["row"] = np.concatenate([last_rows for _, last_rows, _ in self._index])
+        index["offset"] = _padded_varints(np.cumsum(sizes) - sizes, _OFFSET_DIGITS)
+        index["size"] = _padded_varints(sizes - _TRAILER_BYTES, _SIZE_DIGITS)
+        return index.tobytes() + _restarts(np.arange(self._num_blocks) * _INDEX_ENTRY.itemsize)
 
     def _write_tail(self, file: DirectFileWriter) -> None:
         data_bytes = self._offset
         filter_block = build_filter(np.concatenate(self._hashes), bits_per_key=self._bloom_bits_per_key)
         filter_handle = self._put_block(file, filter_block)
-        # As bytes: numpy would turn the big-endian ids of what it concatenates round.
-        index_block = b"".join(index.tobytes() for index in self._index)
-        index_block += _restarts(np.arange(self._num_blocks) * _INDEX_ENTRY.itemsize)
+        index_block = self._index_block()
         index_handle = self._put_block(file, index_block)
         properties = self._properties(data_bytes, len(index_block), len(filter_block))
         properties_handle = self._put_block(file, _plain_block(properties))
@@ -223,6 +237,7 @@ _INDEX_HEAD = bytes((0, KEY_BYTES, _OFFSET_DIGITS + _SIZE_DIGITS))
 _TRAILER_BYTES = 5
 
 
+@functools.lru_cache(maxsize=64)
 def _entry_dtype(value_bytes: int) -> np.dtype[Any]:
     head_bytes = 2 + len(_varint(value_bytes))
     return np.dtype(
@@ -230,10 +245,11 @@ def _entry_dtype(value_bytes: int) -> np.dtype[Any]:
     )
 
 
-def _block_dtype(entry: np.dtype[Any], num_rows: int) -> np.dtype[Any]:
+@functools.lru_cache(maxsize=256)
+def _block_dtype(value_bytes: int, num_rows: int) -> np.dtype[Any]:
     return np.dtype(
         [
-            ("entries", entry, (num_rows,)),
+            ("entries", _entry_dtype(value_bytes), (num_rows,)),
             ("restarts", "<u4", (num_rows,)),
             ("num_restarts", "<u4"),
             ("compression", "V1"),
@@ -242,14 +258,12 @@ def _block_dtype(entry: np.dtype[Any], num_rows: int) -> np.dtype[Any]:
     )
 
 
-def _new_chunk(entry: np.dtype[Any], num_blocks: int, num_rows: int, prefix: bytes, value_bytes: int) -> _Array:
-    """Return blocks with all in them that does not depend on the rows."""
-    blocks = np.zeros(num_blocks, _block_dtype(entry, num_rows))
+def _new_chunk(value_bytes: int, num_blocks: int, num_rows: int) -> _Array:
+    blocks = np.zeros(num_blocks, _block_dtype(value_bytes, num_rows))
     head = bytes((0, KEY_BYTES + 8)) + _varint(value_bytes)
     blocks["entries"]["head"] = np.frombuffer(head, f"V{len(head)}")
-    blocks["entries"]["prefix"] = np.frombuffer(prefix, "V8")
     blocks["entries"]["tag"] = _TYPE_VALUE
-    blocks["restarts"] = np.arange(num_rows) * entry.itemsize
+    blocks["restarts"] = np.arange(num_rows) * _entry_dtype(value_bytes).itemsize
     blocks["num_restarts"] = num_rows
     return blocks
 

@@ -37,15 +37,12 @@ class UpdateLogConfig:
             nothing is pending.
         allocate_bytes: Blocks are reserved ahead of the writer in steps of this size, which makes syncs cheaper; 0
             turns it off. Default 32 MiB. Costs up to that much disk space a shard while the log is open.
-        check_all_on_open: Check every record when the log is opened, not only those behind the last seal. Default
-            False. Costs reading the whole log at start; records are checked in any case whenever they are read.
     """
 
     segment_bytes: int = 256 * _MIB
     max_group_bytes: int = 16 * _MIB
     max_pending_bytes: int = 256 * _MIB
     allocate_bytes: int = 32 * _MIB
-    check_all_on_open: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -184,12 +181,11 @@ class UpdateLog(Protocol):
         """
         ...
 
-    def read(self, from_seq: int, *, max_bytes: int | None = None) -> Iterator[LogRecord]:
+    def read(self, from_seq: int) -> Iterator[LogRecord]:
         """Return an iterator over the records from one on to the last that is durable at the time of this call.
 
         Args:
             from_seq: First seq, ≥ 1. Beyond the last there is nothing to read, which is no error.
-            max_bytes: Stop once the bodies reach this size, after one record at least. None: no bound.
 
         Raises:
             GoneError: From here, or while iterating: `from_seq`, or what comes next, has been trimmed.

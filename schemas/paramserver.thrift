@@ -219,12 +219,32 @@ struct SetEmbeddingsReply {
   2: required bool is_duplicate,
 }
 
+/** Rows of one more table. */
+struct RowsWanted {
+  1: required string fqn,
+  /** int64[n] */
+  2: required binary row_ids,
+}
+
 struct GetEmbeddingsRequest {
   1: required string fqn,
   /** int64[n] */
   2: required binary row_ids,
   3: required bool with_states,
   4: required bool with_versions,
+  /** Asks for as much of further tables. A server that does not know it answers without `more`: ask again for these. */
+  5: optional list<RowsWanted> more,
+}
+
+/** Of one more table, as the fields of the same name in `GetEmbeddingsReply`. */
+struct RowsFound {
+  1: required binary presence,
+  2: required binary weights,
+  3: required list<StateColumn> states,
+  4: optional binary epochs,
+  5: optional binary steps,
+  6: optional binary times_us,
+  7: optional binary identities,
 }
 
 struct GetEmbeddingsReply {
@@ -241,6 +261,8 @@ struct GetEmbeddingsReply {
   7: optional binary identities,
   /** Every batch acked up to this seq is in the answer. */
   8: required i64 seq,
+  /** As `more` of the request, in its order, all as of the same moment. */
+  9: optional list<RowsFound> more,
 }
 
 struct FindRowsRequest {

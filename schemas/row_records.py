@@ -46,10 +46,11 @@ class _Column:
     name: str
     dtype: DType
     width: int
+    size_bytes: int  # of one row; not asked of `dtype` for each delta
 
-    @property
-    def size_bytes(self) -> int:
-        return self.width * self.dtype.size_bytes
+    @classmethod
+    def of(cls, name: str, dtype: DType, width: int) -> _Column:
+        return cls(name, dtype, width, width * dtype.size_bytes)
 
 
 class RecordLayout:
@@ -63,14 +64,17 @@ class RecordLayout:
         dtype: numpy type of a whole record.
         header_dtype: numpy type of the header alone, which is a whole record for a deleted row.
         columns: Element type and width of `weights` and each state, by field name.
+        fields_of_states: Field name of each state, by the state's own.
     """
 
     def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
         """Lay out the records of `shard` of the table `spec`."""
         self.shard = shard
-        self.columns: dict[str, _Column] = {"weights": _Column("weights", spec.dtype, shard.width)}
+        self.columns: dict[str, _Column] = {"weights": _Column.of("weights", spec.dtype, shard.width)}
+        self.fields_of_states: dict[str, str] = {}
         for state in spec.states:
-            self.columns[f"state:{state.name}"] = _Column(state.name, state.dtype, state.width_in(shard))
+            field = self.fields_of_states[state.name] = f"state:{state.name}"
+            self.columns[field] = _Column.of(state.name, state.dtype, state.width_in(shard))
         header: list[tuple[str, str]] = list(HEADER_FIELDS)
         if spec.has_identities:
             header.append(("identity", "<i8"))

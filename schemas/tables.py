@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgpack
 import numpy as np
@@ -125,6 +125,7 @@ class TableSpec:
         dtype: Element type of the weights.
         states: Optimizer states, in the order in which records hold them.
         has_identities: Each row carries the raw id (int64) that is mapped to it.
+        fingerprint: Signed 64-bit digest of every other field: equal for equal specs, in every process and version.
     """
 
     fqn: str
@@ -133,6 +134,8 @@ class TableSpec:
     dtype: DType
     states: tuple[StateSpec, ...] = ()
     has_identities: bool = False
+    # Made once: with thousands of tables, hellos and statuses ask for thousands.
+    fingerprint: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_name("table name", self.fqn)
@@ -143,15 +146,14 @@ class TableSpec:
         names = [state.name for state in self.states]
         if len(set(names)) != len(names):
             raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
+        object.__setattr__(self, "fingerprint", self._digest())
 
     @property
     def whole(self) -> ColumnShard:
         """All columns."""
         return ColumnShard(offset=0, width=self.dim)
 
-    @property
-    def fingerprint(self) -> int:
-        """Signed 64-bit digest of every field: equal for equal specs, in every process and version."""
+    def _digest(self) -> int:
         fields = [
             self.fqn,
             self.num_rows,
@@ -167,10 +169,10 @@ class TableSpec:
     def describe_difference(self, other: TableSpec) -> str:
         """Say in a few words how `other` differs from this spec; empty when it does not."""
         differences = []
-        for field in ("fqn", "num_rows", "dim", "has_identities"):
-            mine, theirs = getattr(self, field), getattr(other, field)
+        for name in ("fqn", "num_rows", "dim", "has_identities"):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                differences.append(f"{field} {mine} ≠ {theirs}")
+                differences.append(f"{name} {mine} ≠ {theirs}")
         if self.dtype != other.dtype:
             differences.append(f"dtype {self.dtype.name} ≠ {other.dtype.name}")
         if self.states != other.states:
@@ -193,13 +195,14 @@ class TableSpec:
         if not row_ids.size:
             return
         limit = self.num_rows or 2**63
-        # Not `min` and `max`: where a table has a few rows in a batch, they cost more than what they call.
-        lowest, highest = int(np.minimum.reduce(row_ids)), int(np.maximum.reduce(row_ids))
-        if lowest < 0 or highest >= limit:
+        # Read without a sign, what is below zero is the highest. Not `max`: where a table has a few rows in a batch, it
+        # costs more than what it calls.
+        if int(np.maximum.reduce(row_ids.view(np.uint64))) >= limit:
+            lowest, highest = int(row_ids.min()), int(row_ids.max())
             bad = lowest if lowest < 0 else highest
             raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")
 
 
 def _check_name(what: str, name: str) -> None:
-    if not name or len(name.encode()) > _MAX_NAME_BYTES or any(ord(c) < 32 for c in name):
+    if not name or len(name.encode()) > _MAX_NAME_BYTES or min(name) < " ":
         raise RequestError(f"{what} {name!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")

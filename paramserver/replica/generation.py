@@ -77,16 +77,20 @@ class Generation:
 
     def add_tables(self, specs: Iterable[TableSpec]) -> None:
         """Make the tables that are not there yet."""
-        for spec in specs:
-            if spec.fqn not in self.tables and spec.fqn not in self._unwanted:
-                table = self._make_table(spec)
-                if table is None:
-                    self._unwanted.add(spec.fqn)
-                else:
-                    # Other dicts: readers of the old ones are not disturbed. Who finds the table finds its identities.
+        # Other dicts: readers of the old ones are not disturbed. Who finds a table finds its identities.
+        tables, identities = dict(self.tables), dict(self.identities)
+        try:
+            for spec in specs:
+                if spec.fqn not in tables and spec.fqn not in self._unwanted:
+                    table = self._make_table(spec)
+                    if table is None:
+                        self._unwanted.add(spec.fqn)
+                        continue
                     if spec.has_identities:
-                        self.identities = {**self.identities, spec.fqn: IdentityMap(spec)}
-                    self.tables = {**self.tables, spec.fqn: table}
+                        identities[spec.fqn] = IdentityMap(spec)
+                    tables[spec.fqn] = table
+        finally:  # also those before one that cannot be made, so that they are closed
+            self.identities, self.tables = identities, tables
 
     def table(self, fqn: str) -> ReplicaTable:
         """Return a table.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.identity_loading import load_identities
@@ -31,7 +32,8 @@ __all__ = ["load_live", "load_snapshot"]
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
 # ON THE WIRE: `RowPresence` in paramserver.thrift.
 _PRESENT, _DELETED = 1, 2
-_LIVE_ROWS_AT_ONCE = 65_536
+# What is asked for at once; of tables so many that their answers come well within a reader's deadline.
+_LIVE_ROWS_AT_ONCE, _LIVE_TABLES_AT_ONCE = 65_536, 256
 
 
 def load_snapshot(
@@ -120,24 +122,27 @@ async def load_live(
 async def _read_live(
     reader: EmbeddingReader, before: Sequence[Any], hold: LogHold, *, is_by_step: bool, make_table: _MakeTable
 ) -> Generation:
-    specs = {spec.fqn: spec for status in before for spec in (spec_from_idl(table.spec) for table in status.tables)}
+    specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
+    specs = {spec.fqn: spec for of_shard in specs_of for spec in of_shard}
     tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
     identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
-    for fqn, table in tables.items():
-        assert specs[fqn].num_rows, "a table of virtual ids cannot be read by id"
-        for first in range(0, specs[fqn].num_rows, _LIVE_ROWS_AT_ONCE):
-            hold.check()
-            ids = np.arange(first, min(first + _LIVE_ROWS_AT_ONCE, specs[fqn].num_rows), dtype=np.int64)
-            rows = await reader.get(fqn, ids, with_versions=True)
+
+    def load(some: Sequence[tuple[TableSpec, Rows]]) -> None:
+        for spec, rows in some:
             assert rows.epochs is not None
             assert rows.steps is not None
-            epochs, steps = rows.epochs, rows.steps
-            await asyncio.to_thread(table.load, ids, rows.weights, rows.presence, epochs, steps, specs[fqn].whole)
-            if fqn in identities:
+            versions = rows.presence, rows.epochs, rows.steps, spec.whole
+            tables[spec.fqn].load(rows.row_ids, rows.weights, *versions)
+            if spec.has_identities:
                 assert rows.identities is not None
-                identities[fqn].load(ids, rows.identities, rows.presence, epochs, steps, specs[fqn].whole)
+                identities[spec.fqn].load(rows.row_ids, rows.identities, *versions)
+
+    for parts in _live_parts(tables[fqn].spec for fqn in tables):
+        hold.check()
+        rows = await reader.get_many([(spec.fqn, ids) for spec, ids in parts], with_versions=True)
+        await asyncio.to_thread(load, [(spec, of_spec) for (spec, _), of_spec in zip(parts, rows, strict=True)])
     after = await reader.status()
-    tails = [_tail_of(at_first, at_last) for at_first, at_last in zip(before, after, strict=True)]
+    tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, strict=True)]
     generation = Generation(
         after[0].server_id,
         tails,
@@ -149,9 +154,26 @@ async def _read_live(
     return generation
 
 
-def _tail_of(before: Any, after: Any) -> ShardTail:
+def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[tuple[TableSpec, npt.NDArray[np.int64]]]]:
+    """Yield the rows of tables in parts to be read together: some of one table, or all of several small ones."""
+    part: list[tuple[TableSpec, npt.NDArray[np.int64]]] = []
+    num_rows = 0
+    for spec in specs:
+        assert spec.num_rows, "a table of virtual ids cannot be read by id"
+        for first in range(0, spec.num_rows, _LIVE_ROWS_AT_ONCE):
+            ids = np.arange(first, min(first + _LIVE_ROWS_AT_ONCE, spec.num_rows), dtype=np.int64)
+            if part and (num_rows + ids.size > _LIVE_ROWS_AT_ONCE or len(part) == _LIVE_TABLES_AT_ONCE):
+                yield part
+                part, num_rows = [], 0
+            part.append((spec, ids))
+            num_rows += ids.size
+    if part:
+        yield part
+
+
+def _tail_of(before: Any, specs: Iterable[TableSpec], after: Any) -> ShardTail:
     catalog = Catalog({})
-    catalog.add(spec_from_idl(table.spec) for table in before.tables)
+    catalog.add(specs)
     sessions = Sessions({})
     for client in sorted(after.clients, key=lambda client: client.epoch):
         if client.epoch < sessions.epoch_of(client.run):

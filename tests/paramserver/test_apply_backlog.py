@@ -58,7 +58,7 @@ def test_a_window_has_one_batch_at_least_and_ends_where_somebody_looks(backlog: 
     assert _take(backlog) == [1]
     assert _take(backlog, 1, 3, 9) == [2, 3]
     assert _take(backlog, 3) == [4, 5]
-    assert not backlog.has_entries
+    assert backlog.hold_ends_s is None
 
 
 def test_a_window_counts_what_coalescing_takes(backlog: Backlog) -> None:
@@ -82,7 +82,7 @@ def test_rows_are_held_for_so_long_and_not_when_nothing_comes(backlog: Backlog, 
     clock.now_s = 12.0
     assert backlog.apply_held()
     assert backlog.hold_ends_s is None
-    while backlog.has_entries:
+    while backlog.is_window_due:
         backlog.take_entries([])
     _add(backlog, 6)
     assert backlog.hold_ends_s == 12.5

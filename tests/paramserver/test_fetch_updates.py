@@ -336,6 +336,23 @@ async def test_a_record_that_does_not_come_whole_is_not_handed_on(
     assert (follower.next_seq, asked) == (1, [None, 3])
 
 
+@pytest.mark.parametrize("size_bytes", [-1, 2**30 + 1, 2**62])
+async def test_a_record_of_no_possible_size_takes_no_memory(size_bytes: int) -> None:
+    """A shard that announces a body which no log holds is not believed."""
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            body = {"body": memoryview(b"abc"), "body_size_bytes": size_bytes}
+            records = [idl.UpdateRecord(seq=1, epoch=1, kind=1, header=b"\x80", **body)]
+            return idl.FetchUpdatesReply(records=[] if request.body_offset else records, first_seq=1, last_seq=1)
+
+    with pytest.raises(ProtocolError, match=f"record 1 of {size_bytes} bytes"):
+        await ShardFollower(Link(), from_seq=1).fetch()  # type: ignore[arg-type]
+
+
 async def test_following_takes_the_role_of_a_reader(tmp_path: Path) -> None:
     """A connection that has not said hello may not follow where the server asks for tokens."""
     from headrace.paramserver.security import AccessPolicy, Token

@@ -102,6 +102,29 @@ async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> No
         assert released == [1]
 
 
+async def test_a_failed_applier_frees_no_frame_that_the_log_still_reads(tmp_path: Path) -> None:
+    """When an applier has failed, each batch keeps its frame until the disk has it: reused, it would damage the log."""
+    ops, released = FaultyFileOps(), []
+    async with _open(tmp_path, ops) as (ingest, applier, _):
+        ops.reached.clear()
+        ops.gate = gate = _Turnstile()
+        first = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        second = asyncio.create_task(_write(ingest, 2, lambda: released.append(2)))
+        await asyncio.sleep(0)  # it begins
+        applier._fail(StorageError("no space is left"))
+        ops.reached.clear()
+        gate.let(1)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await first
+        await asyncio.to_thread(ops.reached.wait, 60)
+        assert released == [1]
+        gate.let(9)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await second
+        assert released == [1, 2]
+
+
 def _logged(client_seq: int) -> list[memoryview]:
     """Return the frame that the log keeps of a batch."""
     args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq))

@@ -106,6 +106,22 @@ async def test_failed_seal_on_close_loses_nothing(tmp_path: Path) -> None:
         check_records(log, 3)
 
 
+async def test_a_file_that_cannot_be_closed_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """A log is closed, and says why it failed, also when the last thing that it does with its file fails."""
+
+    class FailsToClose(FaultyFileOps):
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            raise OSError(errno.EIO, "Input/output error")
+
+    log = FileUpdateLog.open(tmp_path / "log", ops=FailsToClose())
+    await fill(log, 3)
+    await asyncio.wait_for(log.close(), 10)
+    assert "Input/output error" in str(log.failed)
+    async with opened_log(tmp_path / "log") as log:
+        check_records(log, 3)
+
+
 async def test_bug_in_the_writer_stops_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nobody foresaw fails what waits instead of leaving it to wait for ever."""
     async with opened_log(tmp_path / "log") as log:

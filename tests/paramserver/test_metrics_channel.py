@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import pytest
@@ -55,13 +56,16 @@ async def test_late_answer_is_that_of_the_next_question() -> None:
         assert num_asked == 1
 
 
-async def test_failure_of_the_store() -> None:
-    """A shard that cannot tell says so, and is asked again."""
+@pytest.mark.parametrize(
+    "error", [StorageError("the disk is gone"), OSError(errno.EMFILE, "Too many open files")], ids=["store", "system"]
+)
+async def test_a_failure_to_tell_passes(error: Exception) -> None:
+    """A shard that cannot tell, also for want of a file descriptor, says so, and is asked again."""
     fails = True
 
     async def sample() -> ShardSample:
         if fails:
-            raise StorageError("the disk is gone")
+            raise error
         return SAMPLE
 
     ours, theirs = socket.socketpair()

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.paramserver.row_query import RowQuery, Rows, rows_in_reply
+from headrace.paramserver.row_query import (
+    RowPart,
+    RowQuery,
+    Rows,
+    parts_together,
+    request_for,
+    rows_in_reply,
+    scatter_reply,
+)
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -86,3 +94,41 @@ def test_a_row_that_hardly_fits_is_asked_for_alone() -> None:
     """At least one row is asked for, and never so many that an answer holds up its connection."""
     assert rows_in_reply(5000, 10_000) == 1
     assert rows_in_reply(2**30, 2**10) == 8 * 2**10
+
+
+def part_of(ids: list[int]) -> RowPart:
+    rows = FULL.allocate(np.array(ids, np.int64))
+    return RowPart(query=FULL, rows=rows, positions=np.arange(len(ids)))
+
+
+def test_small_tables_are_asked_for_together() -> None:
+    """In the order given, as many as an answer holds with room for the names of each, and never more than 64."""
+    parts = [part_of([1])] * 150
+    assert [len(together) for together in parts_together(parts, 2**30)] == [64, 64, 22]
+    large = part_of(list(range(100)))
+    room = 2 * 4096 + 101 * FULL.row_bytes
+    several = [parts[0], large, parts[0], large, large]
+    assert [len(together) for together in parts_together(several, room)] == [2, 2, 1]
+    assert [len(together) for together in parts_together(several, room - 1)] == [1, 1, 1, 1, 1]
+    assert [part for together in parts_together(several, room) for part in together] == several
+    assert list(parts_together([], room)) == []
+
+
+def test_answers_of_several_tables_go_to_their_places() -> None:
+    """What an older server has not answered, or one of no such field, is told; another number of tables is refused."""
+    parts = [part_of([5, 9]), part_of([7]), part_of([6, 4])]
+    request = request_for(parts)
+    wanted = [np.frombuffer(one.row_ids, np.int64).tolist() for one in (request, *request.more)]
+    assert wanted == [[5, 9], [7], [6, 4]] and [one.fqn for one in request.more] == [SPEC.fqn] * 2
+    assert request_for(parts[:1]).more is None
+
+    reply = answer([5, 9])
+    assert scatter_reply(reply, parts) == parts[1:]
+    assert parts[0].rows.presence.all() and not parts[1].rows.presence.any()
+    more = [answer([7]), answer([6, 4])]
+    reply.more = more[:1]
+    with pytest.raises(ProtocolError, match="2 tables where 3"):
+        scatter_reply(reply, parts)
+    reply.more = more
+    assert not scatter_reply(reply, parts)
+    assert [part.rows.epochs.tolist() for part in parts if part.rows.epochs is not None] == [[6, 10], [8], [7, 5]]

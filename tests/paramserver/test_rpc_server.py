@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from fake_service import WAIT_S, FakeService, batch, hello_request, read, serve
-from raw_peer import LIMITS, MIB
+from raw_peer import LIMITS, MIB, call_frame, dial
 
+from headrace.paramserver import rpc_deadlines
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.rpc_server import ThriftServer
 from headrace.schemas.errors import OverloadedError, UnavailableError
@@ -31,6 +32,18 @@ async def test_connections_are_bounded() -> None:
         await one.close()
         await four.close()
         assert served.server.stats.num_connections_refused == 1
+
+
+async def test_who_is_refused_may_send_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What still comes over a connection that was refused is read past, so that its end is seen when it comes."""
+    monkeypatch.setattr(rpc_deadlines, "_LINGER_S", 10 * WAIT_S)
+    async with serve(limits=dataclasses.replace(LIMITS, max_connections=1)) as served, await served.connect():
+        raw = await dial(served)
+        await raw.send(call_frame("hello", 1, hello_request()))
+        await raw.frame()
+        await raw.send(call_frame("hello", 2, hello_request()))
+        await raw.close()
+        await served.service.wait_gone(1)
 
 
 async def test_without_descriptors_the_server_tries_again(caplog: pytest.LogCaptureFixture) -> None:

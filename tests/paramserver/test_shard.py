@@ -428,6 +428,24 @@ async def test_a_lost_store_is_missed_when_its_log_has_been_trimmed(tmp_path: Pa
             pass
 
 
+async def test_several_tables_are_read_as_of_one_moment(tmp_path: Path) -> None:
+    """Rows of each table come in the order asked for, with what is in that table alone."""
+    others = [dataclasses.replace(SPEC, fqn="b.weight"), dataclasses.replace(SPEC, fqn="c.weight", has_identities=True)]
+    async with _serving(_config(tmp_path)) as (_, client):
+        await client.hello(_hello(tables=[spec_to_idl(spec) for spec in (SPEC, *others)]))
+        await client.set_embeddings(_set(1, [5, 7], 1.5))
+        more = [idl.RowsWanted(fqn=spec.fqn, row_ids=np.array([7], "<i8")) for spec in (others[1], SPEC, others[0])]
+        reply = await client.get_embeddings(
+            idl.GetEmbeddingsRequest(
+                fqn=SPEC.fqn, row_ids=np.array([6, 5], "<i8"), with_states=True, with_versions=False, more=more
+            )
+        )
+        assert [list(bytes(of.presence)) for of in (reply, *reply.more)] == [[0, 1], [0], [1], [0]]
+        assert np.frombuffer(reply.more[1].weights, "<f4").tolist() == [1.5] * SPEC.dim
+        assert [of.identities is not None for of in reply.more] == [True, False, False]
+        assert all(of.states[0].name == SPEC.states[0].name and of.epochs is None for of in reply.more)
+
+
 async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
     """A request whose answer would be longer than a frame is refused before a row of it is looked up."""
     with_identities = dataclasses.replace(SPEC, fqn="users.weight", has_identities=True)
@@ -438,6 +456,10 @@ async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
         await shard._applier.close()  # who reads now gets UnavailableError
         with pytest.raises(RequestError, match="ask for less at once"):
             await _get(client, [1] * 2000)
+        more = idl.RowsWanted(fqn=SPEC.fqn, row_ids=np.ones(1000, np.int64).tobytes())
+        request = idl.GetEmbeddingsRequest(more=[more], **vars(more), with_states=True, with_versions=True)
+        with pytest.raises(RequestError, match="ask for less at once"):
+            await client.get_embeddings(request)
         with pytest.raises(RequestError, match="ask for less at once"):
             await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(3000, "<i8")))
 

@@ -109,6 +109,24 @@ def test_a_crash_leaves_what_was_flushed(tmp_path: Path) -> None:
     after.close()
 
 
+def test_a_flush_amid_a_write_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a flush has made durable while rows were written is not counted as unflushed, and not flushed again."""
+    store = open_store(tmp_path / "db")
+    store.write_runs([run_of(1, range(100))], meta={}, applied_seq=1)
+    write = store._db.write
+
+    def write_while_flushed(keys: list[bytes], values: list[bytes]) -> int:
+        size_bytes = write(keys, values)
+        store.flush()
+        return size_bytes
+
+    monkeypatch.setattr(store._db, "write", write_while_flushed)
+    before = store.unflushed_bytes
+    store.write(keys_of(range(1)), [b"v"])
+    assert 0 < store.unflushed_bytes < before
+    store.close()
+
+
 def test_a_crash_after_the_first_file_leaves_a_store(tmp_path: Path) -> None:
     """Rows that went in as a file before anything was flushed do not make the store another's."""
     config = StoreConfig(block_cache_bytes=8 << 20, file_bytes=0)

@@ -9,7 +9,7 @@ import pytest
 from row_batches import SPEC
 
 from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig, default_block_cache_bytes
+from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_keys import encode_keys
 
@@ -35,8 +35,3 @@ def test_lz4_shrinks_files(tmp_path: Path) -> None:
         store.close()
         sizes[compression] = sum(file.stat().st_size for file in (tmp_path / compression).glob("*.sst"))
     assert sizes["lz4"] < sizes["none"] / 4
-
-
-def test_default_cache_follows_the_machine() -> None:
-    """The default block cache is bounded, and shared by the shards of a machine."""
-    assert 32 << 20 <= default_block_cache_bytes(64) <= default_block_cache_bytes() <= 8 << 30

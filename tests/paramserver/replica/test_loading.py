@@ -51,14 +51,14 @@ class Server:
             self.asked.append("hold")
         return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
 
-    async def get(self, fqn: str, ids: Any, *, with_versions: bool) -> Any:
+    async def get_many(self, wanted: Any, *, with_versions: bool) -> Any:
+        ((_, ids),) = wanted
         self.asked.append(int(ids[0]))
         if self.asked[-1] == self.removed_at:
             await self._gone.wait()
         none = np.zeros(ids.size, np.int64)
-        return SimpleNamespace(
-            weights=np.zeros((ids.size, 1), np.float32), presence=none.astype(np.uint8), epochs=none, steps=none
-        )
+        columns = {"weights": np.zeros((ids.size, 1), np.float32), "presence": none.astype(np.uint8)}
+        return [SimpleNamespace(row_ids=ids, **columns, epochs=none, steps=none)]
 
     def load(self) -> None:
         lease = CopyLease(name="replica", copy_id="1", lease_s=0.001, is_lasting=True)
@@ -84,6 +84,27 @@ def test_a_log_that_has_gone_ends_the_reading() -> None:
     with pytest.raises(GoneError):
         server.load()
     assert server.asked == ["hold", 0, 10]
+
+
+def test_small_tables_are_read_together() -> None:
+    """Up to so many rows and tables at once, each row of each table once, in order; a large table in pieces."""
+    sizes = [3, 3, 4, 1, 25, 5, *[1] * 300]
+    specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=size) for number, size in enumerate(sizes)]
+    parts = list(loading._live_parts(specs))
+    rows_of_parts = [[int(ids.size) for _, ids in part] for part in parts]
+    assert rows_of_parts[:5] == [[3, 3, 4], [1], [10], [10], [5, 5]]
+    assert all(sum(rows) <= 10 for rows in rows_of_parts)
+    found: dict[str, list[int]] = {}
+    for spec, ids in (pair for part in parts for pair in part):
+        found.setdefault(spec.fqn, []).extend(ids.tolist())
+    assert found == {spec.fqn: list(range(spec.num_rows)) for spec in specs}
+
+
+def test_no_more_tables_are_read_together_than_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables of one row the number is what bounds a part."""
+    monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 65_536)
+    specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=1) for number in range(600)]
+    assert [len(part) for part in loading._live_parts(specs)] == [256, 256, 88]
 
 
 def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
