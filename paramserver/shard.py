@@ -60,6 +60,8 @@ _WINDOW_PART = 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # A row of a reply: epoch, step and time; and row id, epoch and step of an identity.
 _VERSION_BYTES = _FOUND_BYTES = 3 * 8
+# What one read may ask of the loop: some milliseconds.
+_MAX_TABLES_READ = 1024
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 
@@ -189,8 +191,11 @@ class Shard:
     async def get_embeddings(self, call: Call, request: Any) -> Any:
         """Return rows as the acked batches have left them, applied or not."""
         with_states, with_versions = request.with_states, request.with_versions
+        parts = [request, *(request.more or ())]
+        if len(parts) > _MAX_TABLES_READ:
+            raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {_MAX_TABLES_READ}")
         wanted, reply_bytes = [], 0
-        for part in (request, *(request.more or ())):
+        for part in parts:
             table = self._ingest.catalog.find(part.fqn)
             row_ids = decode_row_ids(table, part.row_ids)
             row_bytes = _row_reply_bytes(table.spec, with_states, with_versions)

@@ -41,19 +41,18 @@ def check_not_aliased(tables: Iterable[tuple[str, torch.nn.Parameter]], others: 
     Raises:
         UnsupportedModelError: One of them overlaps a table.
     """
-    spans = sorted(
-        {id(other): (*_span(local_tensor(other)), id(other)) for other in others if other.requires_grad}.values()
-    )
-    for name, parameter in tables:
-        first, end = _span(local_tensor(parameter))
-        for other_first, other_end, other in spans:
-            if other_first >= end:
-                break
-            if other != id(parameter) and other_end > first:
-                raise UnsupportedModelError(
-                    f"table {name!r} has the memory of another parameter too, whose updates would not be seen: tie "
-                    f"them by one nn.Parameter (b.weight = a.weight), or give each its own memory"
-                )
+    names = {id(parameter): name for name, parameter in tables}
+    spans = {id(other): _span(local_tensor(other)) for other in others if other.requires_grad}
+    farthest, end = 0, 0  # of those that lie before, the parameter that ends last, and where
+    for parameter, (first, own_end) in sorted(spans.items(), key=lambda item: item[1]):
+        name = names.get(farthest) or names.get(parameter)
+        if first < end and first < own_end and name is not None:
+            raise UnsupportedModelError(
+                f"table {name!r} has the memory of another parameter too, whose updates would not be seen: tie "
+                f"them by one nn.Parameter (b.weight = a.weight), or give each its own memory"
+            )
+        if own_end > end:
+            farthest, end = parameter, own_end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

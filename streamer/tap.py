@@ -15,7 +15,7 @@ from headrace.streamer.agreement import agree
 from headrace.streamer.fbgemm_tap import FbgemmTap, FusedTables, is_table_batched, table_parts
 from headrace.streamer.local_parts import Replicas, dtensor_parts, is_dtensor, owned_part, replicas_in
 from headrace.streamer.model_tree import Found, inner_optimizers, named_modules
-from headrace.streamer.module_place import ModulePlace
+from headrace.streamer.module_place import ModulePlaces
 from headrace.streamer.selection import Selection
 from headrace.streamer.step_boundary import StepBoundary
 from headrace.streamer.tapped_table import TablePart, TappedTable
@@ -183,7 +183,7 @@ class _Sources:
     """
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
-        self._model, self._selection = model, selection
+        self._places, self._selection = ModulePlaces(model), selection
         self._collisions: dict[nn.Module, Any] = {}
         self.modules: list[tuple[str, nn.Module]] = []
         self.fused: list[FusedTables] = []
@@ -203,7 +203,7 @@ class _Sources:
                 parts = tuple(part if selection.takes(part.fqn) else None for part in table_parts(path, module))
                 if not any(parts):
                     continue
-                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=ModulePlace(model, module).is_kept))
+                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module).is_kept))
             elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 if not self._add_embedding(found, module):
                     continue
@@ -219,7 +219,7 @@ class _Sources:
         """Return what tells whether a parameter is the weight of a module of the model still."""
         if is_dtensor(parameter):  # fully_shard has other parameters in its place between a forward and its backward
             return lambda: True
-        place = ModulePlace(self._model, module)
+        place = self._places.of(module)
         return lambda: module._parameters.get("weight") is parameter and place.is_kept()
 
     def _add_embedding(self, found: Found, module: nn.Embedding | nn.EmbeddingBag) -> bool:

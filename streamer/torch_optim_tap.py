@@ -130,9 +130,12 @@ class _Followed:
             self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
         self.seen = now
 
-    def group(self) -> dict[str, Any]:
-        """Return the present settings of the optimizer for this table; for many tables, ask `_groups_of` once."""
-        return _groups_of(self.optimizer)[id(self.source.parameter)]
+    def group(self) -> dict[str, Any] | None:
+        """Return the present settings of the optimizer for this table; None when it was given others instead.
+
+        For many tables, ask `_groups_of` once.
+        """
+        return _group_of(self.optimizer, self.source.parameter)
 
     def note_move(self) -> None:
         """Learn that a part's changed rows are marked elsewhere now."""
@@ -141,7 +144,7 @@ class _Followed:
     def mark_all(self) -> None:
         """Mark every row, and find out anew which rows the optimizer goes on to move."""
         parameter, reach = self.source.parameter, Reach.ALL
-        if group := _groups_of(self.optimizer).get(id(parameter)):  # the optimizer may have been given others instead
+        if group := self.group():
             reach = self.rule.reach(group, parameter.dtype, self.source.is_sparse)
         for part in self.parts:
             part.table.mark_all()
@@ -291,7 +294,9 @@ def _tell_wide_reach(followed: list[_Followed]) -> None:
     """Say once for each optimizer and reach that more is streamed than the rows of the batches."""
     found: dict[tuple[str, Reach], list[str]] = {}
     for each in followed:
-        reach = each.rule.reach(each.group(), each.source.parameter.dtype, each.source.is_sparse)
+        group = each.group()
+        assert group is not None, "it has just been found"
+        reach = each.rule.reach(group, each.source.parameter.dtype, each.source.is_sparse)
         if reach is not Reach.GRADIENT:
             found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
     for (kind, reach), names in found.items():
@@ -301,6 +306,12 @@ def _tell_wide_reach(followed: list[_Followed]) -> None:
             reach.value,
             ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
         )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+    """Return the present settings of one parameter."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -326,26 +337,23 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
     """Find the one optimizer of a table and describe the table, or say why it cannot be streamed."""
     parameter, fqn = source.parameter, source.parts[0].fqn
     in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
-    owners = [
-        optimizer
-        for optimizer in [*optimizers, *in_backward]
-        if any(candidate is parameter for group in optimizer.param_groups for candidate in group["params"])
-    ]
+    settings = [(optimizer, _group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
+    owners = [(optimizer, group) for optimizer, group in settings if group is not None]
     if len(owners) != 1:
-        names = " and ".join(type(owner).__name__ for owner in owners)
+        names = " and ".join(type(owner).__name__ for owner, _ in owners)
         raise UnsupportedModelError(
             f"table {fqn!r} is updated by {len(owners)} optimizers ({names}); one is needed"
             if owners
             else f"table {fqn!r} is trained by none of the optimizers given: "
             f"give the one that trains it, or freeze it with requires_grad_(False)"
         )
-    (optimizer,) = owners
+    ((optimizer, group),) = owners
     try:
         rule = rule_of(optimizer)
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
     followed = _Followed(source=source, optimizer=optimizer, rule=rule, states=())
-    group, kind = followed.group(), type(optimizer).__name__
+    kind = type(optimizer).__name__
     reason = rule.refuse(group, parameter.dtype, source.is_sparse)
     followed.states = rule.states(group)
     if is_dtensor(parameter) and any(is_rowwise for _, is_rowwise in followed.states):

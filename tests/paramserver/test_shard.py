@@ -460,6 +460,10 @@ async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
         request = idl.GetEmbeddingsRequest(more=[more], **vars(more), with_states=True, with_versions=True)
         with pytest.raises(RequestError, match="ask for less at once"):
             await client.get_embeddings(request)
+        none = idl.RowsWanted(fqn=SPEC.fqn, row_ids=b"")
+        request = idl.GetEmbeddingsRequest(more=[none] * 1024, **vars(none), with_states=False, with_versions=False)
+        with pytest.raises(RequestError, match="rows of 1025 tables with one request"):
+            await client.get_embeddings(request)
         with pytest.raises(RequestError, match="ask for less at once"):
             await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(3000, "<i8")))
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer.module_place import ModulePlace
+from headrace.streamer.module_place import ModulePlaces
 from headrace.streamer.tap import tap_model
 
 
@@ -26,7 +26,7 @@ def test_places() -> None:
     """A module keeps its place until another has it: not when it, or what it is in, is wrapped, moved or removed."""
     table = nn.Embedding(3, 2)
     model = nn.ModuleDict({"tower": nn.ModuleDict({"table": table})})
-    place = ModulePlace(model, table)
+    place = ModulePlaces(model).of(table)
     assert place.is_kept()
     model["tower"] = Wrapper(model["tower"])
     assert place.is_kept()
@@ -38,7 +38,7 @@ def test_places() -> None:
     assert place.is_kept()
     model["elsewhere"] = nn.Embedding(3, 2)
     assert not place.is_kept()
-    assert ModulePlace(table, table).is_kept()
+    assert ModulePlaces(table).of(table).is_kept()
 
 
 def grown(model: Any) -> None:
