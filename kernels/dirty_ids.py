@@ -7,7 +7,7 @@ many ids at once takes numpy some 10 ns each, an open-addressing hash table made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -103,12 +103,16 @@ class DirtyIds:
         self._merge()
         return torch.from_numpy(_is_in(row_ids.cpu().numpy(), self._sorted))
 
-    def take(self, max_rows: int | None = None, *, first_row: int = 0) -> torch.Tensor:
+    def take(
+        self, max_rows: int | None = None, *, first_row: int = 0, note: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """Remove and return the lowest dirty ids from `first_row` on; costs in proportion to all that are dirty.
 
         Args:
             max_rows: At most so many, ≥ 0; None takes all.
             first_row: Ids below it stay, ≥ 0.
+            note: Called with the ids before they are removed, so that whoever is interrupted (Ctrl-C) can mark them
+                again: no id is neither here nor noted.
 
         Returns:
             int64[n] on the CPU, ascending, unique, contiguous, owned by the caller.
@@ -117,12 +121,15 @@ class DirtyIds:
         ids = self._sorted
         first = int(np.searchsorted(ids, first_row))
         end = ids.size if max_rows is None else min(ids.size, first + max_rows)
+        # Copies, of a part: a view would keep all of the memory.
+        taken = torch.from_numpy(ids if end - first == ids.size else ids[first:end].copy())
+        if note is not None:
+            note(taken)
         if end - first == ids.size:
             self.clear()
-            return torch.from_numpy(ids)
-        # Copies: a view would keep all of the memory.
-        self._sorted = np.concatenate((ids[:first], ids[end:]))
-        return torch.from_numpy(ids[first:end].copy())
+        else:
+            self._sorted = np.concatenate((ids[:first], ids[end:]))
+        return taken
 
     def parts(self) -> Iterator[torch.Tensor]:
         """Yield the dirty ids, which stay dirty: int64 on the CPU, ascending. Not to be marked meanwhile."""

@@ -6,7 +6,7 @@ looked at: `take` costs in proportion to the dirty blocks, never to the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -131,62 +131,65 @@ class DirtyRows:
         self._words[blocks] = 0
         self._has_rows[blocks] = False
 
-    def take(self, max_rows: int | None = None, *, first_row: int = 0) -> torch.Tensor:
+    def take(
+        self, max_rows: int | None = None, *, first_row: int = 0, note: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """Remove and return the lowest dirty rows from `first_row` on.
 
         Args:
             max_rows: At most so many, ≥ 0; None takes all.
             first_row: Rows below it stay, ≥ 0.
+            note: Called with the rows before they are removed, in one part or several that ascend, so that whoever is
+                interrupted (Ctrl-C) can mark them again: no row is neither here nor noted.
 
         Returns:
             int64[n] on the CPU, ascending, unique, contiguous, owned by the caller.
         """
         wanted = self.num_rows if max_rows is None else max_rows
+        note = note or (lambda row_ids: None)
         parts: list[npt.NDArray[np.int64]] = []
         first_block = first_row // _BLOCK_ROWS
         blocks = np.flatnonzero(self._has_rows[first_block:]) + first_block
-        below = self._hide_below(first_row) if blocks.size and blocks[0] == first_block else None
         for first in range(0, blocks.size, _PASS_BLOCKS):
             if wanted <= 0:
                 break
-            part = self._take_from(blocks[first : first + _PASS_BLOCKS], wanted)
+            part = self._take_from(blocks[first : first + _PASS_BLOCKS], wanted, first_row, note)
             wanted -= part.size
             parts.append(part)
-        if below is not None and below.any():
-            self._words[first_block] |= below
-            self._has_rows[first_block] = True
         if len(parts) == 1:
             return torch.from_numpy(parts[0])
         return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64))
 
-    def _hide_below(self, row: int) -> _Words:
-        """Remove the rows of a row's block that are below it, and return the words that they were in."""
-        block, place = divmod(row, _BLOCK_ROWS)
-        word, bit = divmod(place, _WORD_BITS)
-        words = self._words[block]
-        below: _Words = words.copy()
-        below[word] &= np.uint64((1 << bit) - 1)
-        below[word + 1 :] = 0
-        words ^= below
-        return below
-
-    def _take_from(self, blocks: npt.NDArray[np.intp], max_rows: int) -> npt.NDArray[np.int64]:
-        """Take at most `max_rows` ≥ 1 rows out of blocks, all but the first of which have some."""
+    def _take_from(
+        self, blocks: npt.NDArray[np.intp], max_rows: int, first_row: int, note: Callable[[torch.Tensor], None]
+    ) -> npt.NDArray[np.int64]:
+        """Take at most `max_rows` ≥ 1 rows from `first_row` on out of blocks."""
         words = self._words[blocks]
+        below = _hide_below(words[0], first_row) if first_row and blocks[0] == first_row // _BLOCK_ROWS else None
         num_rows_up_to = np.bitwise_count(words).sum(axis=1, dtype=np.int64).cumsum()
         num_blocks = min(int(np.searchsorted(num_rows_up_to, max_rows)) + 1, blocks.size)
         blocks, words = blocks[:num_blocks], words[:num_blocks]
         is_cut = num_rows_up_to[num_blocks - 1] > max_rows
         ids = _row_ids(words, blocks)[:max_rows]
-        self._words[blocks] = 0
-        self._has_rows[blocks] = False
+        note(torch.from_numpy(ids))
+        if not is_cut and below is None:
+            self._words[blocks] = 0
+            self._has_rows[blocks] = False
+            return ids
+        last = words[-1].copy()
+        words[:] = 0
         if is_cut:  # rows of the last block that are beyond the last one taken stay
             word, bit = divmod(int(ids[-1]) % _BLOCK_ROWS, _WORD_BITS)
-            rest = words[-1]
-            rest[:word] = 0
-            rest[word] &= np.uint64(2**64 - (2 << bit)) if bit < 63 else np.uint64(0)
-            self._words[blocks[-1]] = rest
-            self._has_rows[blocks[-1]] = True
+            last[:word] = 0
+            last[word] &= np.uint64(2**64 - (2 << bit)) if bit < 63 else np.uint64(0)
+            words[-1] = last
+        if below is not None:
+            words[0] |= below
+        has_rows = words[[0, -1]].any(axis=1)
+        # At once: between two of these an interrupt would leave rows neither here nor taken.
+        self._words[blocks] = words
+        self._has_rows[blocks] = False
+        self._has_rows[blocks[[0, -1]]] = has_rows
         return ids
 
     @property
@@ -210,6 +213,16 @@ class DirtyRows:
     def size_bytes(self) -> int:
         """Memory taken, bytes."""
         return self._words.nbytes + self._has_rows.nbytes
+
+
+def _hide_below(words: _Words, row: int) -> _Words:
+    """Remove the rows of a row's block that are below it from its words, and return the words that they were in."""
+    word, bit = divmod(row % _BLOCK_ROWS, _WORD_BITS)
+    below: _Words = words.copy()
+    below[word] &= np.uint64((1 << bit) - 1)
+    below[word + 1 :] = 0
+    words ^= below
+    return below
 
 
 def _row_ids(words: _Words, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:

@@ -6,6 +6,8 @@ out of the dirty set, and of what is to be deleted, whatever is dirty again when
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.kernels.dirty_ids import DirtyIds
@@ -32,28 +34,31 @@ class DeletedRows:
         self._deleted = DirtyIds(num_rows) if is_lasting else None
 
     def add(self, row_ids: torch.Tensor, dirty: TableDirtySet) -> None:
-        """Have rows deleted, and what they had to send forgotten.
+        """Have rows deleted, and what they had to send forgotten; interrupted before the latter, they go on to live.
 
         Args:
             row_ids: int64[n], each once, on the CPU.
             dirty: The table's changed rows.
         """
-        dirty.discard(row_ids)
         self._pending.mark(row_ids)
         if self._deleted is not None:
             self._deleted.mark(row_ids)
+        dirty.discard(row_ids)
 
-    def take(self, max_rows: int, dirty: TableDirtySet) -> torch.Tensor:
+    def take(
+        self, max_rows: int, dirty: TableDirtySet, *, note: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """Remove and return rows to delete; those that are dirty again are alive, and left out for good.
 
         Args:
             max_rows: Look at so many at most, ≥ 0; `is_pending` then says whether any are left.
             dirty: The table's changed rows, before any are taken for the same flush.
+            note: Called with all of these rows before they are removed, for `give_back` after an interrupt.
 
         Returns:
             int64[n] on the CPU, ascending.
         """
-        row_ids = self._pending.take(max_rows)
+        row_ids = self._pending.take(max_rows, note=note)
         return row_ids[~dirty.contains(row_ids)]
 
     def give_back(self, row_ids: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -164,10 +164,14 @@ class DeviceDirtyRows:
             return torch.empty(0, dtype=torch.bool)
         return (self._read()[row_ids >> 6] >> (row_ids & 63) & 1).bool()
 
-    def take(self, max_rows: int | None = None, *, first_row: int = 0) -> Tensor:
+    def take(
+        self, max_rows: int | None = None, *, first_row: int = 0, note: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Remove and return the lowest dirty rows from `first_row` on, as `DirtyRows.take`. Waits."""
         ids, _ = take_dirty(self._read())
         ids = ids[ids >= first_row][:max_rows].clone()
+        if note is not None:
+            note(ids)
         self.discard(ids)
         return ids
 

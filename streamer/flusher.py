@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -184,11 +185,11 @@ class Flusher:
             self._device.raise_failure(self._config.flush_timeout_s)
         if now_s - self._last_flush_s < self._interval_s():
             return
-        buffer = self._pool.acquire()
+        buffer = self._pool.reserve()
         if buffer is None:
             if self._config.policy != "block":
                 return
-            buffer = self._pool.acquire(self._config.block_timeout_s)
+            buffer = self._pool.reserve(self._config.block_timeout_s)
             if buffer is None:
                 raise UnavailableError(
                     f"step {step} has waited {format_seconds(self._config.block_timeout_s)} for a staging buffer: "
@@ -211,7 +212,7 @@ class Flusher:
         self.settle(timeout_s, raises=True)
         is_done = self._cut_at == step and self._is_clean
         while not is_done:
-            buffer = self._pool.acquire() or self._pool.acquire(deadline_s - self._monotonic_s())
+            buffer = self._pool.reserve() or self._pool.reserve(deadline_s - self._monotonic_s())
             if buffer is None:
                 raise UnavailableError(
                     f"{self.num_dirty_rows} rows are not handed over, no staging buffer is free: "
@@ -275,24 +276,28 @@ class Flusher:
         begin_s = self._monotonic_s()
         flush: Flush | None = None
         marked: Marked | None = None
+        is_submitted = False
         try:
             with span("headrace.gather", step=step):
                 flush, marked = self._cut(buffer, step, now_s, taken)
+            self._pool.remove(buffer)
             self._submit(flush)
+            is_submitted = True
+            self._note_sent(flush, marked, taken, now_s)
         except BaseException as exc:
             # An interrupt may come when the flush has been taken already: its buffer is being sent then.
-            if flush is None or self._withdraw(flush):
+            if not is_submitted and (flush is None or self._withdraw(flush)):
                 taken.give_back()
                 if self._device is not None and taken.cut is not None:
                     self._device.take_back(taken.cut)
                 self._pool.release(buffer)
-            else:
+            elif flush is not None:
                 self._note_sent(flush, marked, taken, now_s)
-            if not isinstance(exc, Exception) and flush is None:
-                # One that came amid a take has left rows neither dirty nor taken, and nothing says which.
-                self.mark_all()
+            if not isinstance(exc, Exception) and flush is None and self._device is not None:
+                # One that came amid the device's cut has left rows neither dirty nor taken, and nothing says which.
+                for source in self._device.sources:
+                    source.table.mark_all()
             raise
-        self._note_sent(flush, marked, taken, now_s)
         self._costs_s.append(self._monotonic_s() - begin_s)
 
     def _cut(self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows) -> tuple[Flush, Marked | None]:
@@ -346,9 +351,8 @@ class Flusher:
             if source.table.dirty.is_empty:
                 continue
             max_rows = source.rows_that_fit(free_bytes)
-            row_ids = source.table.dirty.take(max_rows, first_row=first_row)
+            row_ids = source.table.dirty.take(max_rows, first_row=first_row, note=partial(taken.add, source))
             if row_ids.numel():
-                taken.add(source, row_ids)
                 free_bytes -= source.bytes_of_rows(row_ids.numel())
                 first_row = int(row_ids[-1]) + 1
             if row_ids.numel() == max_rows:
@@ -362,10 +366,13 @@ class Flusher:
         for source in self._sources:
             table = source.table
             if table.deleted.is_pending:
-                row_ids = table.deleted.take(source.deletions_that_fit(free_bytes - least_left), table.dirty)
+                max_rows = source.deletions_that_fit(free_bytes - least_left)
+                note = partial(taken.deleted.__setitem__, source)
+                taken.deleted[source] = row_ids = table.deleted.take(max_rows, table.dirty, note=note)
                 if row_ids.numel():
-                    taken.deleted[source] = row_ids
                     free_bytes -= source.bytes_of_deletions(row_ids.numel())
+                else:
+                    del taken.deleted[source]
         return free_bytes
 
     @property

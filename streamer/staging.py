@@ -105,8 +105,12 @@ class StagingPool:
         """Buffers that nobody holds."""
         return len(self._free)
 
-    def acquire(self, timeout_s: float = 0.0) -> StagingBuffer | None:
+    def reserve(self, timeout_s: float = 0.0) -> StagingBuffer | None:
         """Return an empty buffer; None when none becomes free in time, or when the pool is closed.
+
+        It stays in the pool until `remove`, so whoever is interrupted (Ctrl-C) while filling it has not lost it.
+
+        Thread: one alone, which fills one buffer at a time.
 
         Args:
             timeout_s: How long to wait; 0 does not wait.
@@ -115,24 +119,34 @@ class StagingPool:
             # One atomic operation, because a step takes this path and finds no buffer as often as not.
             try:
                 # The last one given back: where the server keeps up, the memory of the other is never touched.
-                return self._free.pop()
+                return self._cleared(self._free[-1])
             except IndexError:
                 return None
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._is_closed:
                 if self._free:
-                    return self._free.pop()
+                    return self._cleared(self._free[-1])
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     return None
         return None
 
+    def remove(self, buffer: StagingBuffer) -> None:
+        """Take a buffer that is reserved out of the pool: whoever gets it gives it back."""
+        self._free.remove(buffer)
+
     def release(self, buffer: StagingBuffer) -> None:
-        """Give a buffer back. REQUIRES: nothing carved out of it is in use any more."""
+        """Give a buffer back; one that was not removed stays. REQUIRES: nothing carved out of it is in use any more."""
         buffer.clear()
         with self._changed:
-            self._free.append(buffer)
+            if buffer not in self._free:
+                self._free.append(buffer)
             self._changed.notify()
+
+    @staticmethod
+    def _cleared(buffer: StagingBuffer) -> StagingBuffer:
+        buffer.clear()
+        return buffer
 
     def close(self) -> None:
         """Wake whoever waits: there will be no more free buffers."""

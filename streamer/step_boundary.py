@@ -75,9 +75,16 @@ class StepBoundary:
         """Tell the boundary now if a step is open or there were updates since the last; return whether it was told."""
         self._sweep()
         if self._is_step_open or (self._has_updates and self._is_alone):
-            self._tell()
+            self.tell()
             return True
         return False
+
+    def tell(self) -> None:
+        """Tell the boundary now. REQUIRES: what has changed is marked."""
+        self._has_updates = False
+        self._is_step_open = False
+        self._stepped.clear()
+        self._on_step()
 
     def close(self) -> None:
         """Remove the hooks; idempotent."""
@@ -88,13 +95,13 @@ class StepBoundary:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) in self._stepped:
             self._sweep()
-            self._tell()
+            self.tell()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
         if len(self._stepped) == self._num_optimizers:
             self._sweep()
-            self._tell()
+            self.tell()
 
     def _before_forward(self, model: nn.Module, *_: Any) -> None:
         # A forward within a backward (activation checkpointing) is part of a step that has begun.
@@ -102,11 +109,5 @@ class StepBoundary:
             return
         if self._is_step_open:
             self._sweep()
-            self._tell()
+            self.tell()
         self._is_step_open = True
-
-    def _tell(self) -> None:
-        self._has_updates = False
-        self._is_step_open = False
-        self._stepped.clear()
-        self._on_step()

@@ -33,13 +33,14 @@ class TakenRows:
         self.cut: DeviceCut | None = None
 
     def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
-        """Note rows of a table, int64[n], local, on the CPU."""
-        self._parts_of.setdefault(source, []).append(row_ids)
+        """Note rows of a table, int64[n], local, on the CPU; several times, in any order."""
+        if row_ids.numel():
+            self._parts_of.setdefault(source, []).append(row_ids)
 
     def by_table(self) -> Iterator[tuple[RowGatherer, _Ids]]:
         """Yield each table with its local rows, unique and ascending."""
         for source, parts in self._parts_of.items():
-            # A sweep takes a table's end before its beginning.
+            # A sweep takes a table's end before its beginning, and a long table is taken in parts.
             yield source, parts[0].numpy() if len(parts) == 1 else np.sort(torch.cat(parts).numpy())
 
     def note_sent(self) -> None:

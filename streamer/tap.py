@@ -137,7 +137,11 @@ class _ModelTap:
         try:
             for fused in sources.fused:
                 self._parts.append(FbgemmTap(fused, note_update=self._note_update))
-            self._parts.append(TorchOptimTap(sources.parameters, optimizers, note_update=self._note_update))
+            self._parts.append(
+                TorchOptimTap(
+                    sources.parameters, optimizers, note_update=self._note_update, end_step=self._end_foreign_step
+                )
+            )
             self.tables = [table for part in self._parts for table in part.tables]
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_be_elsewhere = sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
@@ -166,6 +170,10 @@ class _ModelTap:
     def _note_update(self) -> None:
         if self._boundary is not None:
             self._boundary.note_update()
+
+    def _end_foreign_step(self) -> None:
+        if self._boundary is not None:
+            self._boundary.tell()
 
     def _sweep(self) -> None:
         for part in self._parts:

@@ -25,7 +25,9 @@ from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.foreign_steps import ForeignSteps
 from headrace.streamer.local_parts import is_dtensor, local_tensor
+from headrace.streamer.nonzero_rows import rows_with_any_bit
 from headrace.streamer.optimizer_rules import Reach, Rule, rule_of
 from headrace.streamer.own_memory import check_not_aliased, check_not_shared
 from headrace.streamer.step_hooks import StepHooks
@@ -34,7 +36,6 @@ from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of, sta
 __all__ = ["TableParameter", "TorchOptimTap"]
 
 _log = logging.getLogger(__name__)
-_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,13 @@ class _Followed:
     has_warned: bool = field(default=False)
     # Changed rows are marked on a device, where nobody waits for their number.
     is_on_device: bool = field(default=False)
+    # The type of another optimizer that has trained the table since.
+    usurper: str | None = None
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """What is trained."""
+        return self.source.parameter
 
     @property
     def name(self) -> str:
@@ -121,6 +129,10 @@ class _Followed:
             # A DTensor counts its own writes, and its local tensor those that are made to it directly.
             for number in (local.untyped_storage()._cdata, local.data_ptr(), tensor._version, local._version)
         )
+
+    def is_written(self) -> bool:
+        """Return whether the parameter was written in place since it was last seen."""
+        return not self.seen or self.seen[2] != self.source.parameter._version
 
     def note_seen(self) -> None:
         """Remember how its tensors are now. REQUIRES: what was written to them is marked."""
@@ -148,11 +160,22 @@ class _Followed:
             reach = self.rule.reach(group, parameter.dtype, self.source.is_sparse)
         for part in self.parts:
             part.table.mark_all()
-            if reach is not Reach.GRADIENT:
-                touched = part.touched_beside()
-                touched.clear()
-                for state in self.made().values():
-                    touched.mark(_rows_with_any_bit(part.part.rows(state), waits=not self.is_on_device))
+        if reach is not Reach.GRADIENT:
+            self.find_touched()
+
+    def find_touched(self) -> None:
+        """Find out which rows have states that are not all zero."""
+        for part in self.parts:
+            touched = part.touched_beside()
+            touched.clear()
+            for name, state in self.made().items():
+                if self.fits(name, state):
+                    touched.mark(rows_with_any_bit(part.part.rows(state), waits=not self.is_on_device))
+
+    def fits(self, name: str, state: torch.Tensor) -> bool:
+        """Return whether a state has the shape that the optimizer gives it; else no flush sends it."""
+        num_rows, num_columns = local_tensor(self.source.parameter).shape
+        return state.shape == (num_rows, 1 if dict(self.states)[name] else num_columns)
 
 
 class TorchOptimTap:
@@ -170,6 +193,7 @@ class TorchOptimTap:
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         note_update: Callable[[], None],
+        end_step: Callable[[], None],
     ) -> None:
         """Check that every table can be streamed exactly, then register hooks; no hook is left after an error.
 
@@ -177,6 +201,7 @@ class TorchOptimTap:
             parameters: Tables, each once. Frozen ones (`requires_grad` is False) are not streamed.
             optimizers: Unwrapped; those that run inside `backward()` are found by themselves.
             note_update: Called after rows were marked.
+            end_step: Called after a step that none of the optimizers has made: a flush is to say so.
 
         Raises:
             UnsupportedModelError: A table is not updated by exactly one optimizer, or that one changes rows without a
@@ -184,7 +209,7 @@ class TorchOptimTap:
         """
         parameters = list(parameters)
         optimizers = list(optimizers)
-        self._note_update = note_update
+        self._note_update, self._end_step = note_update, end_step
         self._handles: list[RemovableHandle | StepHooks] = []
         self._frozen = [source for source in parameters if not source.parameter.requires_grad]
         # A rank may hold none of a table's rows.
@@ -199,6 +224,7 @@ class TorchOptimTap:
         for followed in self._followed:
             followed.note_seen()
             by_optimizer.setdefault(id(followed.optimizer), []).append(followed)
+        self._foreign = ForeignSteps(self._followed, sweep=self._sweep, tell=self._note_foreign)
         for group in by_optimizer.values():
             self._register(group[0].optimizer, group)
 
@@ -220,6 +246,7 @@ class TorchOptimTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._foreign.close()
 
     def _register(self, optimizer: torch.optim.Optimizer, followed: list[_Followed]) -> None:
         def before_update() -> None:
@@ -230,6 +257,7 @@ class TorchOptimTap:
             groups = _groups_of(optimizer)
             for each in followed:
                 self._mark(each, groups.get(id(each.source.parameter)), is_next)
+            self._foreign.note_own_step()
 
         def after_load(*_: Any) -> None:
             # New tensors may by chance have the addresses and versions of the old ones.
@@ -238,6 +266,12 @@ class TorchOptimTap:
 
         self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
         self._handles.append(StepHooks(optimizer, before=before_update, after=after_update))
+
+    def _note_foreign(self, tables: list[_Followed], kind: str) -> None:
+        for followed in tables:
+            followed.usurper = kind
+            self._sweep(followed)
+        self._end_step()
 
     def _sweep(self, followed: _Followed) -> None:
         if followed.snapshot() != followed.seen or not followed.source.is_in_use():
@@ -324,13 +358,13 @@ def _names(states: tuple[tuple[str, bool], ...]) -> str:
 
 
 def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
-    """Return int64 ids, local, of the rows that have a gradient, see `_rows_with_any_bit`."""
+    """Return int64 ids, local, of the rows that have a gradient, see `rows_with_any_bit`."""
     if gradient.is_sparse:
         return gradient._indices()[0]  # a gradient may be sparse by its columns too
     if is_dtensor(gradient):
         # Every rank is here: the optimizer's step has just done the same.
         gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return _rows_with_any_bit(local_tensor(gradient), waits=waits)
+    return rows_with_any_bit(local_tensor(gradient), waits=waits)
 
 
 def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:
@@ -366,9 +400,7 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
         part.table.on_move = followed.note_move
     reach = rule.reach(group, parameter.dtype, source.is_sparse)
     if reach is not Reach.GRADIENT:
-        for part in followed.parts:
-            for state in followed.made().values():
-                part.touched.mark(_rows_with_any_bit(part.part.rows(state), waits=True))
+        followed.find_touched()
     return followed
 
 
@@ -382,7 +414,7 @@ def _part(followed: _Followed, part: TablePart) -> _Part:
         shard=ColumnShard(offset=part.column_offset, width=num_columns),
         row_offset=part.row_offset,
         num_local_rows=num_rows,
-        weights=lambda: part.columns(part.rows(local_tensor(parameter))),
+        weights=lambda: part.columns(part.rows(_weights(followed))),
         is_in_use=followed.source.is_in_use,
         states=lambda: _states(followed, part, num_rows, num_columns),
         scalars=lambda: _scalars(followed),
@@ -406,6 +438,16 @@ def _spec(followed: _Followed, part: TablePart) -> TableSpec:
     )
 
 
+def _weights(followed: _Followed) -> torch.Tensor:
+    """Return the live weights, local ones, or say that their states are not the optimizer's that is followed."""
+    if followed.usurper is not None:
+        raise UnsupportedModelError(
+            f"table {followed.name!r} is trained by another optimizer ({followed.usurper}) than the one attached "
+            f"({type(followed.optimizer).__name__}): attach the model and its new optimizer to a new streamer"
+        )
+    return local_tensor(followed.source.parameter)
+
+
 def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
     """Return the live states; those that the optimizer makes in its first step are zeros before."""
     parameter, made = followed.source.parameter, followed.made()
@@ -414,6 +456,9 @@ def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: in
         if name not in made:
             width = 1 if is_rowwise else num_columns
             states[name] = zero_state(num_rows, width, parameter.dtype, parameter.device)
+        elif not followed.fits(name, made[name]):
+            shape, weights = list(made[name].shape), list(local_tensor(parameter).shape)
+            raise UnsupportedModelError(f"state {name!r} of table {part.fqn!r} is {shape} now, of weights {weights}")
         else:
             rows = part.rows(made[name])
             states[name] = rows if is_rowwise else part.columns(rows)
@@ -428,26 +473,6 @@ def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
         for name in followed.rule.scalars
         if (value := state.get(name)) is not None
     }
-
-
-def _rows_with_any_bit(gradient: torch.Tensor, *, waits: bool) -> torch.Tensor:
-    """Return int64 ids of the rows of `[rows, dim]` that are not all +0.0.
-
-    Bits, not values: NaN counts, and -0.0 too, since subtracting it turns a weight of -0.0 into 0.0.
-
-    Args:
-        gradient: Or a state.
-        waits: Wait for a device, whose answer says how many they are; else there is an id for each row, -1 for one that
-            is all +0.0.
-    """
-    if not gradient.numel():
-        return torch.empty(0, dtype=torch.int64)
-    row_bytes = gradient.shape[1] * gradient.element_size()
-    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    is_changed = gradient.detach().contiguous().view(_INT_OF_SIZE[size]).any(dim=1)
-    if waits:
-        return is_changed.nonzero().reshape(-1)
-    return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device), -1)
 
 
 def _warn_once(followed: _Followed, reason: str) -> None:

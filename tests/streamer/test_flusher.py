@@ -66,16 +66,16 @@ def test_block_waits_for_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         submitted.flusher.on_step(step)
     table.mark([3])
     releaser = threading.Thread(target=submitted.release)
-    acquire = submitted.pool.acquire
+    reserve = submitted.pool.reserve
     waits = []
 
-    def acquire_and_release(timeout_s: float = 0.0) -> StagingBuffer | None:
+    def reserve_and_release(timeout_s: float = 0.0) -> StagingBuffer | None:
         if timeout_s:
             waits.append(timeout_s)
             releaser.start()
-        return acquire(timeout_s)
+        return reserve(timeout_s)
 
-    monkeypatch.setattr(submitted.pool, "acquire", acquire_and_release)
+    monkeypatch.setattr(submitted.pool, "reserve", reserve_and_release)
     submitted.flusher.on_step(3)
     releaser.join()
     assert waits == [600.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch_tables import Make, TwoKinds, batch, row_wise_adagrad, touched, train
 
 from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import DType, StateKind
 from headrace.streamer.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 from headrace.streamer.tap import tap_model
@@ -251,6 +253,25 @@ def test_gradients_that_are_sparse_by_columns_too(shape: tuple[int, int]) -> Non
     model.weight.grad = gradient.to_sparse()
     optimizer.step()
     assert mirror.taken == [{"weight": [1]}]
+
+
+@pytest.mark.parametrize("shape", [(60,), (59, 4), (60, 3), (), (60, 4, 1)])
+def test_a_state_of_another_shape_is_told(shape: tuple[int, ...]) -> None:
+    """A state that was replaced by one of another shape is an error of one line, at a boundary and after `attach`."""
+    table = nn.Embedding(60, 4)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1)
+    mirror = Mirror()
+    tap = tap_model(table, optimizer, mirror.on_step)
+    mirror.watch(tap)
+    table(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    optimizer.state[table.weight]["exp_avg"] = torch.ones(shape)
+    told = "state 'exp_avg' of table 'weight' is " + re.escape(f"{list(shape)} now, of weights [60, 4]")
+    with pytest.raises(UnsupportedModelError, match=told):
+        tap.end_step()
+    tap.close()
+    with pytest.raises(UnsupportedModelError, match=told):
+        tap_model(table, optimizer, mirror.on_step).tables[0].states()
 
 
 def test_an_interrupt_amid_the_marks_loses_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
