@@ -84,20 +84,20 @@ class RowPace:
     rows_per_s: float | None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
-    _due_s: float = field(default=0.0, init=False)
+    _due_s: float | None = field(default=None, init=False)
 
     async def wait(self, num_rows: int) -> None:
-        """Return when so many more rows may go.
+        """Return when so many rows, which have just gone, have taken their time.
 
         Cancellation: atomic.
         """
         if self.rows_per_s is None:
             return
         now_s = self.clock()
-        wait_s = self._due_s - now_s
-        self._due_s = max(self._due_s, now_s) + num_rows / self.rows_per_s
-        if wait_s > 0:
-            await self.sleep(wait_s)
+        begin_s = now_s if self._due_s is None else self._due_s
+        self._due_s = max(begin_s + num_rows / self.rows_per_s, now_s)
+        if self._due_s > now_s:
+            await self.sleep(self._due_s - now_s)
 
 
 async def ask_server(target: ReplayTarget) -> ServerFacts:
@@ -158,7 +158,9 @@ class BackfillSender:
         digest = hashlib.sha256(
             msgpack.packb(
                 [
-                    *(_CUT_VERSION, source.stamp, settings, skips_non_finite, len(server.shards)),
+                    # With the whole path: checkpoints of one run have files of one name and length.
+                    *(_CUT_VERSION, [str(file.resolve()) for file in source.files], source.stamp),
+                    *(settings, skips_non_finite, len(server.shards)),
                     *(server.max_message_bytes, [table.spec.fingerprint for table in source.tables]),
                 ]
             )

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, K
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.table_sinks.export_table import ExportConfig, ExportTable
-from headrace.scripts.table_sinks.written_aside import check_place, written_aside
+from headrace.scripts.table_sinks.written_aside import check_place, work_folder, written_aside
 
 __all__ = ["ExportResult", "export", "export_snapshot"]
 
@@ -222,10 +221,8 @@ def export_snapshot(
 @contextlib.contextmanager
 def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: float) -> Iterator[Path]:
     """Yield the directory of a new snapshot of a server, which is gone on both sides afterwards."""
-    folder = to.parent / f".{to.name}.snapshot"
     name = f"export-{time.time_ns()}"
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
+    with work_folder(to, "snapshot") as folder:
         asyncio.run(create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s))
         try:
             with _progress("Fetching") as on_progress:
@@ -236,8 +233,6 @@ def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: flo
             except HeadraceError as exc:
                 print(f"headrace: snapshot {name!r} stays on the server: {exc}", file=sys.stderr)
         yield folder / name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_format(format_name: str, config: ExportConfig, options: dict[str, str]) -> None:

@@ -191,6 +191,10 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
             escape(fqn), str(found.num_rows), str(found.num_deleted), _range(found.epochs), _range(found.steps)
         )
     console.print(table)
+    for log in source.logs:
+        if source.wanted.from_seq is None and log.first_seq > 1:
+            text = f"{log.path} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     first_us, last_us = summary.times_us or (0, 0)
     console.print(
         f"{summary.num_records} records, {decimal(summary.size_bytes)}, of {len(source.logs)} "

@@ -111,5 +111,5 @@ def _key_of(table: ExportTable, field: str, weights_key: str, state_key: str) ->
     template = weights_key if field == "weights" else state_key
     try:
         return template.format(fqn=fqn, table=parts[-2] if len(parts) > 1 else fqn, state=state)
-    except (KeyError, IndexError, ValueError) as exc:
+    except (AttributeError, LookupError, TypeError, ValueError) as exc:
         raise ConfigError(f"{template!r}: only {{fqn}}, {{table}} and {{state}} can be put in") from exc

@@ -13,7 +13,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import DType
 from headrace.scripts.table_sinks.export_table import ExportRows, ExportTable
 
-__all__ = ["IDENTITIES", "check_dense", "columns_of", "dense_pieces", "dense_windows", "names_of"]
+__all__ = ["IDENTITIES", "check_dense", "check_names", "columns_of", "dense_pieces", "dense_windows", "names_of"]
 
 _Array = npt.NDArray[Any]
 _Columns = dict[str, _Array]
@@ -35,6 +35,28 @@ def check_dense(tables: list[ExportTable], format_name: str) -> None:
                 f"--format {format_name}: table {table.spec.fqn!r} has virtual ids, and would be 2^63 rows long; take "
                 "parquet, or some --rows"
             )
+
+
+def check_names(tables: list[ExportTable], format_name: str, reserved: str) -> None:
+    """Check that each tensor has a name of its own.
+
+    Args:
+        tables: What is exported.
+        format_name: For the message.
+        reserved: Name of what a file of that format has besides its tensors.
+
+    Raises:
+        ConfigError: A name is another tensor's, or the reserved one.
+    """
+    taken = {reserved}
+    for table in tables:
+        for name in names_of(table).values():
+            if name in taken:
+                raise ConfigError(
+                    f"--format {format_name}: table {table.spec.fqn!r} needs the name {name!r}, which something else "
+                    "in the file has; take parquet, or other --tables"
+                )
+            taken.add(name)
 
 
 def columns_of(table: ExportTable) -> dict[str, tuple[DType, list[int]]]:

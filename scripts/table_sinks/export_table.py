@@ -47,6 +47,8 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.first_row < 0 or (self.end_row is not None and self.end_row <= self.first_row):
             raise ConfigError(f"--rows {self.first_row}:{self.end_row}: no rows are in there")
+        if self.end_row is not None and self.end_row > 2**63:
+            raise ConfigError(f"--rows {self.first_row}:{self.end_row}: row ids end below 2^63")
         if self.precision not in (None, "fp32", "fp16", "int8"):
             raise ConfigError(f"--dtype {self.precision!r}: fp32, fp16 or int8")
 

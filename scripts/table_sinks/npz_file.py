@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.scripts.table_sinks.dense import check_dense, columns_of, dense_windows, names_of
+from headrace.scripts.table_sinks.dense import check_dense, check_names, columns_of, dense_windows, names_of
 from headrace.scripts.table_sinks.export_table import ExportTable
 from headrace.scripts.table_sources.npz_file import NOTES_MEMBER
 
@@ -31,11 +31,12 @@ def write_npz(path: Path, tables: list[ExportTable], *, on_rows: Callable[[int],
         on_rows: Called with the number of rows that were gone through.
 
     Raises:
-        ConfigError: A table has virtual ids.
+        ConfigError: A table has virtual ids, or two tensors would have one name.
         OSError: The disk failed.
         HeadraceError: The snapshot cannot be read.
     """
     check_dense(tables, "npz")
+    check_names(tables, "npz", NOTES_MEMBER)
     notes = []
     with zipfile.ZipFile(path, "x", allowZip64=True) as archive:
         for table in tables:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace.scripts.table_sinks.dense import check_dense, columns_of, dense_pieces, names_of
+from headrace.scripts.table_sinks.dense import check_dense, check_names, columns_of, dense_pieces, names_of
 from headrace.scripts.table_sinks.export_table import ExportTable
 from headrace.scripts.table_sources.safetensors_file import DTYPE_NAMES, NOTES_KEY
 
 __all__ = ["write_safetensors"]
 
+_METADATA = "__metadata__"  # the format's own
 _ALIGNMENT = 8
 _MAX_WRITES = 16
 # Synced after so much, while more is written, so that the disk is not idle until the end.
@@ -36,11 +37,12 @@ def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callabl
         on_rows: Called with the number of rows that were gone through.
 
     Raises:
-        ConfigError: A table has virtual ids.
+        ConfigError: A table has virtual ids, or two tensors would have one name.
         OSError: The disk failed.
         HeadraceError: The snapshot cannot be read.
     """
     check_dense(tables, "safetensors")
+    check_names(tables, "safetensors", _METADATA)
     header, offsets, size_bytes = _header_of(tables)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -80,7 +82,7 @@ def _header_of(tables: list[ExportTable]) -> tuple[bytes, dict[str, dict[str, in
             end += size_bytes
         identities = names.pop("identities", None)
         notes.append(table.note(names, identities))
-    content = {"__metadata__": {NOTES_KEY: json.dumps({"version": 1, "tables": notes})}, **tensors}
+    content = {_METADATA: {NOTES_KEY: json.dumps({"version": 1, "tables": notes})}, **tensors}
     packed = json.dumps(content, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % _ALIGNMENT)
     return len(packed).to_bytes(8, "little") + packed, offsets, end

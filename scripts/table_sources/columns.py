@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -205,5 +206,6 @@ class map_file_errors:
             raise RequestError(f"{exc.filename or self._path}: there is no such file") from exc
         if isinstance(exc, OSError):
             raise StorageError(f"{self._path}: {exc.strerror or exc}") from exc
-        if isinstance(exc, zipfile.BadZipFile | EOFError) or type(exc).__module__ == "zlib":
+        # The module of LZMA's error need not be there.
+        if isinstance(exc, zipfile.BadZipFile | EOFError | zlib.error) or type(exc).__name__ == "LZMAError":
             raise CorruptionError(f"{self._path}: damaged: {exc}") from exc

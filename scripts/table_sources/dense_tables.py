@@ -58,7 +58,10 @@ def dense_tables(
         CorruptionError: The source's own notes are wrong.
     """
     found = _described(source, naming) if source.notes is not None else _guessed(source, naming, wanted, known)
-    check_wanted(wanted, {table.spec.fqn for table in found}, str(source.path))
+    names = [table.spec.fqn for table in found]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
+    check_wanted(wanted, set(names), str(source.path))
     tables = []
     for table in found:
         if wanted is not None and table.spec.fqn not in wanted:
@@ -106,7 +109,7 @@ def _described(source: TensorSource, naming: Naming) -> list[_Dense]:
             )
             found.append(table)
             _check(source, table, part_of_rows=True)
-    except (KeyError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CorruptionError(f"{source.path}: its notes on tables do not fit its tensors: {exc!r}") from exc
     return found
 

@@ -20,25 +20,36 @@ class Naming:
             ConfigError: One is none.
         """
         self._rules: list[tuple[re.Pattern[str], str]] = []
+        self._unused: dict[int, str] = {}
         for rule in rules:
             name, sign, target = rule.partition("=")
             if not (name and sign and target) or target.count("*") > name.count("*"):
                 raise ConfigError(f"--map {rule!r}: not NAME=FQN or NAME=FQN/STATE, with no more * on the right")
             pattern = "(.*)".join(map(re.escape, name.split("*")))
+            self._unused[len(self._rules)] = rule
             self._rules.append((re.compile(pattern), target))
-
-    def __bool__(self) -> bool:
-        return bool(self._rules)
 
     def target_of(self, name: str) -> str | None:
         """Return what a name is mapped to; None where no rule fits."""
-        for pattern, target in self._rules:
+        found = None
+        for number, (pattern, target) in enumerate(self._rules):
             match = pattern.fullmatch(name)
             if match:
-                parts = target.split("*")
-                groups = [*match.groups()][: len(parts) - 1]
-                return "".join(a + b for a, b in zip(parts, [*groups, ""], strict=True))
-        return None
+                self._unused.pop(number, None)
+                if found is None:
+                    parts = target.split("*")
+                    groups = [*match.groups()][: len(parts) - 1]
+                    found = "".join(a + b for a, b in zip(parts, [*groups, ""], strict=True))
+        return found
+
+    def check_used(self, where: str) -> None:
+        """Check that each rule has fit a name that was asked for: one that fits none is misspelled.
+
+        Raises:
+            ConfigError: One has not.
+        """
+        for rule in self._unused.values():
+            raise ConfigError(f"--map {rule!r}: fits nothing in {where}")
 
 
 def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:

@@ -61,7 +61,11 @@ def open_npz(path: Path) -> TensorSource:
 def _header_of(
     path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    with archive.open(info) as file:
+    try:
+        file = archive.open(info)
+    except RuntimeError as exc:  # NotImplementedError is one
+        raise RequestError(f"{path}: {info.filename!r} is encrypted, or of a compression that is not read") from exc
+    with file:
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

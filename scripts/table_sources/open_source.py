@@ -91,6 +91,7 @@ def open_source(
     else:
         load = _import("dense_tables", "dense_tables", "numpy")
         tables = load(tensors, naming=naming, wanted=wanted, known=known, zero_states=zero_states, versions=versions)
+    naming.check_used(str(path))
     return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
 
 

@@ -87,6 +87,8 @@ def parquet_tables(
 def _open(path: Path, naming: Naming, known: Mapping[str, TableSpec]) -> _File:
     with _mapped_errors(path), pq.ParquetFile(path) as file:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
+        if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+            raise RequestError(f"{path}: two columns have the name {repeated[0]!r}")
         notes = (schema.metadata or {}).get(NOTES_KEY)
         if notes is not None:
             try:
@@ -183,24 +185,22 @@ def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
 
 def _ready(file: _File, versions: Versions) -> SourceTable:
     layout = RecordLayout(file.spec, file.spec.whole)
-    names = ["row_id", *layout.columns]
-    names += ["identity"] * file.spec.has_identities
+    names = ["row_id", *["identity"] * file.spec.has_identities]
     names += [name for name in ("epoch", "step", "time_us", "deleted") if name in file.names]
 
     def chunks(max_bytes: int) -> Iterator[RowChunk]:
-        for batch in _batches(file.path, names, max(1, max_bytes // layout.size_bytes)):
+        for batch in _batches(file.path, [*names, *layout.columns], max(1, max_bytes // layout.size_bytes)):
             yield _chunk_of(file, layout, batch, versions)
 
     def check_ids() -> None:
         last = -1
-        for batch in _batches(file.path, ["row_id"], 1 << 20):
-            ids = _numbers(file.path, batch, "row_id", DType.INT64, 1)[:, 0]
-            blank = RowChunk(row_ids=ids, columns={}, epochs=1, steps=0, times_us=0)
+        for batch in _batches(file.path, names, 1 << 20):
+            bare = _chunk_of(file, None, batch, versions)
             try:
-                blank.check(file.spec, after_row=last)
+                bare.check(file.spec, after_row=last)
             except HeadraceError as exc:
                 raise type(exc)(f"{file.path}: {exc}") from exc
-            last = int(ids[-1])
+            last = int(bare.row_ids[-1])
 
     return SourceTable(name=file.path.name, spec=file.spec, num_rows=file.num_rows, chunks=chunks, check_ids=check_ids)
 
@@ -212,7 +212,7 @@ def _batches(path: Path, names: list[str], num_rows: int) -> Iterator[pa.RecordB
                 yield batch
 
 
-def _chunk_of(file: _File, layout: RecordLayout, batch: pa.RecordBatch, versions: Versions) -> RowChunk:
+def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, versions: Versions) -> RowChunk:
     def ids(name: str) -> npt.NDArray[np.int64]:
         return _numbers(file.path, batch, name, DType.INT64, 1)[:, 0]
 
@@ -221,13 +221,13 @@ def _chunk_of(file: _File, layout: RecordLayout, batch: pa.RecordBatch, versions
         row_ids=ids("row_id"),
         columns={
             name: _numbers(file.path, batch, name, column.dtype, column.width)
-            for name, column in layout.columns.items()
+            for name, column in (layout.columns.items() if layout is not None else ())
         },
         epochs=ids("epoch") if has_versions else versions.epoch or 1,
         steps=ids("step") if has_versions else versions.step,
         times_us=ids("time_us") if "time_us" in file.names else versions.time_us,
         identities=ids("identity") if file.spec.has_identities else None,
-        is_deleted=np.asarray(batch.column("deleted")) if "deleted" in file.names else None,
+        is_deleted=_flags(file.path, batch, "deleted") if "deleted" in file.names else None,
     )
 
 
@@ -239,6 +239,13 @@ def _numbers(path: Path, batch: pa.RecordBatch, name: str, dtype: DType, width: 
         raise RequestError(f"{path}: column {name!r} has empty values")
     found = values.to_numpy(zero_copy_only=True)
     return np.asarray(found.astype(dtype.numpy, copy=False).reshape(len(array), width))
+
+
+def _flags(path: Path, batch: pa.RecordBatch, name: str) -> npt.NDArray[np.bool_]:
+    array = batch.column(name)
+    if array.null_count:
+        raise RequestError(f"{path}: column {name!r} has empty values")
+    return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def open_safetensors(path: Path) -> TensorSource:
             )
             columns[name] = RawColumn(name, dtype, shape, [piece])
         try:
-            notes = json.loads(header.get("__metadata__", {}).get(NOTES_KEY, "null"))
+            notes = json.loads((header.get("__metadata__") or {}).get(NOTES_KEY, "null"))
         except (ValueError, RecursionError) as exc:
             raise CorruptionError(f"{path}: its notes on tables are damaged") from exc
         return TensorSource(path=path, columns=columns, files=[path], notes=notes)

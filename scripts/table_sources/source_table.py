@@ -36,7 +36,7 @@ class SourceTable:
         spec: What it is, or becomes, in the target.
         num_rows: Rows that it has to give.
         chunks: Yields them, ascending, about so many bytes at a time as it is given.
-        check_ids: Reads the row ids alone, if they have to be read to be known, and checks them.
+        check_ids: Reads ids, versions and deletions, if they have to be read to be known, and checks them.
     """
 
     name: str

@@ -49,6 +49,8 @@ def open_torch_file(path: Path) -> TensorSource:
         columns: dict[str, Column] = {}
         for name, tensor in _flatten(content, "", 0):
             if tensor.dtype in TORCH_DTYPES and tensor.dim() in (1, 2):
+                if name in columns:
+                    raise RequestError(f"{path}: two tensors have the name {name!r}, nested dicts joined by dots")
                 dtype = TORCH_DTYPES[tensor.dtype]
                 piece = piece_of(path, name, tensor, row=0, column=0, base=0)
                 columns[name] = RawColumn(name, dtype, tuple(tensor.shape), [piece])
@@ -108,11 +110,11 @@ def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base:
     Raises:
         RequestError: They do not lie row after row.
     """
-    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    two = tensor.dim() == 2
-    width, strides = (tensor.shape[1] if two else 1), tensor.stride()
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not hasattr(tensor, "placements")
-    if offset is None or not is_plain or (two and width > 1 and strides[1] != 1) or (strides[0] < width):
+    two = tensor.dim() == 2
+    width, strides = (tensor.shape[1] if two else 1), tensor.stride() if is_plain else (0, 0)
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
+    if offset is None or (two and width > 1 and strides[1] != 1) or (strides[0] < width):
         raise RequestError(f"{path}: tensor {name!r} does not lie row after row; save it as tensor.contiguous()")
     size = tensor.dtype.itemsize
     return Piece(

@@ -132,6 +132,18 @@ def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest
     assert _read(server, "table", ids).weights.tobytes() == values[ids].tobytes()
 
 
+def test_another_file_of_that_name_is_sent(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """A file of the same name, length and time in another directory is another source, not one that is there."""
+    for number in (1, 2):
+        path = tmp_path / str(number) / "t.npz"
+        path.parent.mkdir()
+        np.savez(path, table=np.full((10, 3), number, "<f4"))
+        os.utime(path, ns=(0, 0))
+        report = _report(capsys, path, "--server", server.address, "--tables", "table")
+        assert (report["table"]["written"], report["table"]["earlier"]) == (10, 0)
+    assert (_read(server, "table", np.arange(10)).weights == 2).all()
+
+
 def test_a_dry_run_changes_nothing(
     parquet: Path, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +231,7 @@ def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: 
 
 
 async def test_a_pace_is_even() -> None:
-    """Rows go at the rate that was asked for: after so many, one waits for their time, and no longer."""
+    """Rows go at the rate that was asked for, the first ones too: their time is waited for, and no longer."""
     now, slept = 100.0, []
 
     async def sleep(seconds: float) -> None:
@@ -228,12 +240,15 @@ async def test_a_pace_is_even() -> None:
         now += seconds
 
     pace = RowPace(1000, clock=lambda: now, sleep=sleep)
-    for _ in range(4):
+    for _ in range(3):
         await pace.wait(500)
-    assert slept == [0.5, 0.5, 0.5]
+        now += 0.1
+    assert slept == [0.5, 0.4, 0.4]
     now += 10
     await pace.wait(500)
-    assert slept == [0.5, 0.5, 0.5]
+    assert slept == [0.5, 0.4, 0.4]
+    await pace.wait(500)
+    assert slept == [0.5, 0.4, 0.4, 0.5]
     await RowPace(None, sleep=sleep).wait(10**9)
 
 

@@ -23,10 +23,13 @@ from headrace import cli
 from headrace.kernels.row_quantization import dequantize_rows, error_bound
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.snapshot_files import SnapshotFiles
-from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import export as export_module
 from headrace.scripts.bench_tables import snapshot_of
+from headrace.scripts.table_sinks import written_aside as written_aside_module
 from headrace.scripts.table_sinks.export_table import file_name_of
+from headrace.scripts.table_sinks.written_aside import work_folder, written_aside
 
 IDS = np.flatnonzero(np.arange(500) % 9)
 GONE = [10, 11, 12]
@@ -241,12 +244,15 @@ def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) ->
         (["--format", "npz", "--rows", "7"], "not A:B"),
         (["--format", "npz", "--rows", "9:9"], "no rows are in there"),
         (["--format", "npz", "--rows", "0:501"], "has 500 rows"),
+        (["--format", "npz", "--rows", f"0:{2**64}"], "row ids end below 2^63"),
         (["--format", "npz", "--tables", "nowhere"], "no such table in the snapshot"),
         (["--format", "npz", "--dtype", "fp8"], "fp32, fp16 or int8"),
         (["--format", "npz", "--since-step", "3"], "goes with --format parquet"),
         (["--format", "dcp", "--dtype", "int8"], "for trainers"),
         (["--format", "npz", "--state-key", "x"], "goes with --format dcp"),
         (["--format", "dcp", "--with-states", "--state-key", "{nothing}"], "can be put in"),
+        (["--format", "dcp", "--weights-key", "{fqn.nothing}"], "can be put in"),
+        (["--format", "dcp", "--weights-key", "{fqn[nothing]}"], "can be put in"),
         (["--format", "dcp", "--with-states", "--state-key", "one"], "two tensors"),
     ],
 )
@@ -278,6 +284,56 @@ def test_nothing_is_written_over(folder: Path, tmp_path: Path, capsys: pytest.Ca
     _export(folder, tmp_path / "other.npz", "npz", code=1)
     assert "checksum" in capsys.readouterr().err
     assert not (tmp_path / "other.npz").exists()
+
+
+def test_two_exports_to_one_place(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While one export writes, another one to the same place is refused: neither takes the other's half for its own."""
+    with written_aside(tmp_path / "out.npz") as aside:
+        aside.write_bytes(b"whole")
+        _export(folder, tmp_path / "out.npz", "npz", code=1)
+        assert "another export is making it just now" in capsys.readouterr().err
+    assert (tmp_path / "out.npz").read_bytes() == b"whole"
+    arguments = ["export", "--server", "127.0.0.1:1", "--to", str(tmp_path / "other.npz"), "--format", "npz"]
+    with work_folder(tmp_path / "other.npz", "snapshot"):
+        assert cli.main(arguments) == 1
+        assert "another export is making it just now" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out.npz", "snapshots"]
+
+
+def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock on a directory that its last holder has removed meanwhile is no claim to the one that is there now."""
+    lock = written_aside_module.fcntl.flock
+
+    def remove_first(fd: int, operation: int) -> None:
+        (tmp_path / ".out.export").rename(tmp_path / "removed")
+        (tmp_path / ".out.export").mkdir()
+        lock(fd, operation)
+
+    monkeypatch.setattr(written_aside_module.fcntl, "flock", remove_first)
+    with pytest.raises(ConfigError, match="another export"), work_folder(tmp_path / "out", "export"):
+        pass
+    assert (tmp_path / ".out.export").is_dir()
+
+
+_STATE = StateSpec(name="x", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["safetensors", "npz"])
+def test_tensors_of_one_name_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table whose tensor has another one's name, or that of the file's own part, is in no file that lacks it."""
+    own = {"safetensors": "__metadata__", "npz": "headrace"}[name]
+    tables = [
+        TableSpec(fqn="a", num_rows=4, dim=2, dtype=DType.FLOAT32, states=(_STATE,)),
+        TableSpec(fqn="a/x", num_rows=4, dim=2, dtype=DType.FLOAT32),
+        TableSpec(fqn=own, num_rows=4, dim=2, dtype=DType.FLOAT32),
+    ]
+    folder = snapshot(tmp_path, {spec: chunk_of(spec, range(4)) for spec in tables})
+    for fqns, taken in ((["a", "a/x"], "a/x"), ([own], own)):
+        chosen = [argument for fqn in fqns for argument in ("--tables", fqn)]
+        _export(folder, tmp_path / "out", name, "--with-states", *chosen, code=1)
+        assert f"needs the name {taken!r}, which something else" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    _export(folder, tmp_path / "out", name, "--tables", "a", "--tables", "a/x")
 
 
 def test_names_of_tables_are_no_paths() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from shard_servers import serve_shards
+from table_rows import ITEMS, build, chunk_of
 
 from headrace import cli
 from headrace.paramserver.client import ParamServerClient
@@ -93,11 +94,24 @@ def test_into_a_new_directory(source: Path, tmp_path: Path, capsys: pytest.Captu
     assert "44 rows were there from an earlier run of it" in out
 
 
+def test_a_log_that_lacks_its_beginning_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that were there before the first record of a log are not replayed, and the summary says so."""
+    source = build(tmp_path / "source", {ITEMS: chunk_of(ITEMS, range(5))}, num_shards=1)
+    asyncio.run(_fill(source))
+    assert _run(source, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert f"{source / 'shard-0000' / 'log'} begins at seq 2: what was written before is not in it" in out
+    assert ITEMS.fqn not in out
+    assert _run(source, "--dry-run", "--from-seq", 4) == 0
+    assert "begins at" not in capsys.readouterr().out
+
+
 def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--dry-run` counts records, rows, deletes, bytes, epochs and steps of the range, and writes nothing."""
     before = sorted(path.name for path in tmp_path.rglob("*"))
     assert _run(source, "--dry-run", "--since", "2023-11-14T22:15:20Z", "--until", 1_700_000_180) == 0
     out = capsys.readouterr().out
+    assert "begins at" not in out
     for words in ("items.weight", "20", "20–30", "2 records", "of 1 log;", "2023-11-14 22:15:20 to"):
         assert words in out
     assert sorted(path.name for path in tmp_path.rglob("*")) == before

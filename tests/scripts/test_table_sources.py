@@ -126,6 +126,9 @@ def test_state_dicts(tmp_path: Path) -> None:
     assert rows["weights"].tobytes() == content["model"]["view"].contiguous().numpy().tobytes()
     with pytest.raises(ConfigError, match=r"which tensors are tables\?.*model\.dense"):
         _all_rows(tmp_path / "state.pt")
+    torch.save({"t": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(RequestError, match="'t' does not lie row after row"):
+        _all_rows(tmp_path / "sparse.pt", tables=("t",))
 
 
 def test_checkpoint_in_parts(tmp_path: Path) -> None:
@@ -199,6 +202,9 @@ def test_safetensors(tmp_path: Path) -> None:
     rows = _all_rows(tmp_path / "a.safetensors", "emb=t", "emb.momentum=t/momentum")
     assert rows["weights"].tobytes() == values.tobytes()
     assert rows["state:momentum"].tolist() == [[1.0]] * 40
+    header = json.dumps({"__metadata__": None, "t": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "b.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert _all_rows(tmp_path / "b.safetensors", tables=("t",))["weights"].tolist() == [[0.0]]
     data = (tmp_path / "a.safetensors").read_bytes()
     for wrong in (data[:-1], data[:7], data.replace(b"[40,6]", b"[40,7]"), b"\xff" * 8 + data[8:]):
         (tmp_path / "b.safetensors").write_bytes(wrong)
@@ -233,6 +239,18 @@ def test_parquet_of_others(tmp_path: Path) -> None:
             BackfillConfig().open(_parquet(path, [1, 2], **changes), None)
     with pytest.raises(RequestError, match="empty values"):
         _all_rows(_parquet(path, [1, None]))
+    for changes in (
+        {"deleted": pa.array([True, None])},
+        {"epoch": pa.array([1, 0]), "step": pa.array([0, 0])},
+        {"identity": pa.array([1, None])},
+    ):
+        (table,) = BackfillConfig().open(_parquet(path, [1, 2], **changes), None).tables
+        with pytest.raises(RequestError, match=r"t\.parquet: (column '(deleted|identity)' has empty|.* an epoch)"):
+            table.check_ids()
+    pq.write_table(pa.table([pa.array([1, 2])] * 2, names=["row_id", "row_id"]), path)
+    with pytest.raises(RequestError, match="two columns have the name 'row_id'"):
+        BackfillConfig().open(path, None)
+    _parquet(path, [1, 2])
     data = path.read_bytes()
     for wrong in (data[:-1], data[:20], b"junk"):
         path.write_bytes(wrong)
@@ -278,6 +296,7 @@ def test_damaged_notes(tmp_path: Path) -> None:
         {**good, "spec": packed[:-1]},
         {**good, "first_row": 1},
         {**good, "states": {"a": "t"}, "spec": ["t", 4, 2, 1, [["a", 9, 1, 0]], False]},
+        {**good, "states": ["t"]},
         {"spec": packed},
     ):
         notes = json.dumps({"version": 1, "tables": [note]})
@@ -300,6 +319,59 @@ def test_deep_nests_are_damage(tmp_path: Path) -> None:
     for name in ("t.safetensors", "t.npz", "t.parquet", "h.npz"):
         with pytest.raises(CorruptionError, match=name):
             BackfillConfig().open(tmp_path / name, None)
+
+
+def test_no_name_stands_for_two(tmp_path: Path) -> None:
+    """Tensors of one name, and tables that rules make one, are refused: neither is taken for the other."""
+    torch.save({"a.b": torch.ones(3, 2), "a": {"b": torch.zeros(3, 2)}}, tmp_path / "t.pt")
+    with pytest.raises(RequestError, match=r"two tensors have the name 'a\.b'"):
+        BackfillConfig(tables=("a.b",)).open(tmp_path / "t.pt", None)
+    notes = [
+        {"spec": [fqn, 4, 2, 1, [], False], "first_row": 0, "precision": None}
+        | {"weights": fqn, "states": {}, "identities": None}
+        for fqn in ("a", "b")
+    ]
+    values = {fqn: np.zeros((4, 2), np.float32) for fqn in ("a", "b")}
+    packed = json.dumps({"version": 1, "tables": notes})
+    save_file(values, tmp_path / "t.safetensors", metadata={"headrace": packed})
+    with pytest.raises(ConfigError, match="two of its tables would be 'one'"):
+        BackfillConfig(maps=("*=one",)).open(tmp_path / "t.safetensors", None)
+
+
+def test_archives_that_are_not_read(tmp_path: Path) -> None:
+    """An encrypted member, an unknown compression and a damaged one are one line, not a crash."""
+    path, content = tmp_path / "t.npz", io.BytesIO()
+    np.save(content, np.arange(512, dtype=np.float32).reshape(256, 2))
+
+    def write(compression: int) -> tuple[bytearray, int]:
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr("t.npy", content.getvalue())
+        data = bytearray(path.read_bytes())
+        return data, data.index(b"PK\x01\x02")
+
+    data, entry = write(zipfile.ZIP_STORED)
+    for at, value in ((entry + 8, 1), (entry + 10, 99)):  # the flag of encryption, the number of the method
+        wrong = bytearray(data)
+        wrong[at] = value
+        wrong[at - entry - 2] = value
+        path.write_bytes(wrong)
+        with pytest.raises(RequestError, match=r"t\.npz: 't\.npy' is encrypted, or of a compression"):
+            _all_rows(path, tables=("t",))
+    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
+        data, entry = write(compression)
+        data[entry // 2 : entry // 2 + 32] = b"\xa5" * 32
+        path.write_bytes(data)
+        with pytest.raises(CorruptionError, match=r"t\.npz: "):
+            _all_rows(path, tables=("t",))
+
+
+def test_rules_that_fit_nothing_are_refused(tmp_path: Path) -> None:
+    """A rule that is misspelled is said, and not a table made without what it was to bring."""
+    np.savez(tmp_path / "t.npz", a=np.ones((3, 2), "<f4"), s=np.ones(3, "<f4"))
+    with pytest.raises(ConfigError, match=r"--map 'S=a/sum': fits nothing in .*t\.npz"):
+        BackfillConfig(maps=("S=a/sum",), tables=("a",)).open(tmp_path / "t.npz", None)
+    # One that fits only what an earlier rule has taken is no mistake.
+    BackfillConfig(maps=("a=a", "s=a/sum", "*=rest")).open(tmp_path / "t.npz", None)
 
 
 def test_rules() -> None:
