@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.paramserver.shard_link import AnotherServerError, ShardLink, retry
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import GoneError, ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, unpack_header
@@ -71,6 +73,7 @@ class ShardFollower:
         self._lease_ms = round(lease_s * 1000)
         self._max_bytes = max_bytes
         self._wait_ms = round(wait_s * 1000)
+        self._asked_s: float | None = None  # since when the shard owes an answer
 
     async def fetch(self) -> list[Update]:
         """Return the next records; none when nothing has come for as long as a fetch waits.
@@ -96,6 +99,18 @@ class ShardFollower:
             expected += 1
         self.next_seq, self.last_seq = expected, reply.last_seq
         return updates
+
+    def silence(self, patience_s: float) -> str | None:
+        """Return for how long the shard has owed an answer, and why, where that is longer than some seconds; else None.
+
+        Thread: any.
+        """
+        asked_s, failure = self._asked_s, self._link.failure
+        silent_s = 0.0 if asked_s is None else time.monotonic() - asked_s
+        if silent_s <= patience_s:
+            return None
+        why = "" if failure is None else f": {failure}"
+        return f"{self._link.address} has not answered for {format_seconds(silent_s)}{why}"
 
     @property
     def is_registered(self) -> bool:
@@ -146,7 +161,10 @@ class ShardFollower:
             lease_ms=self._lease_ms if self._name is not None else None,
             body_offset=body_offset or None,
         )
+        self._asked_s = time.monotonic()
         try:
             return await retry(lambda: self._link.fetch_updates(request))
         except AnotherServerError as exc:
             raise GoneError(f"the store is another one than before: {exc}") from exc
+        finally:
+            self._asked_s = None

@@ -64,6 +64,11 @@ class Copies:
         """
         return [link.address for copy in self._followed[-1:] for link in copy.reader.links]
 
+    @property
+    def silence(self) -> str | None:
+        """Which shard gives no answer to the copy that answers; see `Followed.silence`. Thread: any."""
+        return next((copy.silence for copy in self._followed[-1:]), None)
+
     def describe_lag(self) -> str:
         """Say what the copy that was begun last has not come to; one line without an end."""
         if self._beginning is None:
@@ -100,28 +105,32 @@ class Copies:
         """
         if len(self._followed) < 2:
             raise ConfigError("there is no previous copy to roll back to")
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()  # in the place of the one that is dropped
-            await asyncio.wait([self._rebuilding])
         self._dropped.append(self._followed.pop())
-        copy = self._followed[-1]
+        copy, rebuilding = self._followed[-1], self._rebuilding
         self.current, self.failure = copy.generation, None
         self._notify()
         if copy.lost is not None:
             self._on_lost(copy, copy.lost)
+        if rebuilding is not None:
+            rebuilding.cancel()  # it was in the place of the one that is dropped
+            await asyncio.wait([rebuilding])
         await self._end_dropped()
 
     async def close(self) -> None:
         """Follow nothing any more, and free what the copies hold."""
+        self._dropped += self._followed
+        self._followed = []  # so that nobody begins anew
         if self._rebuilding is not None:
             self._rebuilding.cancel()
             await asyncio.wait([self._rebuilding])
-        self._dropped += self._followed
-        self._followed = []
         await self._end_dropped()
 
-    async def _begin(self, snapshot: Path | None, is_enough: Callable[[Followed, Generation | None], bool]) -> Followed:
+    async def _begin(
+        self, snapshot: Path | None, is_enough: Callable[[Followed, Generation | None, bool], bool]
+    ) -> Followed:
         self._beginning = None
+        # Before the server is asked how far it is: what lookups see goes on.
+        shown_seqs = [] if self.current is None else [tail.visible_seq for tail in self.current.tails]
         copy = await self._builder.build(
             snapshot,
             held_bytes=sum(copy.generation.size_bytes for copy in self._followed),
@@ -129,8 +138,9 @@ class Copies:
             on_lost=self._on_lost,
         )
         self._beginning = copy
+        is_set_back = any(seq < shown for seq, shown in zip(copy.target_seqs, shown_seqs, strict=False))
         try:
-            await copy.show_when(lambda: is_enough(copy, self.current))
+            await copy.show_when(lambda: is_enough(copy, self.current, is_set_back), beside=self._followed[-1:])
         except BaseException:
             self._dropped.append(copy)
             await self._end_dropped()
@@ -167,8 +177,18 @@ class Copies:
             return  # who waits for it is told; the previous one is looked at when it is rolled back to
         self.failure = error
         _log.warning("the replica is not up to date: %s; beginning anew", error)
-        if self._rebuilding is None or self._rebuilding.done():
+        self._begin_anew()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the copy that answers is not followed any more."""
+        return bool(self._followed) and self._followed[-1].lost is not None
+
+    def _begin_anew(self, _: object = None) -> None:
+        """Begin anew where the copy that answers is lost and nobody does yet, or who did was stopped."""
+        if self._is_lost and (self._rebuilding is None or self._rebuilding.done()):
             self._rebuilding = asyncio.create_task(self._rebuild(), name="headrace-replica-rebuild")
+            self._rebuilding.add_done_callback(self._begin_anew)
 
     async def _rebuild(self) -> None:
         """Begin anew until there is a copy that follows; lookups go on in the one that was left behind."""
@@ -176,14 +196,15 @@ class Copies:
         while True:
             try:
                 async with self._switching:
-                    if self.newest.lost is not None:
+                    if self._is_lost:
                         await self._free_what_failed(self.newest.generation)
                         await self._change_to(await self._begin(None, self._can_replace), keep_previous=False)
             except Exception as exc:  # whatever it is, the next attempt may go better
                 error = exc if isinstance(exc, HeadraceError) else HeadraceError(f"beginning anew failed: {exc!r}")
-                self.failure = error
+                if self._is_lost:  # else the change has come, and what belongs to its end has failed
+                    self.failure = error
                 _log.warning("the replica could not begin anew: %s", error)
-            if self.newest.lost is None:
+            if not self._is_lost:
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -193,7 +214,7 @@ class Copies:
         if generation.failure is not None:
             await asyncio.to_thread(generation.close)
 
-    def _can_replace(self, copy: Followed, old: Generation | None) -> bool:
+    def _can_replace(self, copy: Followed, old: Generation | None, is_set_back: bool) -> bool:
         """Return whether a copy that nobody asked for can take the place of the one that lookups see."""
         lacking = _what_is_lacking(copy.generation, old)
         if lacking is not None:
@@ -201,18 +222,22 @@ class Copies:
                 f"the server is another store than before and has no {lacking} yet: lookups go on in the old copy"
             )
             return False
-        return has_caught_up(copy, old)
+        return has_caught_up(copy, old, is_set_back)
 
 
-def has_caught_up(copy: Followed, old: Generation | None) -> bool:
-    """Return whether a new copy has what the server had when it began, and shows what the old copy shows."""
+def has_caught_up(copy: Followed, old: Generation | None, is_set_back: bool) -> bool:
+    """Return whether a new copy has what the server had when it began, and shows what the old copy shows.
+
+    Args:
+        copy: The new one.
+        old: What lookups see.
+        is_set_back: The server's log does not have all that they see any more: that is not waited for.
+    """
     new = copy.generation
     if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=True)):
         return False
-    if old is None or old.server_id != new.server_id or len(old.tails) != len(new.tails):
+    if old is None or old.server_id != new.server_id or len(old.tails) != len(new.tails) or is_set_back:
         return True
-    if any(seq < tail.visible_seq for seq, tail in zip(copy.target_seqs, old.tails, strict=True)):
-        return True  # the server was set back: what lookups see is not in its log any more
     is_behind = old.visible is not None and new.visible < old.visible
     return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
 

@@ -22,7 +22,7 @@ from headrace.paramserver.replica.storage import Storage, memory_needed
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import fetch_snapshot, newest_snapshot
 from headrace.paramserver.snapshot_files import read_manifest, verify_snapshot
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, UnavailableError, UnknownTableError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -125,18 +125,15 @@ class CopyBuilder:
                     generation = await self._load(snapshot, reader, lease, storage, held_bytes)
             elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
-                generation = await load_live(
-                    reader,
-                    is_by_step=self._is_by_step,
-                    make_table=storage.make,
-                    lease=lease,
-                )
+                generation = await self._load_live(reader, lease, storage)
             else:
                 generation = await self._load_newest(reader, lease, storage, held_bytes)
             targets = [status.accepted_seq for status in await reader.status()]
         except BaseException:
-            await reader.close()
-            await asyncio.to_thread(storage.close)
+            try:
+                await reader.close()
+            finally:  # also where that is cancelled
+                await asyncio.to_thread(storage.close)
             raise
         return Followed(
             generation,
@@ -147,6 +144,12 @@ class CopyBuilder:
             on_change=on_change,
             on_lost=on_lost,
         )
+
+    async def _load_live(self, reader: EmbeddingReader, lease: CopyLease, storage: Storage) -> Generation:
+        try:
+            return await load_live(reader, is_by_step=self._is_by_step, make_table=storage.make, lease=lease)
+        except UnknownTableError as exc:  # one that another shard has told of: a trainer is just beginning
+            raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
 
     async def _load(
         self, folder: Path, reader: EmbeddingReader, lease: CopyLease, storage: Storage, held_bytes: int

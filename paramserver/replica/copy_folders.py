@@ -77,6 +77,7 @@ class CopyFolders:
         self._is_closed = True
         if self._removal is not None:
             self._removal()
+        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
         os.close(self._lock_fd)
 
 

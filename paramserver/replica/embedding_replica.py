@@ -220,7 +220,10 @@ class EmbeddingReplica:
         Raises:
             HeadraceError: As of `lookup`.
         """
-        return self._with_generation(lambda generation: self._look(generation, wanted))
+        found = self._with_generation(lambda generation: _look(generation, wanted))
+        for (fqn, ids, _), (_, missing) in zip(wanted, found, strict=True):
+            self._count_missing(fqn, ids, missing)
+        return [rows for rows, _ in found]
 
     def _with_generation(self, look: Callable[[Generation], _T]) -> _T:
         while True:
@@ -232,24 +235,11 @@ class EmbeddingReplica:
                 if generation is self._copies.current and generation.failure is None:
                     raise
             else:
-                if generation.failure is None:
+                # One that others do not look into any more may be ahead of theirs: who looks next would go back.
+                if generation.failure is None and generation is self._copies.current:
                     return found
             if generation is self._copies.current:
                 raise StorageError(f"the replica's copy is not whole any more: {generation.failure}")
-
-    def _look(
-        self, generation: Generation, wanted: Sequence[tuple[str, _Ids, Callable[[ReplicaTable, _Ids], Looked]]]
-    ) -> list[torch.Tensor]:
-        for fqn, ids, _ in wanted:
-            generation.table(fqn).spec.check_row_ids(ids)
-
-        def look() -> list[Looked]:
-            return [make(generation.tables[fqn], ids) for fqn, ids, make in wanted]
-
-        found = generation.gate.read(look)
-        for (fqn, ids, _), (_, missing) in zip(wanted, found, strict=True):
-            self._count_missing(fqn, ids, missing)
-        return [rows for rows, _ in found]
 
     def prefetch(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> None:
         """Have rows of a table on disk read into its hot rows, by other threads; of a table in memory do nothing.
@@ -320,9 +310,14 @@ class EmbeddingReplica:
     def num_rows(self, fqn: str) -> int:
         """Return how many rows of a table are present; of one on disk, about (`DiskTable.num_present`).
 
+        While a copy that failed is made anew, and none can be looked up, that is 0.
+
         Raises:
             UnknownTableError: The replica has no such table.
         """
+        generation = self._generation
+        if generation.failure is not None and fqn in generation.tables:
+            return 0
         return self._with_generation(lambda generation: generation.table(fqn).num_present)
 
     # Freshness.
@@ -340,7 +335,8 @@ class EmbeddingReplica:
     @property
     def failure(self) -> HeadraceError | None:
         """Why the replica is not kept up to date at the moment; None while it is."""
-        failure, trouble = self._copies.failure, self._reach_log.trouble(self._copies.addresses)
+        failure = self._copies.failure
+        trouble = self._reach_log.trouble(self._copies.addresses) or self._copies.silence
         return UnavailableError(trouble) if failure is None and trouble is not None else failure
 
     @property
@@ -486,3 +482,11 @@ class EmbeddingReplica:
             if self._config.missing == "error":
                 first = int(ids[np.argmax(missing)])
                 raise RequestError(f"table {fqn!r}: {what} {first} is not there ({number} of {ids.size} are missing)")
+
+
+def _look(
+    generation: Generation, wanted: Sequence[tuple[str, _Ids, Callable[[ReplicaTable, _Ids], Looked]]]
+) -> list[Looked]:
+    for fqn, ids, _ in wanted:
+        generation.table(fqn).spec.check_row_ids(ids)
+    return generation.gate.read(lambda: [make(generation.tables[fqn], ids) for fqn, ids, make in wanted])

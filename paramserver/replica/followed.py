@@ -11,7 +11,7 @@ from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.log_hold import CopyLease
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, UnavailableError
 
 __all__ = ["Followed"]
 
@@ -24,7 +24,8 @@ class Followed:
     Attributes:
         generation: What is kept up to date.
         target_seqs: What the server had accepted, by shard, when this began.
-        lost: Why it is not any more: its place in a log is gone, or a record cannot be applied. None while all is well.
+        lost: Why it is not any more: its place in a log is gone, a record cannot be applied, or it is closed. None
+            while all is well.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Followed:
         self._changed = asyncio.Event()
         self._taking = asyncio.Lock()
         self._holding = asyncio.Lock()
+        self._followers: list[ShardFollower] = []
         self._tasks = [
             asyncio.create_task(self._follow(tail.shard), name=f"headrace-follow-{tail.shard}")
             for tail in generation.tails
@@ -81,8 +83,12 @@ class Followed:
             self._changed.clear()
             await self._changed.wait()
 
-    async def show_when(self, is_so: Callable[[], bool]) -> None:
+    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[Followed] = ()) -> None:
         """Return when something holds; from that very moment on the copy changes as one that lookups see.
+
+        Args:
+            is_so: What is to hold.
+            beside: Copies that it is compared with: a thread that applies updates to one of them is waited for.
 
         Raises:
             HeadraceError: Following has ended before.
@@ -91,7 +97,9 @@ class Followed:
         """
         while not self.generation.is_shown:
             await self.wait_until(is_so)
-            async with self._taking:  # another thread may be taking updates
+            async with contextlib.AsyncExitStack() as stack:
+                for copy in (self, *beside):  # another thread may be taking updates
+                    await stack.enter_async_context(copy._taking)
                 self.generation.is_shown = self.lost is None and is_so()
 
     @contextlib.asynccontextmanager
@@ -150,12 +158,24 @@ class Followed:
         self._changed.set()
 
     @property
+    def silence(self) -> str | None:
+        """Which shard has given no answer for longer than a fetch may take, for people; None when there is none.
+
+        Such a shard can be reached: it greets, and then refuses or is stuck. Thread: any.
+        """
+        patience_s = self._config.fetch_wait_s + self._config.timeout_s
+        return next((said for follower in self._followers if (said := follower.silence(patience_s))), None)
+
+    @property
     def reader(self) -> EmbeddingReader:
         """Connected to the server that is followed."""
         return self._reader
 
     async def close(self) -> None:
-        """Stop following; the generation stays as it is. Idempotent."""
+        """Stop following; the generation stays as it is, and who waits for something of it is told. Idempotent."""
+        if self.lost is None:
+            self.lost = UnavailableError("the copy is not followed any more: another one has taken its place")
+            self._changed.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,6 +185,7 @@ class Followed:
         generation, config = self.generation, self._config
         from_seq, link = generation.tails[shard].seq + 1, self._reader.links[shard]
         follower = self._lease.follower(link, from_seq=from_seq, wait_s=config.fetch_wait_s)
+        self._followers.append(follower)
         try:
             while True:
                 await self._wait_for_room(shard, follower)

@@ -217,6 +217,8 @@ class Generation:
                         self._apply(change)
                 tail.shown(change, self._clock_us())
                 has_changed = True
+        if any(tail.pending for tail in self.tails):
+            return has_changed  # held: the sessions know of steps whose rows nobody sees yet
         epoch = max((tail.epoch for tail in self.tails), default=0)
         visible = (epoch, min((tail.watermark_of(epoch) for tail in self.tails), default=-1))
         has_changed = has_changed or visible != self.visible

@@ -213,12 +213,17 @@ class HotRows:
             at = at[~(self._keys[sets[at]] == ids[at, None]).any(axis=1)]
             if at.size:
                 at, slots = self._make_place(at[np.lexsort((~is_known[at], sets[at]))], sets, is_known)
-                self._keys.reshape(-1)[slots] = ids[at]
+                # No key until its row is there: an interrupt or a lack of memory must leave no other row under it.
+                keys = self._keys.reshape(-1)
+                filled = sets[at[keys[slots] == _NO_ID]]
+                keys[slots] = _NO_ID
                 self._rows[slots] = rows[at]
                 self._is_present[slots] = is_present[at]
                 self._pins[slots] = int(is_pinned)
                 self._clock += 1
                 self._used.reshape(-1)[slots] = self._clock
+                keys[slots] = ids[at]
+                self._num_free[filled] = np.count_nonzero(self._keys[filled] == _NO_ID, axis=1)
                 self._admitted += at.size
                 entered[at] = True
         return entered
@@ -246,7 +251,6 @@ class HotRows:
         is_free = age == _FREE_SINCE
         gets = is_free | (is_known[at] & (age != _PINNED))
         self._evicted += int(np.count_nonzero(gets & ~is_free))
-        np.subtract.at(self._num_free, mine[is_free], 1)
         return at[gets], (mine * _WAYS + ways[:, 0])[gets]
 
     def pin(self, ids: _Ids) -> _Bools:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ class FakeCopy:
         self.closing = asyncio.Event()
         self.may_close = asyncio.Event()
         self.may_close.set()
+        self.beside: list[Any] = []
         self._changed = asyncio.Event()
         self.on_lost: Callable[[Any, HeadraceError], None] = lambda *_: None
 
@@ -51,7 +52,8 @@ class FakeCopy:
             if self.lost is not None:
                 raise self.lost
 
-    async def show_when(self, is_so: Callable[[], bool]) -> None:
+    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[Any]) -> None:
+        self.beside = list(beside)
         await self.wait_until(is_so)
         self.generation.is_shown = True
 
@@ -233,6 +235,48 @@ async def test_rolling_back_does_not_wait_for_what_cannot_begin() -> None:
     await copies.close()
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_roll_back_that_is_given_up_leaves_a_copy_that_follows(is_lost: bool) -> None:
+    """Whoever cancels it has lookups see the one before; and where that is lost, another one is begun."""
+    first, second, stuck, last = FakeCopy(), FakeCopy(), FakeCopy(seq=1, target_seq=2), FakeCopy()
+    copies, builder = made(first, second, stuck, last)
+    await switch(copies)
+    await switch(copies)
+    second.lose()
+    await until(lambda: stuck in builder.given)
+    if is_lost:
+        first.lose()
+    stuck.may_close.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await copies.roll_back()
+    assert copies.current is first.generation and copies.failure is first.lost
+    stuck.may_close.set()
+    if is_lost:
+        await until(lambda: copies.current is last.generation)
+    await until(lambda: copies._rebuilding is not None and copies._rebuilding.done())
+    await copies.close()
+    assert all(copy.num_closed for copy in (first, second, stuck)) and builder.results == ([] if is_lost else [last])
+
+
+async def test_what_fails_behind_a_change_is_no_failure_of_the_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy that answers follows: that old snapshots cannot be removed is said, and nothing else."""
+    copies, builder = made(FakeCopy(), FakeCopy())
+    await switch(copies)
+
+    async def fail() -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(builder, "remove_old_snapshots", fail)
+    builder.given[0].lose()
+    await until(lambda: "No locks available" in caplog.text)
+    await until(lambda: copies._rebuilding is not None and copies._rebuilding.done())
+    assert copies.current is builder.given[1].generation and copies.failure is None
+    await copies.close()
+
+
 async def test_a_copy_that_was_loaded_meanwhile_ends_the_rebuilding() -> None:
     """Where somebody has switched to another copy, the lost one needs no other successor."""
     first, loaded = FakeCopy(), FakeCopy(seq=1, target_seq=2)
@@ -259,6 +303,7 @@ async def test_one_copy_is_begun_at_a_time() -> None:
     first.move(2, (1, 1))
     await asyncio.gather(*switching)
     assert builder.given == [first, second] and copies.current is second.generation
+    assert (first.beside, second.beside) == ([], [first])  # it is not compared with one that a thread changes
     assert builder.held_bytes == [0, first.generation.size_bytes] and first.generation.size_bytes > 0
     await copies.close()
     assert first.num_closed == second.num_closed == 1
@@ -275,6 +320,25 @@ async def test_a_server_that_was_set_back_is_taken_up() -> None:
     second = builder.given[1]
     second.move(60, (4, 60))
     await until(lambda: copies.current is second.generation)
+    await copies.close()
+
+
+async def test_what_the_old_copy_shows_meanwhile_is_waited_for() -> None:
+    """The old copy goes on after the server was asked how far it is: that is no server that was set back."""
+    first = FakeCopy(seq=100, visible=(5, 100))
+    copies, builder = made(first, FakeCopy(seq=50, target_seq=100, visible=(5, 50)))
+    await switch(copies)
+    switching = asyncio.create_task(switch(copies))
+    await until(lambda: len(builder.given) == 2)
+    second = builder.given[1]
+    first.move(110, (5, 110))
+    second.move(100, (5, 100))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert copies.current is first.generation
+    second.move(110, (5, 110))
+    await switching
+    assert copies.current is second.generation
     await copies.close()
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,8 +17,12 @@ from shard_servers import serve_shards
 
 from headrace.paramserver import snapshot_client
 from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica, copy_builder
+from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots
+from headrace.paramserver.replica.storage import Storage
 from headrace.paramserver.shard import Shard
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
@@ -311,5 +315,45 @@ async def test_a_step_that_does_not_end_takes_no_memory_without_bound(tmp_path: 
             assert sum(shard.pending_bytes for shard in replica.freshness()) == 0
             report = await asyncio.to_thread(replica.audit)
             assert report.is_equal
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+async def test_a_copy_that_is_given_up_twice_leaves_no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline, and then the replica's end while its connections are closed: its stores are closed all the same."""
+
+    class Gone:
+        tables: ClassVar[dict[str, TableSpec]] = {}
+
+        async def status(self) -> None:
+            raise UnavailableError("the server is gone")
+
+        async def close(self) -> None:
+            raise asyncio.CancelledError
+
+    async def connect(*_: object, **__: object) -> Gone:
+        return Gone()
+
+    closed: list[Storage] = []
+    monkeypatch.setattr(EmbeddingReader, "connect", connect)
+    monkeypatch.setattr(Storage, "close", lambda storage: closed.append(storage))
+    with pytest.raises(asyncio.CancelledError):
+        await CopyBuilder("127.0.0.1:1", ADMIN, ReplicaConfig()).build(
+            None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None
+        )
+    assert len(closed) == 1
+
+
+async def test_a_table_that_one_shard_does_not_have_yet_is_waited_for(tmp_path: Path) -> None:
+    """A trainer that is just beginning registers with one shard after the other: no reason to give up."""
+    async with serving(tmp_path) as server:
+        writer = Writer(server.clients[:1], PLAIN, epoch=1)
+        await writer.hello()
+        with pytest.raises(UnavailableError, match=r"'plain\.weight'.*not registered at every shard yet"):
+            await asyncio.to_thread(EmbeddingReplica, server.address)
+        await Writer(server.clients[1:], PLAIN, epoch=1).hello()
+        replica = await asyncio.to_thread(EmbeddingReplica, server.address, fetch_wait_s=0.1)
+        try:
+            assert PLAIN.fqn in replica.tables
         finally:
             await asyncio.to_thread(replica.close)

@@ -38,6 +38,17 @@ def test_two_replicas_do_not_share_a_directory(tmp_path: Path) -> None:
     CopyFolders(tmp_path / "new").close()
 
 
+def test_a_child_that_was_forked_keeps_no_directory(tmp_path: Path) -> None:
+    """It has the file of the lock open, as a copy of the descriptor has; the next replica is let in all the same."""
+    folders = CopyFolders(tmp_path)
+    of_child = os.dup(folders._lock_fd)
+    try:
+        folders.close()
+        CopyFolders(tmp_path).close()
+    finally:
+        os.close(of_child)
+
+
 def test_a_temporary_directory_goes_with_its_replica() -> None:
     """Without a directory one is made, and nothing of it is left."""
     folders = CopyFolders(None)

@@ -17,7 +17,7 @@ from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import Change, ShardTail
 from headrace.paramserver.sessions import Sessions
-from headrace.schemas.errors import GoneError, HeadraceError, StorageError
+from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 
 WAIT_S = 20.0
@@ -28,7 +28,7 @@ class Silent:
 
     def __init__(self) -> None:
         hello = SimpleNamespace(server_id="s")
-        self.links = [SimpleNamespace(hello=hello, fetch_updates=self._never, address="nowhere")]
+        self.links = [SimpleNamespace(hello=hello, fetch_updates=self._never, address="nowhere", failure=None)]
         self.asked: asyncio.Queue[Any] = asyncio.Queue()
 
     async def _never(self, request: object) -> None:
@@ -278,4 +278,55 @@ async def test_a_copy_is_shown_when_nobody_is_changing_it() -> None:
     async with asyncio.timeout(WAIT_S):
         await showing
     assert copy.generation.is_shown
+    await copy.close()
+
+
+async def test_a_copy_is_shown_when_nobody_is_changing_the_one_before() -> None:
+    """A thread that applies updates to the old copy could have it show more than what was compared with the new one."""
+    (old, _), (new, _) = followed(), followed()
+    async with old._taking:
+        showing = asyncio.create_task(new.show_when(lambda: True, beside=[old]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not showing.done() and not new.generation.is_shown
+    async with asyncio.timeout(WAIT_S):
+        await showing
+    assert new.generation.is_shown
+    await old.close()
+    await new.close()
+
+
+async def test_who_waits_for_a_copy_that_is_closed_is_told() -> None:
+    """An audit of a copy that another one replaces meanwhile ends then, not at its deadline; nobody begins anew."""
+    copy, lost = followed()
+
+    async def audit() -> None:
+        async with copy.held():
+            await copy.show_up_to([5])
+
+    auditing = asyncio.create_task(audit())
+    while copy.generation.limits != (5,):  # noqa: ASYNC110 (what is waited for belongs to the code under test)
+        await asyncio.sleep(0)
+    await copy.close()
+    with pytest.raises(UnavailableError, match="not followed any more"):
+        await asyncio.wait_for(auditing, WAIT_S)
+    assert not lost and copy.generation.limits is None
+
+
+async def test_a_shard_that_greets_and_gives_no_answer_is_told() -> None:
+    """What can be reached and is stuck keeps the copy from what is new, so it is said; not before a fetch may take."""
+    server = Silent()
+    copy, lost = followed(server=server)
+    async with asyncio.timeout(WAIT_S):
+        await server.asked.get()
+    assert copy.silence is None
+    await copy.close()
+    assert copy.silence is None  # it is not asked any more
+    copy, lost = followed(server=server, fetch_wait_s=0.01, timeout_s=0.01)
+    async with asyncio.timeout(WAIT_S):
+        while copy.silence is None:  # noqa: ASYNC110 (it becomes so by the clock)
+            await asyncio.sleep(0.001)
+    assert copy.silence.startswith("nowhere has not answered for ") and not lost
+    server.links[0].failure = OverloadedError("too many requests")
+    assert copy.silence.endswith("s: too many requests")
     await copy.close()

@@ -375,6 +375,20 @@ def test_latest_shows_everything_at_once() -> None:
     assert copy.take(1, shards[1].take()) and copy.generation.visible == (1, 4)
 
 
+def test_what_is_held_counts_for_no_step() -> None:
+    """While an audit holds the copy, rows wait: `visible` says what lookups see, not what has come."""
+    copy, shard = Copy(1, is_by_step=False), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+    copy.generation.limits = [copy.generation.tails[0].visible_seq]
+    shard.write(2, 2.0)
+    assert not copy.take(0, shard.take())
+    assert (copy.generation.visible, copy.values(0)) == ((1, 1), [1.0])
+    copy.generation.limits = None
+    assert copy.generation.advance()
+    assert (copy.generation.visible, copy.values(0)) == ((1, 2), [2.0])
+
+
 def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
     """An update's delay is from the trainer's clock to being visible; lag is only what is known to wait."""
     copy, shards = Copy(2), [Shard(), Shard()]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from headrace.paramserver.replica.hot_rows import HotRows, HotRowStats, capacity_for, size_of_hot_rows
 
@@ -120,6 +121,23 @@ def test_a_write_changes_the_rows_that_are_here() -> None:
     hot.end_write(ids, _rows([21, 31]), ids, np.array([False, True]))
     assert _look(hot, [1, 2, 3]) == [10, 21, None]
     assert hot.gather(ids[:1], np.zeros(1, f"V{ROW_BYTES}"))[1].tolist() == [False]
+
+
+@pytest.mark.parametrize("there", [[], list(range(8))])
+def test_who_is_interrupted_leaves_no_row_under_another_id(there: list[int]) -> None:
+    """An interrupt, or a lack of memory, amid letting a row in: it is not here, and comes in the next time."""
+
+    class Interrupted:
+        def __getitem__(self, _: object) -> None:
+            raise KeyboardInterrupt
+
+    hot, ids = HotRows(8, ROW_BYTES), np.array([100])
+    _admit(hot, there)
+    with pytest.raises(KeyboardInterrupt):
+        hot.admit(ids, cast("Any", Interrupted()), np.ones(1, bool), hot.ticket(ids), is_wanted=True)
+    assert _look(hot, [100, *there[1:]]) == [None, *(row * 10 for row in there[1:])]
+    assert _admit(hot, [100]) == [True] and _look(hot, [100, *there[1:]]) == [1000, *(row * 10 for row in there[1:])]
+    assert _admit(hot, range(200, 207)) == [not there] * 7  # and it is known how many places are free
 
 
 def test_pinned_rows_stay() -> None:

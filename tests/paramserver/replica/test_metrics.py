@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from pathlib import Path
 
+import pytest
 from fake_replica import FakeReplica
+from identity_writer import IdentityWriter, identity_spec
 from prometheus_client.parser import text_string_to_metric_families
+from shard_servers import serve_shards
 
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.metrics import replica_metrics
-from headrace.schemas.errors import GoneError
+from headrace.schemas.errors import GoneError, StorageError, UnknownTableError
 
 
-def _values(replica: FakeReplica) -> dict[tuple[str, str], float]:
+def _values(replica: FakeReplica | EmbeddingReplica) -> dict[tuple[str, str], float]:
     page = replica_metrics(replica).decode()  # type: ignore[arg-type]
     return {
         (
@@ -41,3 +48,27 @@ def test_idle_shard_is_not_stale() -> None:
     replica.failure = GoneError("the log is gone")
     values = _values(replica)
     assert (values["lag_seconds", "0"], values["behind", "0"], values["up_to_date", ""]) == (0, 0, 0)
+
+
+async def test_a_replica_that_answers_nothing_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy whose disk has failed, and a shard that is stuck: whoever watches must see just that."""
+    async with serve_shards(tmp_path, 1) as ports:
+        writer = await IdentityWriter.connect(ports)
+        await writer.write({1: 10, 2: 20})
+        await writer.close()
+        replica = await asyncio.to_thread(lambda: EmbeddingReplica(f"127.0.0.1:{ports[0]}", fetch_wait_s=0.1))
+        try:
+            fqn = identity_spec().fqn
+            values = _values(replica)
+            assert (values["up_to_date", ""], values["table_rows", fqn]) == (1, 2)
+            monkeypatch.setattr(Followed, "silence", "the shard has not answered for 40 s")
+            assert str(replica.failure) == "the shard has not answered for 40 s"
+            generation = replica._copies.current
+            assert generation is not None
+            generation.failure = StorageError("no space left on device")
+            values = _values(replica)
+            assert (values["up_to_date", ""], values["table_rows", fqn]) == (0, 0)
+            with pytest.raises(UnknownTableError):
+                replica.num_rows("no.such")
+        finally:
+            await asyncio.to_thread(replica.close)
