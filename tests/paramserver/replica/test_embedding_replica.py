@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import signal
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from counted_training import ROWS, STORAGE, WAIT_S, Training, assert_equal, settle
 from held_ports import hold_ports
 from torch import nn
 from watched_server import wait_until
@@ -23,91 +20,15 @@ from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.security import Token
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot
-from headrace.paramserver.snapshot_files import verify_snapshot
-from headrace.paramserver.store import RowStore
 from headrace.schemas.errors import (
     ConfigError,
-    CorruptionError,
-    HeadraceError,
     RequestError,
     RowRangeError,
-    StorageError,
     UnauthorizedError,
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
-
-WAIT_S = 30.0
-ROWS = 300
-# On disk with place for few of the rows: most lookups read some from there, and push others out.
-STORAGE = pytest.mark.parametrize(
-    "storage", [{}, {"*": DiskStorage(memory_bytes=4096)}, {"left.*": DiskStorage()}], ids=["memory", "disk", "mixed"]
-)
-
-
-class Training:
-    """Two tables whose every row is the step at which it was last updated: all rows, in both, at each step."""
-
-    def __init__(self, address: str, *, run: str = "run") -> None:
-        self.model = nn.ModuleDict(
-            {name: nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=False) for name in ("left", "right")}
-        )
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.zero_()
-        # Its gradient is one everywhere: each step adds one.
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.streamer = RawEmbeddingStreamer(address, run=run)
-        self.streamer.attach(self.model, self.optimizer, publish="all")
-        self.num_steps = 0
-
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = torch.full_like(parameter, -1.0)
-        self.optimizer.step()
-        self.num_steps += 1
-
-    def flush(self) -> None:
-        self.streamer.flush()
-
-    def close(self) -> None:
-        self.streamer.close()
-
-
-def _snapshot(server: ServerProcess) -> Path:
-    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
-    manifest = asyncio.run(create_snapshot(server.address, dial=dial, timeout_s=WAIT_S))
-    return server.data_dir / "snapshots" / manifest.name
-
-
-def _assert_equal(replica: EmbeddingReplica, training: Training) -> None:
-    for name, bag in training.model.items():
-        rows = replica.lookup(f"{name}.weight", torch.arange(ROWS))
-        assert torch.equal(rows, bag.weight.detach()), name
-        assert replica.num_rows(f"{name}.weight") == ROWS
-
-
-def _settle(replica: EmbeddingReplica, training: Training) -> None:
-    """Return when the replica shows what the trainer has flushed."""
-    training.flush()
-    replica.wait_for(training.num_steps, WAIT_S)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path / "data", shards=2) as process:
-        yield process
-
-
-@pytest.fixture
-def training(server: ServerProcess) -> Iterator[Training]:
-    training = Training(server.address)
-    yield training
-    training.close()
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])
@@ -119,17 +40,17 @@ def test_equals_the_trainer_over_a_restart_of_the_server(tmp_path: Path, storage
         training.step()
         training.flush()
         with EmbeddingReplica(server.address, consistency=consistency, storage=storage, name="test") as replica:
-            _assert_equal(replica, training)
+            assert_equal(replica, training)
             for _ in range(3):
                 training.step()
-                _settle(replica, training)
-                _assert_equal(replica, training)
+                settle(replica, training)
+                assert_equal(replica, training)
             for pid in server.shard_pids:
                 os.kill(pid, signal.SIGKILL)
             for _ in range(3):
                 training.step()
-            _settle(replica, training)
-            _assert_equal(replica, training)
+            settle(replica, training)
+            assert_equal(replica, training)
             assert replica.failure is None and replica.epoch == 1
             for shard in replica.freshness():
                 assert shard.visible_seq == shard.last_seq and shard.lag_s == 0 and shard.lag_steps == 0
@@ -162,150 +83,13 @@ def test_a_step_is_seen_whole(server: ServerProcess, training: Training, storage
         for _ in range(60):
             training.step()
             if training.num_steps % 4 == 0:
-                _settle(replica, training)
+                settle(replica, training)
         is_over.set()
         for reader in readers:
             reader.join()
-        _settle(replica, training)
-        _assert_equal(replica, training)
+        settle(replica, training)
+        assert_equal(replica, training)
     assert not faults and len({*seen[0], *seen[1]}) > 3
-
-
-@STORAGE
-def test_snapshots_are_switched_under_lookups(
-    server: ServerProcess, training: Training, tmp_path: Path, storage: Any
-) -> None:
-    """A replica that begins from a snapshot catches up; switching to another and back fails no lookup and is equal."""
-    training.step()
-    training.flush()
-    first = _snapshot(server)
-    training.step()
-    training.flush()
-    settings: dict[str, Any] = {"consistency": "step", "storage": storage, "disk_dir": tmp_path / "disk"}
-    with EmbeddingReplica(server.address, snapshot=first, **settings) as replica:
-        _assert_equal(replica, training)
-        failures: list[HeadraceError] = []
-        is_over = threading.Event()
-
-        def read() -> None:
-            newest = 0.0
-            while not is_over.is_set():
-                try:
-                    row = replica.lookup("left.weight", [7])
-                except HeadraceError as exc:
-                    failures.append(exc)
-                else:
-                    assert row[0, 0] >= newest
-                    newest = float(row[0, 0])
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        second = _snapshot(server)
-        for _ in range(3):
-            training.step()
-            replica.load_snapshot(second, timeout_s=WAIT_S)
-            _settle(replica, training)
-            _assert_equal(replica, training)
-            assert len(list(tmp_path.glob("disk/copy-*"))) == (2 if storage else 0)
-        training.step()
-        replica.roll_back()
-        is_over.set()
-        reader.join()
-        assert not failures
-        _settle(replica, training)
-        _assert_equal(replica, training)
-        with pytest.raises(ConfigError, match="no previous copy"):
-            replica.roll_back()
-    assert not list(tmp_path.glob("disk/copy-*"))
-    verify_snapshot(second)  # what is linked to was not written to
-
-
-def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Training, tmp_path: Path) -> None:
-    """One that is damaged, is not there, or would not fit in memory is refused, and lookups go on."""
-    training.step()
-    training.flush()
-    folder = _snapshot(server)
-    with EmbeddingReplica(server.address) as replica:
-        with pytest.raises(ConfigError, match="no snapshot"):
-            replica.load_snapshot(tmp_path)
-        file = next((folder / "shard-0000").glob("*.sst"))
-        data = file.read_bytes()
-        file.unlink()  # it is a hard link to the store's own
-        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(CorruptionError, match=file.name):
-            replica.load_snapshot(folder)
-        _assert_equal(replica, training)
-    folder = _snapshot(server)
-    with EmbeddingReplica(server.address, max_memory_bytes=30_000) as replica:
-        with pytest.raises(ConfigError, match="MiB are free"):
-            replica.load_snapshot(folder)
-        _assert_equal(replica, training)
-    with pytest.raises(ConfigError, match="MiB are free"):
-        EmbeddingReplica(server.address, max_memory_bytes=1000)
-
-
-def _left_behind(folder: Path) -> tuple[EmbeddingReplica, Training, int]:
-    """Return a replica whose server, of one step, has gone, what the trainer had, and the server's port."""
-    port = hold_ports(2)
-    with ServerProcess.start(folder, shards=2, port=port) as server:
-        training = Training(server.address)
-        training.step()
-        training.flush()
-        replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
-        training.close()
-        return replica, training, port
-
-
-def test_another_store_at_the_address_is_taken_up(tmp_path: Path) -> None:
-    """The replica keeps answering from the old store and begins anew with the new one by itself."""
-    replica, training, port = _left_behind(tmp_path / "one")
-    assert float(replica.lookup("left.weight", 3)[0]) == 1.0
-    with replica, ServerProcess.start(tmp_path / "two", shards=1, port=port) as server:
-        training = Training(server.address)
-        for _ in range(5):
-            training.step()
-        training.flush()
-        replica.wait_for(5, WAIT_S)
-        _assert_equal(replica, training)
-        training.close()
-
-
-def test_an_empty_server_at_the_address_takes_nothing_from_lookups(tmp_path: Path) -> None:
-    """Started by mistake, it is waited for; when the right one is back the replica goes on with that."""
-    replica, training, port = _left_behind(tmp_path / "one")
-    with replica:
-        with ServerProcess.start(tmp_path / "empty", shards=2, port=port):
-            wait_until(lambda: "has no table 'left.weight' yet" in str(replica.failure))
-            _assert_equal(replica, training)
-        with ServerProcess.start(tmp_path / "one", shards=2, port=port) as server:
-            training = Training(server.address)
-            for _ in range(3):
-                training.step()
-            _settle(replica, training)
-            _assert_equal(replica, training)
-            assert replica.failure is None
-            training.close()
-
-
-def test_a_server_that_was_set_back_is_followed(tmp_path: Path) -> None:
-    """After its directory was restored from an older copy, lookups have what the server has, and then what comes."""
-    port = hold_ports(2)
-    with ServerProcess.start(tmp_path / "data", shards=2, port=port) as server:
-        training = Training(server.address)
-        training.step()
-        training.close()
-    shutil.copytree(tmp_path / "data", tmp_path / "older")
-    with ServerProcess.start(tmp_path / "data", shards=2, port=port) as server:
-        training = Training(server.address)
-        for _ in range(5):
-            training.step()
-            training.flush()
-        replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
-        assert float(replica.lookup("left.weight", 3)[0]) == 5.0
-        training.close()
-    with replica, ServerProcess.start(tmp_path / "older", shards=2, port=port):
-        wait_until(lambda: float(replica.lookup("left.weight", 3)[0]) == 1.0, "the older copy")
-        assert replica.failure is None
 
 
 def test_the_last_flush_of_a_step_is_seen(server: ServerProcess, training: Training) -> None:
@@ -336,7 +120,7 @@ def test_a_forked_child_is_told(server: ServerProcess, training: Training) -> No
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        _assert_equal(replica, training)
+        assert_equal(replica, training)
 
 
 def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Training, tmp_path: Path) -> None:
@@ -358,34 +142,6 @@ def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Traini
     ):
         with pytest.raises(UnavailableError, match="closed"):
             call()
-
-
-def test_a_copy_whose_disk_failed_is_replaced(
-    server: ServerProcess, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write that fails half way ends the copy; lookups fail until another has caught up, and show no half step."""
-    training.step()
-    training.flush()
-    storage = {"right.*": DiskStorage()}
-    (tmp_path / "disk" / "copy-000009").mkdir(parents=True)  # of a replica that was killed
-    with EmbeddingReplica(server.address, consistency="step", storage=storage, disk_dir=tmp_path / "disk") as replica:
-        with monkeypatch.context() as patch:
-            patch.setattr(RowStore, "write_runs", _fail)
-            training.step()
-            training.flush()
-            deadline = time.monotonic() + WAIT_S
-            for name in ("left.weight", "right.weight"):  # also of the table in memory, which may be a step ahead
-                with pytest.raises(StorageError, match="not whole any more: the disk is on fire"):
-                    while time.monotonic() < deadline:
-                        assert replica.lookup(name, [1])[0, 0] == 1.0
-        replica.wait_for(training.num_steps, WAIT_S)
-        _assert_equal(replica, training)
-        assert replica.failure is None
-    assert not list(tmp_path.glob("disk/copy-*"))
-
-
-def _fail(*_: object, **__: object) -> None:
-    raise StorageError("the disk is on fire")
 
 
 def test_rows_on_disk_are_read_ahead_and_pinned(server: ServerProcess, training: Training) -> None:
@@ -446,7 +202,7 @@ def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
         assert replica.tables == {}
         training = Training(server.address)
         training.step()
-        _settle(replica, training)
+        settle(replica, training)
         assert list(replica.tables) == ["left.weight"]
         assert torch.equal(replica.lookup("left.weight", torch.arange(ROWS)), training.model["left"].weight.detach())
         training.close()
@@ -494,7 +250,7 @@ def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         training = Training(server.address)
         training.step()
         replica = EmbeddingReplica(server.address)
-        _settle(replica, training)
+        settle(replica, training)
         training.close()
         assert replica.failure is None
         server.kill()
@@ -502,24 +258,9 @@ def test_a_server_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         wait_until(lambda: "is tried again" in caplog.text)
         assert "Connection refused" in str(replica.failure)
         assert not replica.is_beginning_anew
-        _assert_equal(replica, training)
+        assert_equal(replica, training)
         with pytest.raises(UnavailableError, match=r"step 9 is not visible within 0\.1 s, .*Connection refused"):
             replica.wait_for(9, 0.1)
         with ServerProcess.start(tmp_path / "data", port=port):
             wait_until(lambda: replica.failure is None)
     assert "is reached again, after" in caplog.text
-
-
-def test_a_server_that_goes_while_a_copy_is_begun(server: ServerProcess, training: Training) -> None:
-    """A copy that does not catch up in time says what it waits for: a shard that is away, or a step."""
-    training.close()
-    with EmbeddingReplica(server.address, consistency="step") as replica:
-        snapshot = _snapshot(server)
-        second = Training(server.address)  # a run that has said hello, and has not ended a step
-        with pytest.raises(UnavailableError, match="the newest run has not ended a step that all shards have"):
-            EmbeddingReplica(server.address, consistency="step", open_timeout_s=1.0)
-        second.close()
-        server.kill()
-        wait_until(lambda: replica.failure is not None)
-        with pytest.raises(UnavailableError, match=r"in 0\.5 s: .*Connection refused"):
-            replica.load_snapshot(snapshot, timeout_s=0.5)

@@ -1,0 +1,24 @@
+"""A server, and a training that streams to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from counted_training import Training
+
+from headrace.paramserver.launch import ServerProcess
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path / "data", shards=2) as process:
+        yield process
+
+
+@pytest.fixture
+def training(server: ServerProcess) -> Iterator[Training]:
+    training = Training(server.address)
+    yield training
+    training.close()
