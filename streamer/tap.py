@@ -191,13 +191,15 @@ class _Sources:
     """
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
-        self._places, self._selection = ModulePlaces(model), selection
+        self._selection = selection
         self._collisions: dict[nn.Module, Any] = {}
         self.modules: list[tuple[str, nn.Module]] = []
         self.fused: list[FusedTables] = []
         self.has_sharded = False
         self._parameters: dict[int, TableParameter] = {}
-        for found in named_modules(model):
+        found_modules = list(named_modules(model))
+        self._places = ModulePlaces(model)
+        for found in found_modules:
             path, module = found.path, found.module
             if managed := managed_collisions(module):
                 self._collisions[managed[0]] = managed[1]

@@ -189,18 +189,17 @@ def test_other_optimizers_are_not_told() -> None:
 
 def test_a_tap_that_nobody_has_is_not_kept() -> None:
     """What looks at all steps holds no model, optimizer or tap, and a closed tap is asked no more."""
-    gc.collect()  # what other tests have left
-    model = Model()
+    model, before = Model(), set(foreign_steps._watchers.values())
     tap, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    num_watchers = len(foreign_steps._watchers)
+    (own,) = set(foreign_steps._watchers.values()) - before  # other tests' taps may go meanwhile
     reference = weakref.ref(model)
     del model, tap, _
     gc.collect()
-    assert reference() is None
-    assert len(foreign_steps._watchers) == num_watchers - 1
-    other = Model()
+    assert reference() is None and own() is None
+    assert own not in foreign_steps._watchers.values()
+    other, before = Model(), set(foreign_steps._watchers.values())
     watched(other, torch.optim.SGD(other.parameters(), lr=0.1))[0].close()
-    assert len(foreign_steps._watchers) == num_watchers - 1
+    assert set(foreign_steps._watchers.values()) <= before
     assert len(foreign_steps._hooks) == 2
 
 

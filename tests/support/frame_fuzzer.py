@@ -240,7 +240,9 @@ class SteadyClient:
             epoch = (await client.hello(_hello(self._token))).highest_epoch + 1
             hello = _hello(self._token, run="steady", client="rank0", epoch=epoch, tables=[spec_to_idl(_SPEC)])
             seq = (await client.hello(hello)).last_client_seq
-            while not self._stopping.is_set():
+            is_last = False
+            while not is_last:
+                is_last = self._stopping.is_set()  # so that it has made calls after whatever it is stopped after
                 seq += 1
                 await self._timed(client.set_embeddings(_batch(seq=seq, rows=rows, value=seq, epoch=epoch)))
                 reply = await self._timed(client.get_embeddings(_read(rows)))
