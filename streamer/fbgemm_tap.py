@@ -187,9 +187,10 @@ class FbgemmTap:
 
     def _has_bypass(self) -> bool:
         """Return whether the module has looked up rows without its hooks, and warn of it."""
-        if self._calls.has_bypass():
+        has_bypass = self._calls.has_bypass()
+        if has_bypass:
             self._warn("its forward() was called directly, which runs no hook: call the module")
-        return self._calls.has_bypass()
+        return has_bypass
 
     def _warn(self, reason: str) -> None:
         """Say once that all rows are streamed."""
