@@ -1,0 +1,66 @@
+"""The script that checks a GPU: which parts it runs, and what it makes of one that fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Path:
+    """A Python, with a GPU if FAKE_GPU says so, and a sanitizer; both note their calls, and fail at FAKE_FAILURE."""
+    folder = tmp_path / "stand-ins"
+    folder.mkdir()
+    for name in ("python", "compute-sanitizer"):
+        program = folder / name
+        program.write_text(
+            "#!/bin/bash\n"
+            '[ "$1" = -c ] && exit $((1 - FAKE_GPU))\n'
+            f'echo "{name} $*" >>"{tmp_path}/calls"\n'
+            'case "$*" in *"$FAKE_FAILURE"*) echo "it broke"; exit 3;; esac\n'
+            'echo "all passed"\n'
+        )
+        program.chmod(0o755)
+    return folder
+
+
+def _check(stand_ins: Path, *, has_gpu: bool, failure: str = "nothing") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PATH": f"{stand_ins}:{os.environ['PATH']}",
+        "PYTHON": str(stand_ins / "python"),
+        "FAKE_GPU": str(int(has_gpu)),
+        "FAKE_FAILURE": failure,
+    }
+    command = [ROOT / "scripts" / "check-gpu", "results"]
+    return subprocess.run(command, env=environment, cwd=stand_ins.parent, capture_output=True, text=True, check=False)
+
+
+def test_all_parts_run_although_one_fails(stand_ins: Path, tmp_path: Path) -> None:
+    """Tests, both tools and the bench run; the one that failed shows its log, and the exit code says so."""
+    done = _check(stand_ins, has_gpu=True, failure="--tool memcheck")
+    assert done.returncode == 1
+    said = [line.split(",")[0] for line in done.stdout.splitlines()]
+    assert said == ["tests: ok", "memcheck: FAILED with exit code 3", "it broke", "racecheck: ok", "bench: ok"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split(" ")[0] for call in calls] == ["python", "compute-sanitizer", "compute-sanitizer", "python"]
+    assert all("-m pytest -m gpu" in call for call in calls[:3])
+    assert calls[3].endswith(f"-m headrace bench kernels --json {tmp_path}/results/kernels.json")
+    assert (tmp_path / "results" / "memcheck.log").read_text() == "it broke\n"
+
+
+def test_all_is_well(stand_ins: Path) -> None:
+    """With every part passed the exit code is 0."""
+    assert _check(stand_ins, has_gpu=True).returncode == 0
+
+
+def test_without_a_gpu_it_says_so(stand_ins: Path, tmp_path: Path) -> None:
+    """Nothing is run that would be skipped: one line, and another exit code."""
+    done = _check(stand_ins, has_gpu=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"check-gpu: torch in {stand_ins}/python sees no GPU"
+    assert not (tmp_path / "calls").exists()
