@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,6 +26,7 @@ from headrace.paramserver.identity_index import FoundRows, IdentitySearch, in_st
 from headrace.paramserver.overlay import Overlay
 from headrace.paramserver.pending import Batch, Part, PendingRows, coalesce
 from headrace.paramserver.row_reader import RowsRead, read_rows, settle
+from headrace.paramserver.short_pauses import step_back
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
@@ -38,7 +37,6 @@ __all__ = ["Applier", "ApplierConfig"]
 
 _log = logging.getLogger(__name__)
 
-_NICENESS = 5
 _T = TypeVar("_T")
 
 
@@ -136,7 +134,8 @@ class Applier:
 
     async def __aenter__(self) -> Applier:
         self._loop = asyncio.get_running_loop()
-        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=_step_back)
+        # Acks wait for the event loop and the log's writer, not for this.
+        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=step_back)
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
         self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
         self._task = asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply")
@@ -454,8 +453,3 @@ class Applier:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _step_back() -> None:
-    """Let the event loop and the log's writer, for whom somebody waits, have a busy processor before this thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -8,7 +8,9 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.applier import Applier, ApplierConfig
@@ -30,6 +32,7 @@ from headrace.paramserver.row_reader import RowsRead
 from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.sessions import Session
 from headrace.paramserver.shard_config import ShardConfig
+from headrace.paramserver.short_pauses import step_back
 from headrace.paramserver.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store import RowStore
@@ -434,7 +437,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         flush_bytes=2 * config.memtable_bytes,
     )
     async with contextlib.AsyncExitStack() as stack:
-        store = await asyncio.to_thread(RowStore.open, config.directory / "store", config=store_config)
+        store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)
         if num_tables := await asyncio.to_thread(index_stored_rows, store, list(Catalog(store.read_meta()))):
             fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
@@ -468,3 +471,9 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
         yield Shard(config, log, store, applier, ingest, feed, retention, probe, expirer)
+
+
+def _open_store(path: Path, config: StoreConfig) -> RowStore:
+    """Open a store, in a thread that has stepped back: those that RocksDB starts for compactions are as nice as it."""
+    with ThreadPoolExecutor(1, "headrace-open", initializer=step_back) as pool:
+        return pool.submit(RowStore.open, path, config=config).result()
