@@ -3,6 +3,7 @@
 A forward hook keeps the batch's row ids with the output's node of the autograd graph. A hook on that node runs right
 after the fused update, and marks them: a forward without a backward marks nothing, and a backward that runs twice
 marks twice. The ids are those that the module itself looks up, after its bounds check, kept by autograd anyway.
+A backward whose forward no hook has seen (a pipeline's lookup before `attach`) marks all rows.
 
 Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 1.8.0.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnsupportedModelError
@@ -128,10 +130,14 @@ class FbgemmTap:
         self._seen: _Snapshot | None = self._values.snapshot()
         self._calls = _Calls(module)
         self._has_warned = False
+        self._is_marked = False  # the update of the backward that runs
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward)),
         ]
+        self._end_of_backward = _gradient_node(self._values.stores())
+        if self._end_of_backward is not None:
+            self._handles.append(self._end_of_backward.register_prehook(self._after_backward))
 
     def sweep(self) -> None:
         """Mark all rows if the tables were written by something else than the fused optimizer, which torch counts."""
@@ -226,10 +232,17 @@ class FbgemmTap:
                     self._warn("a compiled module does not keep its batch: leave it out, with torch.compiler.disable")
                     self._mark_all()
                 self._seen = self._values.snapshot()
+                self._is_marked = True
 
         # Whether the update itself counts as a write differs between builds: look before it, and forget it after.
         node.register_prehook(before_update)
         node.register_hook(after_update)
+
+    def _after_backward(self, *_: Any) -> None:
+        """Mark all rows if the update was that of a lookup from before `attach`, whose batch nobody has kept."""
+        if not self._is_marked:
+            self._mark_all()
+        self._is_marked = False
 
     def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> None:
         """Mark the rows of one batch.
@@ -253,6 +266,20 @@ class FbgemmTap:
             if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
                 table.dirty.mark(indices[starts[first] : starts[end]])
         self._note_update()
+
+
+def _gradient_node(stores: list[torch.Tensor]) -> Node | None:
+    """Return where a backward ends for the weights, once for all its lookups; None when they have no rows.
+
+    A fused update leaves no gradient there, but torch calls the node all the same. It is made anew when nobody has it.
+    """
+    trained = next((store for store in stores if store.requires_grad), None)
+    if trained is None:
+        return None
+    with torch.enable_grad():
+        view = trained.view_as(trained).grad_fn
+    assert view is not None, "it requires a gradient"
+    return view.next_functions[0][0]
 
 
 class _Calls:

@@ -29,6 +29,14 @@ class ModuleHook:
         """Call the function."""
         return self._function(*args, **kwargs)
 
+    @property
+    def __name__(self) -> str:
+        """Say why a module with this hook is not scripted: `torch.jit.script` asks for the name of each hook."""
+        raise AttributeError(
+            "a streamed module, or a copy of one, has hooks that torch.jit.script cannot compile: script the model "
+            "before attach() or after the streamer's close()"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         """Return a hook that does nothing."""
         return ModuleHook(_do_nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,9 @@ from headrace.streamer.module_hook import ModuleHook
 from headrace.streamer.step_hooks import hook_step, prepend
 
 __all__ = ["StepBoundary"]
+
+# Backward passes without the end of a step; nobody accumulates over so many.
+_MANY_BACKWARDS = 256
 
 
 class StepBoundary:
@@ -57,6 +61,8 @@ class StepBoundary:
         self._has_updates = False
         self._is_step_open = False
         self._stepped: set[int] = set()
+        self._last_backward = -1
+        self._num_backwards = 0
         self._handles: list[RemovableHandle] = []
         optimizers = list(optimizers)
         self._num_optimizers = len(optimizers)
@@ -68,12 +74,26 @@ class StepBoundary:
             self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
 
     def note_update(self) -> None:
-        """Say that rows were marked since the last boundary."""
+        """Say that rows were marked since the last boundary; warns when none has come for very long."""
         self._has_updates = True
+        backward = torch._C._current_graph_task_id()
+        if backward in (-1, self._last_backward):
+            return
+        self._last_backward = backward
+        self._num_backwards += 1
+        if self._num_backwards == _MANY_BACKWARDS:
+            warnings.warn(
+                f"{_MANY_BACKWARDS} backward passes have changed tables and no step has ended, so their rows were not "
+                "sent: call the attached model itself and not a part of it, give attach() the optimizer that the "
+                "training loop steps, or call streamer.step()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def end_step(self) -> bool:
         """Tell the boundary now if a step is open or there were updates since the last; return whether it was told."""
         self._sweep()
+        self._num_backwards = 0  # what is asked for here is sent without a boundary, too
         if self._is_step_open or (self._has_updates and self._is_alone):
             self.tell()
             return True
@@ -83,6 +103,7 @@ class StepBoundary:
         """Tell the boundary now. REQUIRES: what has changed is marked."""
         self._has_updates = False
         self._is_step_open = False
+        self._num_backwards = 0
         self._stepped.clear()
         self._on_step()
 

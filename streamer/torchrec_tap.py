@@ -27,6 +27,8 @@ __all__ = ["is_sharded", "managed_collisions", "sharded_tables"]
 _TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
 # Sharded modules that hold one of those as a child and lend its lookups.
 _CONTAINERS = ("ShardedFeatureProcessedEmbeddingBagCollection",)
+# Modules that are not sharded and hold table-batched ones in a plain list.
+_WITH_HIDDEN_TABLES = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 
 
 def is_sharded(path: str, module: nn.Module) -> bool:
@@ -42,9 +44,19 @@ def is_sharded(path: str, module: nn.Module) -> bool:
     if any(is_a(module, name) for name in _TABLES_AT):
         return True
     kind = type(module).__name__
-    if kind == "DMPCollection":
+    if is_a(module, "DMPCollection"):
         raise UnsupportedModelError(
             "a model in DMPCollection (2D parallel) has each row on several ranks: not streamed"
+        )
+    if is_a(module, "GenericITEPModule"):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which does not "
+            f"show in the tables: not streamed"
+        )
+    if any(is_a(module, name) for name in _WITH_HIDDEN_TABLES):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) keeps its tables where they are not found: use EmbeddingBagCollection or "
+            f"EmbeddingCollection under DistributedModelParallel"
         )
     if "ManagedCollisionEmbedding" in kind and not _is_managed(module):
         raise UnsupportedModelError(

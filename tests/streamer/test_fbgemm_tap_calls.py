@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -64,6 +66,30 @@ def test_a_forward_that_runs_no_hook_is_noticed() -> None:
         warnings.simplefilter("error")
         assert tap.end_step()
     assert called.mirror.taken == [{"m.t": ALL}] * 2
+
+
+def test_a_lookup_before_attach_is_noticed() -> None:
+    """Its backward comes after `attach`, and nobody has kept its batch: all rows go, that one time."""
+    called = Called()
+    losses = [look_up(called.module, 1, 2), look_up(called.module, 3)]
+    tap = called.tap()
+    for loss in losses:
+        loss.backward()
+        assert tap.end_step()
+        look_up(called.module, 7).backward()
+        assert tap.end_step()
+    assert called.mirror.taken == [{"m.t": ALL}, {"m.t": [7]}] * 2
+
+
+def test_a_tap_that_nobody_has_is_not_kept() -> None:
+    """The node at the end of each backward, which the tap has, does not have the tap."""
+    called = Called()
+    tap = called.tap()
+    look_up(called.module, 1).backward()
+    reference = weakref.ref(called.module)
+    del called, tap
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("place", ["prepare_inputs", "_report_io_size_count"])

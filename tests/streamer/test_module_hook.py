@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,3 +28,14 @@ def test_hook_acts_on_its_module_and_not_on_copies() -> None:
         assert twin(one).item() == 1
         assert pickle.loads(pickle.dumps(twin))(one).item() == 1
     assert calls == [module]
+
+
+def test_scripting_says_why_it_cannot() -> None:
+    """`torch.jit.script` compiles a module's hooks; of this one, and of a copy, it says what to do instead."""
+    module = nn.Identity()
+    handle = module.register_forward_hook(ModuleHook(lambda *_: None))
+    for streamed in (module, copy.deepcopy(module)):
+        with pytest.raises(AttributeError, match=r"script the model before attach\(\) or after the streamer's close"):
+            torch.jit.script(streamed)
+    handle.remove()
+    torch.jit.script(module)

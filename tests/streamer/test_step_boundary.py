@@ -103,3 +103,27 @@ def test_wrapped_optimizers_of_torchrec() -> None:
     mirror.watch(tap_model(model, combined, mirror.on_step))
     train(model, combined, range(3))
     assert mirror.taken == [touched(step) for step in range(3)]
+
+
+def test_updates_without_the_end_of_a_step_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only a part of the model is called and nobody says that a step is over, a warning says what is missing."""
+    monkeypatch.setattr("headrace.streamer.step_boundary._MANY_BACKWARDS", 5)
+    model = nn.ModuleDict({"tables": TwoKinds(sparse=True)})
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    mirror = Mirror()
+    tap = tap_model(model, [], mirror.on_step)
+    mirror.watch(tap)
+
+    def train(num_passes: int) -> None:
+        for _ in range(num_passes):
+            model["tables"](batch(1)).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # the count begins anew with each step
+            train(4)
+            assert tap.end_step()
+    train(4)
+    with pytest.warns(RuntimeWarning, match=r"5 backward passes have changed tables and no step has ended"):
+        train(1)
+    assert len(mirror.taken) == 2

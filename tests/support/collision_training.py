@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["ROWS", "train_collisions_on_rank"]
+__all__ = ["ROWS", "collision_model", "drifting_ids", "train_collisions_on_rank"]
 
 ROWS = 41
 DIM = 8
 BATCH = 12
 
 
-def _model(name: str, is_bag: bool, eviction_interval: int) -> Any:
+def collision_model(name: str, is_bag: bool, eviction_interval: int) -> Any:
+    """Return a sharded model whose module is named `name`; it gives its loss."""
     import torchrec
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed import sharding_plan as plans
@@ -72,27 +73,30 @@ def _model(name: str, is_bag: bool, eviction_interval: int) -> Any:
     return DistributedModelParallel(Root(), device=cpu, plan=ShardingPlan({name: plan}), sharders=[sharder])
 
 
+def drifting_ids(step: int, generator: torch.Generator) -> Any:
+    """Return a batch of raw ids: those of the first steps are not asked for again, and lose their rows."""
+    import torchrec
+
+    ids = (torch.rand(BATCH, generator=generator) * 40).long() * 7_777_777_777 + step // 3 * 2**45
+    return torchrec.KeyedJaggedTensor(keys=["u"], values=ids, lengths=torch.ones(BATCH, dtype=torch.int64))
+
+
 def train_collisions_on_rank(
     rank: int, address: str, name: str, is_bag: bool, publish: str, num_steps: int, eviction_interval: int
 ) -> dict[str, Any]:
     """Train on raw ids of which more come than there are rows; return rows, states and the id of each row."""
-    import torchrec
-
     from headrace.streamer import RawEmbeddingStreamer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _model(name, is_bag, eviction_interval)
+        model = collision_model(name, is_bag, eviction_interval)
     generator = torch.Generator().manual_seed(rank)
     seen: list[set[int]] = []
     with RawEmbeddingStreamer(address, run=name) as streamer:
         streamer.attach(model, publish=publish)  # type: ignore[arg-type]
         (table,) = streamer.tables
         for step in range(num_steps):
-            # Ids that drift: those of the first steps are not asked for again, and lose their rows.
-            ids = (torch.rand(BATCH, generator=generator) * 40).long() * 7_777_777_777 + step // 3 * 2**45
-            features = torchrec.KeyedJaggedTensor(keys=["u"], values=ids, lengths=torch.ones(BATCH, dtype=torch.int64))
-            model(features).backward()
+            model(drifting_ids(step, generator)).backward()
             seen.append({int(i) for i in table.identities() if i >= 0})
         streamer.flush()
         dist.barrier()
