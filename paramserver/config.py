@@ -191,6 +191,8 @@ class ShardSettings:
     def __post_init__(self) -> None:
         check(self)
         ExpiryRules.parse(self.expiry or "")
+        if 0 < self.block_cache_bytes < _MIB:
+            raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
         ordered = ("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")
         for smaller, larger in (*itertools.pairwise(ordered), ("max_frame_bytes", "max_log_pending_bytes")):
             if getattr(self, smaller) > getattr(self, larger):

@@ -2,7 +2,7 @@
 
     DIR/headrace.json   manifest: format, server id, number of shards; written once
     DIR/LOCK            flock held by the supervisor and by each of its shard processes; names the supervisor's pid
-    DIR/shard-0000/     one directory a shard; its log and its store are the shard's affair
+    DIR/shard-0000/     one directory a shard; its log, there from the start, and its store are the shard's affair
 
 The lock is taken on one open file description that the shard processes inherit. So it is free only when the last of
 them is gone, also after a supervisor that was killed.
@@ -34,8 +34,9 @@ LOCK_NAME = "LOCK"
 FORMAT_VERSION = 1
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
+_LOG_NAME = "log"
 # What may lie in a directory that is not ours yet: a file system's own, and what an interrupted first start leaves
-# (that, and empty directories of shards).
+# (that, and directories of shards without a record).
 _HARMLESS = frozenset({"lost+found", LOCK_NAME, _TEMPORARY_NAME})
 _SHARD_NAME = re.compile(r"shard-[0-9]{4}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -139,8 +140,11 @@ class DataDir:
             if self._lock_fd is None:
                 self._make()
             for shard in range(self.manifest.num_shards):
-                if not self.shard_path(shard).is_dir():
-                    raise CorruptionError(f"{self.shard_path(shard)}: the shard's directory is missing")
+                # An empty one is a disk that is not mounted, and no new shard: its acked rows would be gone in silence.
+                path = self.shard_path(shard)
+                if not (path / _LOG_NAME).is_dir():
+                    what = "log" if path.is_dir() else "directory"
+                    raise CorruptionError(f"{path}: the shard's {what} is missing; is its disk mounted?")
             assert self._lock_fd is not None
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
@@ -154,8 +158,9 @@ class DataDir:
         if (self.path / MANIFEST_NAME).exists():
             raise ConfigError(f"--data {self.path}: another server made it just now; start again")
         for shard in range(self.manifest.num_shards):
-            self.shard_path(shard).mkdir(exist_ok=True)
-        # Last: where there is a manifest, every shard's directory has been there.
+            (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
+            fsync_path(self.shard_path(shard))
+        # Last: where there is a manifest, every shard's log has been there.
         _write_manifest(self.path, self.manifest)
         for path in missing:
             fsync_path(path.parent)
@@ -191,7 +196,9 @@ def is_in_use(path: Path) -> bool:
 
 
 def _is_empty_shard(path: Path) -> bool:
-    return bool(_SHARD_NAME.fullmatch(path.name)) and path.is_dir() and not any(path.iterdir())
+    if not (_SHARD_NAME.fullmatch(path.name) and path.is_dir()):
+        return False
+    return all(below.name == _LOG_NAME and below.is_dir() and not any(below.iterdir()) for below in path.iterdir())
 
 
 def _lock(path: Path) -> int:

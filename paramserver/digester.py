@@ -107,10 +107,7 @@ class _Scan:
         table_id = query.table.table_id
         self._streams = [
             _Stream(
-                store.scan_now(prefix, start=prefix + query.first_row.to_bytes(8, "big")),
-                prefix,
-                query.end_row,
-                ShardSource(query.table.layout_of(shard), None, True),
+                store, prefix, query.first_row, query.end_row, ShardSource(query.table.layout_of(shard), None, True)
             )
             for shard in store.layouts(table_id)
             for prefix in (key_prefix(table_id, shard),)
@@ -190,9 +187,11 @@ def _whole_rows(
 class _Stream:
     """The records of one column shard, in the order of their rows."""
 
-    def __init__(self, pairs: Iterator[tuple[bytes, bytes]], prefix: bytes, end_row: int, source: ShardSource) -> None:
+    def __init__(self, store: RowStore, prefix: bytes, first_row: int, end_row: int, source: ShardSource) -> None:
         self.source = source
-        self._pairs, self._prefix, self._end_row = pairs, prefix, end_row
+        self._store, self._prefix, self._end_row = store, prefix, end_row
+        self._last_key = prefix + first_row.to_bytes(8, "big")
+        self._pairs = store.scan_now(prefix, start=self._last_key)
         self._held: list[tuple[bytes, bytes]] = []
         self._ids: _Ids = np.empty(0, np.int64)
         self._has_ended = False
@@ -207,7 +206,11 @@ class _Stream:
         """Hold at least one row, if there is one."""
         if not self._held and not self._has_ended:
             held = list(itertools.islice(self._pairs, self._rows_at_once))
+            if held:
+                self._last_key = held[-1][0]
             self._has_ended = len(held) < self._rows_at_once
+            if self._has_ended:
+                self._store.check_end(self._last_key)
             self._rows_at_once = min(2 * self._rows_at_once, _ROWS_AT_ONCE)
             if held and not held[-1][0].startswith(self._prefix):
                 self._has_ended = True

@@ -157,12 +157,17 @@ class RowScanner:
     def _chunks(self, layout: RecordLayout, num_rows: int) -> Iterator[tuple[_Ids, list[tuple[bytes, bytes]]]]:
         """Yield the next `num_rows` records of a column shard, some at a time, none of them empty."""
         prefix = key_prefix(self._table.table_id, layout.shard)
-        pairs = self._store.scan_now(prefix, start=prefix + self._next_row.to_bytes(8, "big"))
+        last_key = prefix + self._next_row.to_bytes(8, "big")
+        pairs = self._store.scan_now(prefix, start=last_key)
         most = max(min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // layout.size_bytes), 1)
         left = num_rows
         while left > 0:
             chunk = [*itertools.islice(pairs, min(most, left))]
+            if chunk:
+                last_key = chunk[-1][0]
             is_last = len(chunk) < min(most, left)
+            if is_last:
+                self._store.check_end(last_key)
             if chunk and not chunk[-1][0].startswith(prefix):
                 chunk = [pair for pair in chunk if pair[0].startswith(prefix)]
                 is_last = True

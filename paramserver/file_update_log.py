@@ -203,6 +203,14 @@ class FileUpdateLog:
             raise GoneError(f"the log begins at seq {first_seq}, seq {from_seq} has been removed")
         return read_records(segments, from_seq, last_seq)
 
+    def mark_of(self, seq: int) -> int | None:
+        """See `UpdateLog.mark_of`: the segment's mark, as nobody writes to a segment that another has begun."""
+        segment = self._segments.find(seq)
+        if segment is None:
+            return None
+        mark = segment.header.mark
+        return mark - 2**64 if mark >= 2**63 else mark
+
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
         oldest_us = None if max_age_s is None else self._clock_us() - int(max_age_s * 1e6)

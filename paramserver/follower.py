@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.paramserver.shard_link import AnotherServerError, ShardLink, retry
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import GoneError, ProtocolError
+from headrace.schemas.errors import GoneError, ProtocolError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, unpack_header
 
@@ -40,6 +40,7 @@ class ShardFollower:
     Attributes:
         next_seq: What `fetch` returns next.
         last_seq: Last durable record of the shard, as it last told; 0 before it has.
+        mark: Tells the record before `next_seq`, see `FetchUpdatesReply`; None when it is not known.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ShardFollower:
         link: ShardLink,
         *,
         from_seq: int,
+        mark: int | None = None,
         name: str | None = None,
         copy_id: str | None = None,
         lease_s: float = 60.0,
@@ -58,6 +60,7 @@ class ShardFollower:
         Args:
             link: To the shard; it has said hello. The caller closes it.
             from_seq: First record wanted, ≥ 1.
+            mark: Tells the record before it, which the caller has; None takes what the shard has there for that.
             name: Registers at the shard, which then keeps what is not fetched yet, within its bound; None does not.
             copy_id: Tells followers of one name apart; each has a lease of its own.
             lease_s: For this long after each fetch, seconds.
@@ -66,6 +69,7 @@ class ShardFollower:
         """
         self.next_seq = from_seq
         self.last_seq = 0
+        self.mark = mark
         self._link = link
         self._server_id = link.hello.server_id
         self._name = name
@@ -82,6 +86,7 @@ class ShardFollower:
 
         Raises:
             GoneError: The records have been removed, or the store is another one: start over from a snapshot.
+            SetBackError: The server was set back to an older copy of itself: so do then.
             ProtocolError: The shard has left a record out.
             HeadraceError: The shard refuses for good.
 
@@ -94,10 +99,12 @@ class ShardFollower:
         for record in records:
             if record.seq != expected:
                 raise ProtocolError(f"{self._link.address}: record {record.seq} where {expected} was expected")
-            body = record.body if record.body_size_bytes is None else await self._rest_of(record)
+            body = record.body if record.body_size_bytes is None else await self._rest_of(record, reply.mark)
             updates.append(Update(record.seq, record.epoch, record.kind, unpack_header(record.header), body))
             expected += 1
         self.next_seq, self.last_seq = expected, reply.last_seq
+        if records:
+            self.mark = reply.mark
         return updates
 
     def silence(self, patience_s: float) -> str | None:
@@ -132,7 +139,7 @@ class ShardFollower:
         assert self._name is not None, "nobody is registered without a name"
         await self._ask(self.next_seq, 0, is_fetch=False)
 
-    async def _rest_of(self, record: Any) -> memoryview:
+    async def _rest_of(self, record: Any, mark: int | None) -> memoryview:
         """Return the whole body of a record whose first part has come."""
         if not 0 <= record.body_size_bytes <= MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"{self._link.address}: record {record.seq} of {record.body_size_bytes} bytes")
@@ -148,6 +155,7 @@ class ShardFollower:
             reply = await self._ask(record.seq, at)
             if not reply.records or reply.records[0].seq != record.seq:
                 raise ProtocolError(f"{self._link.address}: the rest of record {record.seq} has not come")
+            self._check_mark(record.seq, mark, reply.mark)
             part = reply.records[0]
 
     async def _ask(self, from_seq: int, body_offset: int, *, is_fetch: bool = True) -> Any:
@@ -163,8 +171,21 @@ class ShardFollower:
         )
         self._asked_s = time.monotonic()
         try:
-            return await retry(lambda: self._link.fetch_updates(request))
+            reply = await retry(lambda: self._link.fetch_updates(request))
         except AnotherServerError as exc:
             raise GoneError(f"the store is another one than before: {exc}") from exc
         finally:
             self._asked_s = None
+        if from_seq == self.next_seq and reply.mark_before is not None:
+            self._check_mark(self.next_seq - 1, self.mark, reply.mark_before)
+            self.mark = reply.mark_before
+        return reply
+
+    def _check_mark(self, seq: int, taken: int | None, present: int | None) -> None:
+        """Check that the shard has the record that was taken, and so all before it."""
+        # One of a shard, or of a snapshot, that does not tell cannot be compared.
+        if taken is not None and present is not None and taken != present:
+            raise SetBackError(
+                f"{self._link.address}: record {seq} is another than the one that was taken: the server was set back "
+                "to an older copy of itself: start over"
+            )

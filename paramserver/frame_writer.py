@@ -48,6 +48,7 @@ class FrameWriter:
         self._drained: asyncio.Future[None] | None = None  # while the transport's buffer holds something
         self._corked = bytearray()  # whole short frames that go out when this turn of the loop ends
         self._is_corking = False  # a short frame has been written in this turn
+        self._has_ended = False
 
     def attach(self, transport: asyncio.WriteTransport) -> None:
         """Begin to write to `transport`, whose protocol calls `pause`, `resume` and `detach`."""
@@ -72,8 +73,13 @@ class FrameWriter:
         if drained is not None and not drained.done():
             drained.set_result(None)
 
+    def end(self) -> None:
+        """Hand the short frames that wait to the transport, and take no more; call it before the transport's end."""
+        self.flush()
+        self._has_ended = True
+
     def flush(self) -> None:
-        """Hand the short frames that wait to the transport; call it before the transport is closed in peace."""
+        """Hand the short frames that wait to the transport."""
         if self._corked and self._transport is not None:
             corked, self._corked = self._corked, bytearray()
             self._write_short(self._transport, corked)
@@ -142,7 +148,7 @@ class FrameWriter:
         is_tls = transport.get_extra_info("sslcontext") is not None
         try:
             for piece in _pieces(segments, size_of_segments(segments)):
-                transport.write(piece)
+                self._open_transport().write(piece)
                 await self._drain(deadline_s)
                 if is_tls:
                     # Python 3.11's TLS transport learns that the socket was lost a turn of the loop later, and what is
@@ -170,7 +176,7 @@ class FrameWriter:
 
     def _open_transport(self) -> asyncio.WriteTransport:
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or self._has_ended:
             raise UnavailableError("the connection is closed")
         return transport
 

@@ -19,7 +19,7 @@ from headrace.paramserver.applier import Applier
 from headrace.paramserver.catalog import Catalog, pack_spec, unpack_spec
 from headrace.paramserver.deltas import check_rows, decode_delta
 from headrace.paramserver.pending import Batch, RowDelta
-from headrace.paramserver.sessions import Session, Sessions
+from headrace.paramserver.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.update_log import Append, LogRecord, UpdateLog
 from headrace.schemas.errors import (
     CorruptionError,
@@ -40,6 +40,7 @@ __all__ = ["KIND_BATCH", "KIND_HELLO", "Ingest"]
 KIND_BATCH = 1
 KIND_HELLO = 2
 
+_MAX_NAME_BYTES = 256
 # What a delta that waits to be applied takes beside its frame, in Python objects: of very small ones, most of it.
 _DELTA_BYTES = 2048
 
@@ -170,12 +171,15 @@ class Ingest:
             FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
             RequestError: A field is out of range, or the epoch is too far above all others.
         """
-        is_place = rank == world_size == 0 or 0 <= rank < world_size
+        if max(len(run.encode()), len(client.encode())) > _MAX_NAME_BYTES:
+            raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {_MAX_NAME_BYTES} bytes")
+        is_place = rank == world_size == 0 or 0 <= rank < world_size <= MAX_SESSIONS
         if not run or not client or epoch < 1 or not is_place:
             raise RequestError(
                 f"run {run!r}, client {client!r}, epoch {epoch}, rank {rank} of {world_size}: not a writer"
             )
         self.sessions.fence(run, epoch)
+        self.sessions.check_remembered(run, client, epoch, world_size)
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_unclaimed(epoch)
@@ -285,7 +289,7 @@ class Ingest:
             step=request.step,
             time_us=request.time_us,
             deltas=deltas,
-            meta=meta | session.pack(),
+            meta=meta | self.sessions.settle(session, seq),
             is_conditional=is_conditional,
             size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
             release=release,
@@ -294,7 +298,7 @@ class Ingest:
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
         meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
-        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | session.pack())
+        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | self.sessions.settle(session, seq))
 
     def _batch_of_record(self, record: LogRecord) -> Batch:
         """Redo what accepting this record did."""

@@ -86,6 +86,8 @@ class LogRetention:
 
     async def __aenter__(self) -> Self:
         await self._saved.restore()
+        # Before the first record wants room: on a full disk a start with lower bounds makes it.
+        await self._trim_log()
         self._task = asyncio.create_task(self._keep_trimming(), name="headrace-retention")
         return self
 
@@ -117,6 +119,12 @@ class LogRetention:
 
         Cancellation: what has been chosen is removed.
         """
+        if self._config.shard == 0:  # the snapshots are those of all shards
+            await asyncio.to_thread(self._sweep)
+        await self._trim_log()
+        await self._saved.save()
+
+    async def _trim_log(self) -> None:
         published = await asyncio.to_thread(self._published)
         async with self._followers.removing:
             leases = [*self._followers.held(), *self.cuts.held(), *published]
@@ -131,7 +139,6 @@ class LogRetention:
                 from_seq=lease.seq,
                 first_seq=self._log.first_seq,
             )
-        await self._saved.save()
 
     async def _keep_trimming(self) -> NoReturn:
         while True:
@@ -141,6 +148,14 @@ class LogRetention:
             if now_s - began_s > _INTERVAL_S + _STALL_S:
                 self._grace_until_s = now_s + _GRACE_S
             await self.trim()
+
+    def _sweep(self) -> None:
+        """Remove snapshots that somebody has made for himself and then left. Thread: any; it blocks."""
+        try:
+            for name in self._snapshots.sweep():
+                fact(_log, logging.INFO, "snapshot was removed: nobody has read of it for its lease", name=name)
+        except HeadraceError as exc:
+            fact(_log, logging.WARNING, "snapshots that nobody reads cannot be removed", error=str(exc))
 
     def _published(self) -> list[LogLease]:
         """Return the lease that the newest snapshot stands for. Thread: any; it blocks."""

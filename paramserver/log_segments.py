@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +136,13 @@ class SegmentList:
         """Newest durable record; 0 in a new log."""
         with self._lock:
             return self._segments[-1].last_seq if self._segments else 0
+
+    def find(self, seq: int) -> LogSegment | None:
+        """Return the one that has a durable record; None if none has."""
+        with self._lock:
+            place = bisect_right(self._segments, seq, key=lambda segment: segment.first_seq) - 1
+            found = self._segments[place] if place >= 0 else None
+        return found if found is not None and seq <= found.last_seq else None
 
     @property
     def size_bytes(self) -> int:

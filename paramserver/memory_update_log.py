@@ -7,6 +7,7 @@ Like the file log it makes records durable group by group, later than `append`; 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ class _Record:
 @dataclass(slots=True)
 class _Segment:
     written_us: int
+    mark: int
     size_bytes: int = SEGMENT_HEADER_BYTES
     records: list[_Record] = field(default_factory=list)
 
@@ -76,6 +78,7 @@ class MemoryUpdateLog:
         self._clock_us = clock_us
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
+        self._segment: _Segment | None = None  # the one that this log writes to
         self._next_seq = 1
         self._pending: list[tuple[int, int, bytes, Sequence[Segment], int, DurableFuture]] = []
         self._failure: asyncio.Future[HeadraceError] | None = None
@@ -155,6 +158,12 @@ class MemoryUpdateLog:
             for record in records
         )
 
+    def mark_of(self, seq: int) -> int | None:
+        """See `UpdateLog.mark_of`."""
+        with self._lock:
+            held = (segment for segment in self._segments if segment.records[0].seq <= seq <= segment.records[-1].seq)
+            return next((segment.mark for segment in held), None)
+
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""
         oldest_us = None if max_age_s is None else self._clock_us() - int(max_age_s * 1e6)
@@ -202,9 +211,10 @@ class MemoryUpdateLog:
 
     def _add(self, record: _Record) -> None:
         with self._lock:
-            segment = self._segments[-1] if self._segments else None
+            segment = self._segment
             if segment is None or segment.size_bytes + record.size_bytes > self._config.segment_bytes:
-                self._segments.append(segment := _Segment(self._clock_us()))
+                self._segment = segment = _Segment(self._clock_us(), secrets.randbits(64) - 2**63)
+                self._segments.append(segment)
             segment.records.append(record)
             segment.size_bytes += record.size_bytes
             segment.written_us = self._clock_us()

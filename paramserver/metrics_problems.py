@@ -66,7 +66,8 @@ def _of_state(state: ShardState) -> Iterator[Problem]:
         yield Problem(
             severity=Severity.CRITICAL,
             text=f"shard {state.shard} does not answer: {state.error or 'no reason is known'}",
-            advice="Look into the server's log. Rows of this shard cannot be read, and trainers keep theirs.",
+            advice="Its rows cannot be read, and trainers keep theirs. The server's log says whether it has died. A "
+            "process that is there and hangs is started again once it is killed, and nothing acked is lost.",
         )
     elif state.num_restarts and state.sample.uptime_s < _YOUNG_S:
         since = f"{state.sample.uptime_s:.0f} s ago"
@@ -83,7 +84,7 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
         yield Problem(
             severity=Severity.WARNING,
             text=f"{name}: {sample.expiry.num_failed} runs of expiry ended in an error",
-            advice="The log has `expiry failed` and why; `headrace expire run --dry-run` tries it again.",
+            advice="The log has `expiry failed` and why; `headrace expire --dry-run` tries it again.",
         )
     if sample.worst_loop_pause_s > _MAX_LOOP_PAUSE_S:
         yield Problem(

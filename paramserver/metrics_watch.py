@@ -243,6 +243,7 @@ class ShardWatch:
                 "unauthorized": stats.num_unauthorized,
                 "malformed": stats.num_malformed,
                 "timed_out": stats.num_timed_out,
+                "storage": stats.num_storage,
             },
             num_requests=stats.num_requests,
             num_failed=stats.num_failed,

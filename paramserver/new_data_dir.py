@@ -76,13 +76,20 @@ class NewDataDir:
 
     def _claim(self) -> None:
         self._aside.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock_fd = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            raise ConfigError(f"--data {self._target}: another {self._work} is making it just now") from exc
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held the lock until now has removed the directory at the end.
+            is_ours = os.path.samestat(os.fstat(lock_fd), self._aside.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        if not is_ours:
+            os.close(lock_fd)
+            raise ConfigError(f"--data {self._target}: another {self._work} is making it just now")
+        self._lock_fd = lock_fd
         for path in self._aside.iterdir():  # of one that was killed
             shutil.rmtree(path)
 

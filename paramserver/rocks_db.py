@@ -94,12 +94,17 @@ class RocksDb:
         except Exception as exc:
             raise _error_of(self.path, exc) from exc
 
-    def write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> int:
-        """Write pairs in one atomic write, as soon as RocksDB keeps up; return about how many bytes that was."""
+    def write(self, keys: Sequence[bytes], values: Sequence[bytes], removed: Sequence[bytes] = ()) -> int:
+        """Write pairs, and remove keys, in one atomic write; return about how many bytes that was.
+
+        As soon as RocksDB keeps up.
+        """
         while True:
             batch = rocksdict.WriteBatch(raw_mode=True)
             for key, value in zip(keys, values, strict=True):
                 batch[key] = value
+            for key in removed:
+                batch.delete(key)
             size_bytes = int(batch.size_in_bytes())
             if self.map_errors(lambda: self._try_write(batch)):  # noqa: B023
                 return size_bytes

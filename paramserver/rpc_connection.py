@@ -172,7 +172,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._is_finished = True
         self._stop_reading()
-        self._writer.flush()
+        self._writer.end()
         if self._transport.can_write_eof():
             # Closing with bytes unread would reset the connection, and the last replies with it.
             self._transport.write_eof()

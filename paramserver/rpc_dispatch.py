@@ -14,7 +14,7 @@ from thriftpy2.thrift import TApplicationException
 from headrace.paramserver.admission import Ticket
 from headrace.paramserver.frames import Frame
 from headrace.paramserver.security import AccessPolicy
-from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, UnauthorizedError
+from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, StorageError, UnauthorizedError
 from headrace.schemas.idl import error_to_idl, idl
 from headrace.schemas.messages import (
     CALL,
@@ -43,6 +43,7 @@ class ServerStats:
         num_unauthorized: Requests refused for their token, role or certificate.
         num_malformed: Connections closed for bytes that are no message.
         num_timed_out: Connections closed because the peer was too slow.
+        num_storage: Requests that the disk, or damage on it, has failed.
     """
 
     num_connections_refused: int = 0
@@ -52,6 +53,7 @@ class ServerStats:
     num_unauthorized: int = 0
     num_malformed: int = 0
     num_timed_out: int = 0
+    num_storage: int = 0
 
 
 @dataclass(slots=True)
@@ -316,6 +318,10 @@ class Dispatcher:
         elif isinstance(error, OverloadedError):
             self._stats.num_overloaded += 1
             self._refusals.warn("overloaded", peer.address, f"{name}: {error}")
+        elif isinstance(error, StorageError):
+            # What is read is no reason for a shard to stop, and must not be known to its readers alone.
+            self._stats.num_storage += 1
+            self._refusals.warn("storage", peer.address, f"{name}: {error}")
 
 
 def _methods_of(service: Service) -> list[_Method]:

@@ -112,6 +112,7 @@ class ThriftServer:
             + stats.num_unauthorized
             + stats.num_malformed
             + stats.num_timed_out
+            + stats.num_storage
         )
 
     async def start(self, sock: socket.socket) -> None:
@@ -224,7 +225,8 @@ class ThriftServer:
                 self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
             else:
                 self.stats.num_malformed += 1
-                self._context.refusals.warn("malformed", address, f"TLS handshake: {exc}")
+                why = str(exc) or "the client hung up"
+                self._context.refusals.warn("malformed", address, f"TLS handshake: {why}")
 
     async def _connect(self, sock: socket.socket, address: str, refusal: HeadraceError | None) -> None:
         with contextlib.ExitStack() as on_failure:

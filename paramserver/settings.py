@@ -304,6 +304,8 @@ def _problem(known: Setting, value: Any) -> str | None:
     # A bool is an int to Python, and not to anyone who writes `port: true`.
     if not isinstance(value, types) or (isinstance(value, bool) and known.kind is not Kind.SWITCH):
         return f"{str(value)!r} is not {what}"
+    if isinstance(value, str | Path) and "\0" in str(value):
+        return "a zero byte is in no name"  # and the calls that take names raise what no error of a file is
     if isinstance(value, int) and abs(value) > _MAX_NUMBER:
         return "a number beyond 2^100 is none that makes sense"
     if isinstance(value, int | float):

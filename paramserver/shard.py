@@ -102,7 +102,7 @@ class Shard:
         self.feed = feed
         self._snapshots = SnapshotFiles(config.snapshots_path)
         self._snapshot_maker = SnapshotMaker(
-            ingest, applier, store, self._snapshots, retention.cuts, server_id=config.server_id, shard=config.shard
+            log, ingest, applier, store, self._snapshots, retention.cuts, server_id=config.server_id, shard=config.shard
         )
         self._digester = Digester(ingest, applier, store)
         self.expirer = expirer

@@ -13,7 +13,7 @@ from headrace.paramserver.address import format_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.security import Token
-from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 __all__ = ["AnotherServerError", "Dial", "ShardLink", "retry"]
@@ -192,6 +192,14 @@ class ShardLink:
         except UnavailableError as exc:
             reach_log.failed(self.address, exc, began_s=began_s)
             raise
+        except UnauthorizedError as exc:
+            if self._client is None:
+                raise
+            # It has let us in before: its certificate has expired, or its token is another one. Both are mended there,
+            # and until then it is away.
+            away = UnavailableError(str(exc))
+            reach_log.failed(self.address, away, began_s=began_s)
+            raise away from exc
         reach_log.reached(self.address)
         expected = self.hello
         try:

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.paramserver.log_format import configure_logging, fact
@@ -63,7 +64,8 @@ def main(*arguments: str) -> int:
     order = ShardOrder.decode(line)
     configure_logging(level=order.log_level, log_format=order.log_format, always={"shard": order.config.shard})
     limit_repeats()
-    _allow_open_files(order.config.max_connections)
+    max_connections = _allow_open_files(order.config.max_connections)
+    order = replace(order, config=replace(order.config, max_connections=max_connections))
     try:
         asyncio.run(_ShardProcess(order, metrics_fd).run())
     except HeadraceError as exc:
@@ -79,15 +81,23 @@ def main(*arguments: str) -> int:
     return EXIT_OK
 
 
-def _allow_open_files(max_connections: int) -> None:
-    """Raise the limit of open files to what the connections and RocksDB may need, as far as this user may."""
+def _allow_open_files(max_connections: int) -> int:
+    """Raise the limit of open files to what the connections and RocksDB may need, as far as this user may.
+
+    Returns:
+        The connections that there may be, so that whoever opens many leaves files to the log: without one it stops.
+    """
     wanted = max_connections + _FILES_OF_STORE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        fact(_log, logging.WARNING, "the limit of open files is low: raise it (ulimit -n)", limit=hard, wanted=wanted)
+    if allowed >= wanted:
+        return max_connections
+    most = min(max_connections, max(allowed - _FILES_OF_STORE, allowed // 2))
+    message = "the limit of open files is low: raise it (ulimit -n)"
+    fact(_log, logging.WARNING, message, limit=hard, wanted=wanted, max_connections=most)
+    return most
 
 
 def _limits_of(config: ShardConfig) -> ServerLimits:

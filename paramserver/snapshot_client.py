@@ -43,7 +43,14 @@ _MAX_MANIFEST_BYTES = 1 << 30
 
 
 async def create_snapshot(
-    address: str, *, dial: Dial, name: str | None = None, run: str | None = None, at_step: bool = True, timeout_s: float
+    address: str,
+    *,
+    dial: Dial,
+    name: str | None = None,
+    run: str | None = None,
+    at_step: bool = True,
+    timeout_s: float,
+    lease_s: int = 0,
 ) -> SnapshotManifest:
     """Make a snapshot of a running server and return its manifest once it is published.
 
@@ -54,6 +61,7 @@ async def create_snapshot(
         run: Whose steps the cut is at; None for the run of the highest epoch.
         at_step: False cuts each shard now, at no common step; for a store whose run has ended between steps.
         timeout_s: Give up when the run has not stood exactly at a step on all shards by then.
+        lease_s: The server removes it when nobody has read of it for so long, seconds; 0 for one that stays.
 
     Raises:
         UnavailableError: A shard is away, or the run did not come to such a step.
@@ -67,7 +75,8 @@ async def create_snapshot(
     deadline_s = time.monotonic() + timeout_s
     try:
         parts = await _cut(links, name, run if at_step else None, at_step, deadline_s)
-        manifest = SnapshotManifest(name=name, created_us=time.time_ns() // 1000, parts=tuple(parts))
+        created_us = time.time_ns() // 1000
+        manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
         finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode())
         await links[0].finish_snapshot(finish)
         return manifest
@@ -270,7 +279,7 @@ async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotF
         except CorruptionError:
             if attempt:
                 raise
-            target.unlink()
+            await asyncio.to_thread(target.unlink)
 
 
 async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:

@@ -117,12 +117,12 @@ class SnapshotFiles:
         return manifest
 
     def newest(self, server_id: str | None = None) -> SnapshotManifest | None:
-        """Return the newest snapshot that can be read; None when there is none.
+        """Return the newest snapshot that can be read and stays; None when there is none.
 
         Args:
             server_id: Look only at this store's; None for the last of the list.
         """
-        manifests = [m for m in self.list()[0] if server_id is None or m.server_id == server_id]
+        manifests = [m for m in self.list()[0] if not m.lease_s and (server_id is None or m.server_id == server_id)]
         return manifests[-1] if manifests else None
 
     def row_files_of_newest(self, server_id: str) -> dict[FileIdentity, SnapshotFile]:
@@ -157,6 +157,8 @@ class SnapshotFiles:
             for path, file in manifest.files().items():
                 if not (folder / path).is_file() or (folder / path).stat().st_size != file.size_bytes:
                     raise CorruptionError(f"{folder / path}: not the file that its shard has made")
+                if not path.endswith(_ROW_FILES):  # of the same names and lengths, in another attempt of this name
+                    check_file(folder / path, file)
             if target.exists():
                 raise RequestError(f"there is a snapshot {manifest.name!r} already")
             (folder / MANIFEST_NAME).write_bytes(manifest.encode())
@@ -185,18 +187,33 @@ class SnapshotFiles:
                     shutil.rmtree(gone, ignore_errors=True)  # of one of its name, whose removal was interrupted
                 folder.rename(gone)
                 fsync_path(self.path)
-                shutil.rmtree(gone)
+                with contextlib.suppress(FileNotFoundError):  # a sweep is at it, too
+                    shutil.rmtree(gone)
         except FileNotFoundError as exc:
             raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
 
-    def sweep(self) -> None:
-        """Remove what interrupted removals, and attempts of more than a day ago, have left."""
-        if not self.path.is_dir():
-            return
-        for path in self.path.iterdir():
-            is_stale = path.name.startswith(_NEW) and time.time() - path.stat().st_mtime > _STALE_S
-            if is_stale or path.name.startswith(_GONE):
-                shutil.rmtree(path, ignore_errors=True)
+    def sweep(self) -> tuple[str, ...]:
+        """Remove what interrupted removals, and attempts of more than a day ago, have left, and what nobody reads.
+
+        Returns:
+            Names of the snapshots that were removed because their lease had run out.
+
+        Raises:
+            StorageError: The directory cannot be read, or a snapshot not be removed.
+        """
+        with _mapped_errors(self.path):
+            for path in self.path.iterdir() if self.path.is_dir() else ():
+                with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+                    is_stale = path.name.startswith(_NEW) and _idle_s(path) > _STALE_S
+                    if is_stale or path.name.startswith(_GONE):
+                        shutil.rmtree(path, ignore_errors=True)
+        expired = []
+        for manifest in self.list()[0]:
+            with contextlib.suppress(GoneError, FileNotFoundError):
+                if manifest.lease_s and _idle_s(self.folder_of(manifest.name)) > manifest.lease_s:
+                    self.remove(manifest.name)
+                    expired.append(manifest.name)
+        return tuple(expired)
 
     def read(self, name: str, path: str, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """Return (bytes of a file from an offset on, its whole length).
@@ -217,6 +234,8 @@ class SnapshotFiles:
         file_path = self.folder_of(name) / (path or MANIFEST_NAME)
         try:
             with _mapped_errors(file_path), open(file_path, "rb") as file:
+                if manifest.lease_s:
+                    os.utime(self.folder_of(name))  # its lease begins anew
                 return os.pread(file.fileno(), max_bytes, offset), os.fstat(file.fileno()).st_size
         except FileNotFoundError as exc:
             raise GoneError(f"snapshot {name!r} has been removed") from exc
@@ -342,6 +361,10 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _idle_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
 
 
 def _by_age(manifests: Iterable[SnapshotManifest]) -> list[SnapshotManifest]:

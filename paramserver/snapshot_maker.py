@@ -8,6 +8,7 @@ a flush; acks go on meanwhile. Hashing comes afterwards, in a thread.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_leases import MAX_LEASE_S, LogLeases
 from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder
 from headrace.paramserver.store import RowStore
+from headrace.paramserver.update_log import UpdateLog
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import OverloadedError, RequestError, StorageError, UnavailableError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, shard_folder
@@ -45,6 +47,7 @@ class SnapshotMaker:
 
     def __init__(
         self,
+        log: UpdateLog,
         ingest: Ingest,
         applier: Applier,
         store: RowStore,
@@ -56,6 +59,7 @@ class SnapshotMaker:
     ) -> None:
         """Copy `store` into `files`; `cuts` keeps the log behind a cut until its snapshot can be published."""
         self._cuts = cuts
+        self._log = log
         self._ingest = ingest
         self._applier = applier
         self._store = store
@@ -83,7 +87,7 @@ class SnapshotMaker:
             raise OverloadedError("another snapshot is being made", retry_after_s=1.0)
         self._is_busy = True
         try:
-            await asyncio.to_thread(_make_folder, folder.parent)
+            await asyncio.to_thread(_make_place, folder)
             # Now, so that there is little left to flush while the applier stands.
             await asyncio.to_thread(self._store.flush)
             cut = await self._wait_for_cut(request, folder)
@@ -103,6 +107,7 @@ class SnapshotMaker:
             step=cut.step,
             tables=cut.tables,
             files=hashed,
+            mark=self._log.mark_of(cut.seq),
         )
 
     def _hash(self, folder: Path) -> tuple[SnapshotFile, ...]:
@@ -152,8 +157,11 @@ def _lease_of(request: Any) -> str:
     return f"snapshot {request.name}"
 
 
-def _make_folder(path: Path) -> None:
+def _make_place(folder: Path) -> None:
+    """Make the directory in which `folder` will be, without what an attempt that was killed has left in it."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
     except OSError as exc:
-        raise StorageError(f"{path}: {exc.strerror or exc}") from exc
+        raise StorageError(f"{folder}: {exc.strerror or exc}") from exc

@@ -179,7 +179,7 @@ class RowStore:
         Args:
             keys: Row keys, ascending, each once.
             values: Records.
-            meta: By key, without `META_PREFIX`; not beginning with `store/`.
+            meta: By key, without `META_PREFIX`; not beginning with `store/`. An empty value removes a key.
             applied_seq: Everything up to here is in the store once this is written.
 
         Raises:
@@ -187,12 +187,13 @@ class RowStore:
         """
         if meta and any(key.startswith(_OWN_META) for key in meta):
             raise ConfigError(f"metadata keys that begin with {_OWN_META.decode()} are the store's own")
-        meta_keys = [META_PREFIX + key for key in meta or ()]
-        meta_values = list((meta or {}).values())
+        removed = [META_PREFIX + key for key, value in (meta or {}).items() if not value]
+        meta_keys = [META_PREFIX + key for key, value in (meta or {}).items() if value]
+        meta_values = [value for value in (meta or {}).values() if value]
         if applied_seq is not None:
             meta_keys.append(_SEQ_KEY)
             meta_values.append(b"%d" % applied_seq)
-        self._write([*keys, *meta_keys], [*values, *meta_values])
+        self._write([*keys, *meta_keys], [*values, *meta_values], removed)
         if applied_seq is not None:
             self.applied_seq = applied_seq
 
@@ -213,7 +214,7 @@ class RowStore:
         Args:
             runs: Rows, none of them conditional; in the order of their keys.
             claims: Entries of the index of identities (`identity_index.py`), likewise.
-            meta: By key, without `META_PREFIX`.
+            meta: As in `write`.
             applied_seq: Everything up to here is in the store once this is written.
 
         Raises:
@@ -299,8 +300,8 @@ class RowStore:
                 layouts[run.table_id] = (*known, run.layout.shard)
         return layouts
 
-    def _write(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        size_bytes = self._db.write(keys, values)
+    def _write(self, keys: Sequence[bytes], values: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
+        size_bytes = self._db.write(keys, values, removed)
         self._unflushed_bytes += size_bytes  # read now: a flush may have ended meanwhile
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
@@ -415,6 +416,20 @@ class RowStore:
             lambda: self._db.raw.items(from_key=max(start, prefix))
         )
         return pairs
+
+    def check_end(self, last_key: bytes) -> None:
+        """Make sure that pairs of `scan_now` that are over ended with the last of the store, and not at damage.
+
+        Rocksdict's iterator just ends there.
+
+        Args:
+            last_key: The last one that came, or the first one wanted when none did.
+
+        Raises:
+            CorruptionError: A block does not match its checksum.
+            StorageError: The disk failed.
+        """
+        next(self._db.scan(b"", start=last_key + b"\0", limit=1), None)
 
     def map_errors(self, work: Callable[[], _T]) -> _T:
         """Call something that uses what `scan_now` has returned, with rocksdict's errors turned into ours.

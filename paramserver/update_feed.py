@@ -13,7 +13,7 @@ from typing import Any
 from headrace.paramserver.ingest import Ingest
 from headrace.paramserver.log_leases import LogLeases
 from headrace.paramserver.update_log import LogRecord, UpdateLog
-from headrace.schemas.errors import GoneError, RequestError
+from headrace.schemas.errors import GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import pack_header
 
@@ -67,7 +67,8 @@ class UpdateFeed:
         """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`.
 
         Raises:
-            GoneError: The records have been removed or never were here; the follower has to start over.
+            GoneError: The records have been removed; the follower has to start over.
+            SetBackError: They never were here; so has it.
             RequestError: A field is out of range.
 
         Cancellation: harmless.
@@ -85,7 +86,14 @@ class UpdateFeed:
             max_bytes = min(request.max_bytes, self._max_bytes)
             async with self._readers:
                 records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
-        return idl.FetchUpdatesReply(records=records, first_seq=self._log.first_seq, last_seq=self._log.last_seq)
+        log = self._log
+        return idl.FetchUpdatesReply(
+            records=records,
+            first_seq=log.first_seq,
+            last_seq=log.last_seq,
+            mark_before=log.mark_of(from_seq - 1),
+            mark=log.mark_of(records[-1].seq) if records else None,
+        )
 
     async def _hold(self, request: Any) -> None:
         """Keep the log for a follower, and make sure that it still is there."""
@@ -102,7 +110,7 @@ class UpdateFeed:
         if from_seq < first:
             raise GoneError(f"the log begins at seq {first}, seq {from_seq} has been removed: start over")
         if from_seq > last + 1:
-            raise GoneError(f"the log ends at seq {last}, seq {from_seq - 1} is not in it: start over")
+            raise SetBackError(f"the log ends at seq {last}, seq {from_seq - 1} is not in it: start over")
 
     async def _wait(self, seq: int, timeout_s: float) -> None:
         stopping = asyncio.ensure_future(self._stopping.wait())

@@ -195,6 +195,16 @@ class UpdateLog(Protocol):
         """
         ...
 
+    def mark_of(self, seq: int) -> int | None:
+        """Return what tells a durable record from every other that any log may have at its seq; None if it is not here.
+
+        Whoever opens the log draws another one, -2⁶³ to 2⁶³ - 1, before writing. So copies of one log that have the
+        same mark at a seq are the same up to there.
+
+        Thread: any. It does no I/O.
+        """
+        ...
+
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """Remove the oldest whole segments: retention.
 

@@ -16,6 +16,7 @@
     ├── ProtocolError           bytes that are not a message; the connection is closed
     ├── ProtocolMismatchError   the peers speak different protocol versions
     ├── GoneError               what was asked for has been removed (a log range, a snapshot)
+    │   └── SetBackError        the server was set back to an older copy of itself
     └── StorageError            the disk failed, or holds what it should not
         └── CorruptionError     a checksum or an invariant on disk does not hold
 
@@ -39,6 +40,7 @@ __all__ = [
     "RequestError",
     "RowRangeError",
     "SequenceGapError",
+    "SetBackError",
     "SpecMismatchError",
     "StorageError",
     "UnauthorizedError",
@@ -173,6 +175,10 @@ class GoneError(HeadraceError):
     code = 13
 
 
+class SetBackError(GoneError):
+    """The server was set back to an older copy of itself: its log is another one than what was taken of it."""
+
+
 class ProtocolError(HeadraceError):
     """Bytes that are not a message of the protocol."""
 
@@ -208,6 +214,7 @@ def error_from_code(
     expected_seq: int | None = None,
     retry_after_s: float | None = None,
     epoch: int | None = None,
+    is_set_back: bool | None = None,
 ) -> HeadraceError:
     """Return the error that a peer reported by its wire code.
 
@@ -217,6 +224,7 @@ def error_from_code(
         expected_seq: With SEQUENCE_GAP.
         retry_after_s: With OVERLOADED, seconds.
         epoch: With FENCED.
+        is_set_back: With GONE.
 
     Returns:
         An instance of the class that stands for `code`; plain `HeadraceError` for a code unknown here.
@@ -225,6 +233,8 @@ def error_from_code(
         return SequenceGapError(message, expected_seq=expected_seq)
     if code == FencedError.code and epoch is not None:
         return FencedError(message, epoch=epoch)
+    if code == SetBackError.code and is_set_back:
+        return SetBackError(message)
     if code == OverloadedError.code:
         return OverloadedError(message, retry_after_s=retry_after_s or 0.0)
     return _PLAIN_BY_CODE.get(code, HeadraceError)(message)

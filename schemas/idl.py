@@ -18,6 +18,7 @@ from headrace.schemas.errors import (
     OverloadedError,
     RequestError,
     SequenceGapError,
+    SetBackError,
     error_from_code,
 )
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -84,6 +85,8 @@ def error_to_idl(error: HeadraceError) -> Any:
         wire.retry_after_ms = round(error.retry_after_s * 1000)
     elif isinstance(error, FencedError):
         wire.epoch = error.epoch
+    elif isinstance(error, SetBackError):
+        wire.is_set_back = True
     return wire
 
 
@@ -91,5 +94,10 @@ def error_from_idl(wire: Any) -> HeadraceError:
     """Return the error that an IDL `ServerError` reports."""
     retry_after_s = None if wire.retry_after_ms is None else wire.retry_after_ms / 1000
     return error_from_code(
-        wire.code, wire.message, expected_seq=wire.expected_seq, retry_after_s=retry_after_s, epoch=wire.epoch
+        wire.code,
+        wire.message,
+        expected_seq=wire.expected_seq,
+        retry_after_s=retry_after_s,
+        epoch=wire.epoch,
+        is_set_back=wire.is_set_back,
     )

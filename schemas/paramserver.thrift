@@ -78,6 +78,8 @@ exception ServerError {
   4: optional i64 retry_after_ms,
   /** With FENCED: the epoch that holds the run now. */
   5: optional i64 epoch,
+  /** With GONE: the log ends before what was asked for, as that of a server which was set back to an older copy does. */
+  6: optional bool is_set_back,
 }
 
 struct StateSpec {
@@ -424,6 +426,14 @@ struct FetchUpdatesReply {
   2: required i64 first_seq,
   /** Last seq that is durable. */
   3: required i64 last_seq,
+  /**
+   * Tells the record before `from_seq`; absent when the log has none there. Another value than the one that came with
+   * that record as `mark`: the server was set back to an older copy of itself, and what the follower has is not what
+   * the server has.
+   */
+  4: optional i64 mark_before,
+  /** Tells the last of `records`: each start of the server writes under others. Absent when there are none. */
+  5: optional i64 mark,
 }
 
 struct CreateSnapshotRequest {

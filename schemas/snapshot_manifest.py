@@ -79,6 +79,7 @@ class ShardPart:
         step: Step at which the run stood exactly; -1 for a cut at no step.
         tables: Registered tables.
         files: All of the shard's folder, by name.
+        mark: Tells record `seq` from others that a log may have there (`UpdateLog.mark_of`); None where none is known.
     """
 
     shard: int
@@ -88,10 +89,11 @@ class ShardPart:
     step: int
     tables: tuple[TableSpec, ...]
     files: tuple[SnapshotFile, ...]
+    mark: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a form that `json` can write."""
-        return {
+        values = {
             "shard": self.shard,
             "server_id": self.server_id,
             "seq": self.seq,
@@ -100,6 +102,7 @@ class ShardPart:
             "tables": [_spec_to_json(spec) for spec in self.tables],
             "files": [{"name": f.name, "size_bytes": f.size_bytes, "crc32c": f.crc32c} for f in self.files],
         }
+        return values if self.mark is None else values | {"mark": self.mark}
 
     @classmethod
     def from_json(cls, values: Any) -> ShardPart:
@@ -114,10 +117,11 @@ class ShardPart:
                 **{name: values[name] for name in ("shard", "server_id", "seq", "epoch", "step")},
                 tables=tuple(_spec_from_json(spec) for spec in values["tables"]),
                 files=files,
+                mark=values.get("mark"),
             )
             if any(not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..") for file in files):
                 raise ValueError("a file's name is none")
-            if not all(isinstance(n, int) for n in (part.shard, part.seq, part.epoch, part.step)):
+            if not all(isinstance(n, int) for n in (part.shard, part.seq, part.epoch, part.step, part.mark or 0)):
                 raise ValueError("a number is none")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
@@ -154,11 +158,13 @@ class SnapshotManifest:
         name: Its name.
         created_us: Wall clock, microseconds since 1970.
         parts: One a shard, by index; all of one server, epoch and step.
+        lease_s: The server removes it when nobody has read of it for so long, seconds; 0 for one that stays.
     """
 
     name: str
     created_us: int
     parts: tuple[ShardPart, ...]
+    lease_s: int = 0
 
     def __post_init__(self) -> None:
         """Check that the parts are of one cut.
@@ -209,6 +215,8 @@ class SnapshotManifest:
             "created_us": self.created_us,
             "shards": [part.to_json() for part in self.parts],
         }
+        if self.lease_s:
+            values["lease_s"] = self.lease_s
         return _dump(values | {"crc32c": crc32c(_dump(values))})
 
     @classmethod
@@ -232,9 +240,13 @@ class SnapshotManifest:
         try:
             name, created_us, shards = values["name"], values["created_us"], values["shards"]
             check_snapshot_name(name)
-        except (KeyError, TypeError, RequestError) as exc:
+            lease_s = values.get("lease_s", 0)
+            if not isinstance(lease_s, int) or lease_s < 0:
+                raise ValueError(f"its lease is {lease_s!r}")
+        except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
-        return cls(name=name, created_us=created_us, parts=tuple(ShardPart.from_json(shard) for shard in shards))
+        parts = tuple(ShardPart.from_json(shard) for shard in shards)
+        return cls(name=name, created_us=created_us, parts=parts, lease_s=lease_s)
 
 
 def _dump(values: dict[str, Any]) -> bytes:

@@ -324,6 +324,8 @@ class RawEmbeddingStreamer:
                 acked_step=stats.acked_step,
                 is_drained=not stats.num_dirty_rows and not stats.num_inflight_flushes,
                 server_ids=self._server_ids,
+                client=self._delivery.writer.client,
+                places=self._delivery.sender.places,
                 evicted=unused_rows(self._tables, self._delivery.sender.deletions_on_their_way()),
             ).to_dict()
 
@@ -359,8 +361,11 @@ class RawEmbeddingStreamer:
                 _log.warning("the checkpoint's store was another one: sending every row")
                 flusher.mark_all()
             else:
+                has_lost = self.epoch < saved.epoch or not self._inquiry.has_acked(saved, timeout_s)
+                if has_lost:
+                    _log.warning("the store was set back since the checkpoint: sending the rows that it has lost")
                 # In a run that evicts, the store may lack rows that were evicted after the checkpoint.
-                marks_absent = not saved.is_drained or bool(saved.evicted)
+                marks_absent = has_lost or not saved.is_drained or bool(saved.evicted)
                 self._inquiry.mark_what_differs(self._tables, marks_absent=marks_absent, timeout_s=timeout_s)
             self._evictor.evict_again(self._tables, saved.evicted)
             return flusher.count_dirty_rows()

@@ -4,8 +4,9 @@ A trainer that starts again from a checkpoint may be behind its store (steps aft
 ahead of it (steps before it had not). So a resumed streamer does not count on numbers alone: it compares its rows with
 the store's by digests, and sends those that differ. Rows that the store does not have at all are, in a run that sends
 rows once they change, rows that never changed, as long as the checkpoint says that everything was acked when it was
-made, and names no evicted rows; else they are sent too. A store that is not the one of the checkpoint gets every row.
-Evicted rows are deleted once more.
+made, and names no evicted rows, and the store was not set back since to a copy that lacks what had been acked then;
+else they are sent too. A store that is not the one of the checkpoint gets every row. Evicted rows are deleted once
+more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class RunState:
         acked_step: Last step of which every change was durable on every shard; -1 before the first.
         is_drained: Nothing was dirty or on its way.
         server_ids: Identities of the shards.
+        client: Name of the rank within the run.
+        places: By shard, client seq and place in its log of a batch that was acked, as of `ShardChannel.place`.
         evicted: By fqn, global ids of this rank's rows that were evicted and not used since.
     """
 
@@ -42,11 +45,14 @@ class RunState:
     acked_step: int
     is_drained: bool
     server_ids: tuple[str, ...]
+    client: str = ""
+    places: tuple[tuple[int, int], ...] = ()
     evicted: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `torch.save(weights_only=True)` and JSON take them."""
-        return {"version": _VERSION, **asdict(self), "server_ids": list(self.server_ids), "evicted": dict(self.evicted)}
+        values = {"server_ids": list(self.server_ids), "places": list(map(list, self.places))}
+        return {"version": _VERSION, **asdict(self), **values, "evicted": dict(self.evicted)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -65,6 +71,8 @@ class RunState:
                 acked_step=int(state["acked_step"]),
                 is_drained=bool(state["is_drained"]),
                 server_ids=tuple(map(str, state["server_ids"])),
+                client=str(state.get("client", "")),
+                places=tuple((int(client_seq), int(log_seq)) for client_seq, log_seq in state.get("places", ())),
                 evicted={str(fqn): list(map(int, rows)) for fqn, rows in state.get("evicted", {}).items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as exc:

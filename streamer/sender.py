@@ -86,6 +86,11 @@ class Sender:
         return tuple(channel.server_id for channel in self._channels)
 
     @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """What each shard has acked last, see `ShardChannel.place`."""
+        return tuple(channel.place for channel in self._channels)
+
+    @property
     def generation(self) -> int:
         """How often an empty store has been found in the place of the old one: then every row is wanted again."""
         return self._generation

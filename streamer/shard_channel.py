@@ -24,6 +24,7 @@ from headrace.schemas.errors import (
     ProtocolError,
     SequenceGapError,
     StorageError,
+    UnauthorizedError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
@@ -67,6 +68,7 @@ class ShardChannel:
         shard: Which shard, and where it is.
         server_id: Identity of the store that it delivers to.
         acked_seq: Last batch that is durable, with all before it.
+        place: Client seq of the last batch of whose ack came its seq in the shard's log, and that; 0 and 0 before any.
         num_reconnects: Connections made after the first.
         is_connected: A session is open now.
         last_error: What ended the last connection; None once batches are acked again.
@@ -98,6 +100,7 @@ class ShardChannel:
         self.shard = shard
         self.server_id = shard.server_id
         self.acked_seq = 0
+        self.place = (0, 0)
         self.num_reconnects = 0
         self.is_connected = False
         self.last_error: HeadraceError | None = None
@@ -168,7 +171,10 @@ class ShardChannel:
             try:
                 await self._run_connection()
             except HeadraceError as exc:
-                if not _is_passing(exc):
+                # It has let us in before: its certificate has expired, or its token is another one. Both are mended
+                # there, and until then this is an outage like any other.
+                is_refused_anew = self._has_connected and isinstance(exc, UnauthorizedError)
+                if not (_is_passing(exc) or is_refused_anew):
                     raise
                 self._note_failure(exc)
                 pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
@@ -203,7 +209,8 @@ class ShardChannel:
         if durable_seq < self.acked_seq:
             raise StorageError(
                 f"{self.shard} has lost acked data: it had acked batch {self.acked_seq}, and now holds batches up to "
-                f"{durable_seq}; restore it, or start the trainer again to send what is needed"
+                f"{durable_seq}: was its directory set back to an older copy? Put the newer one back, or start the "
+                "trainer again, from a checkpoint with load_state_dict or with publish='all', to send what is needed"
             )
         if durable_seq > self._last_sent_seq:
             raise self.impostor(durable_seq)
@@ -225,6 +232,7 @@ class ShardChannel:
         self.server_id = server_id
         self._generation = self._on_new_store()
         self.acked_seq = self._last_sent_seq = 0
+        self.place = (0, 0)
         self._next_seq = 1
         waiting = [*self._unacked, *([self._next_batch] if self._next_batch else [])]
         for batch in waiting:
@@ -312,6 +320,8 @@ class ShardChannel:
         reply = await client.set_embeddings(request, timeout_s=self._config.request_timeout_s)
         if reply.is_duplicate and batch.num_sends == 1:
             raise self.impostor(batch.client_seq)
+        if not reply.is_duplicate:
+            self.place = max(self.place, (batch.client_seq, reply.seq))
         self._on_ack(batch)
 
     def _on_ack(self, batch: _Batch) -> None:

@@ -10,10 +10,14 @@ from typing import TypeVar
 
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.security import Token
+from headrace.paramserver.shard_link import ShardLink, retry
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.errors import GoneError, HeadraceError, SetBackError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.log_records import unpack_header
 from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.run_state import RunState
 from headrace.streamer.takeover import tls_context
 from headrace.streamer.tapped_table import TappedTable
 from headrace.streamer.world import World
@@ -77,6 +81,14 @@ class StoreInquiry:
         """
         self._ask(partial(mark_what_differs, tables, marks_absent=marks_absent), timeout_s)
 
+    def has_acked(self, saved: RunState, timeout_s: float | None) -> bool:
+        """Return whether the store has what it had acked when a checkpoint was made; True where its logs cannot tell.
+
+        Raises:
+            UnavailableError: A shard does not answer in time.
+        """
+        return self._ask(partial(_has_acked, saved), timeout_s)
+
     def _ask(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
         """Return what a coroutine returns that is given a reader of all shards."""
 
@@ -99,3 +111,27 @@ class StoreInquiry:
             except TimeoutError as exc:
                 assert timeout_s is not None
                 raise UnavailableError(f"the store has not been compared within {format_seconds(timeout_s)}") from exc
+
+
+async def _has_acked(saved: RunState, reader: EmbeddingReader) -> bool:
+    for link, (client_seq, log_seq) in zip(reader.links, saved.places, strict=False):
+        if log_seq and not await _has_batch(link, saved, client_seq, log_seq):
+            return False
+    return True
+
+
+async def _has_batch(link: ShardLink, saved: RunState, client_seq: int, log_seq: int) -> bool:
+    """Return whether a shard's log has a batch at the place that it had been told to have."""
+    request = idl.FetchUpdatesRequest(server_id=link.hello.server_id, from_seq=log_seq, max_bytes=1, wait_ms=0)
+    try:
+        reply = await retry(lambda: link.fetch_updates(request))
+    except SetBackError:
+        return False
+    except GoneError:  # removed: what is in its place, nobody knows
+        return True
+    if not reply.records:
+        return False
+    record = reply.records[0]
+    header = unpack_header(record.header)
+    found = record.epoch, header.get("run"), header.get("client"), header.get("client_seq")
+    return found == (saved.epoch, saved.run, saved.client, client_seq)

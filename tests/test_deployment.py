@@ -15,6 +15,7 @@ import yaml
 from headrace import __version__, cli
 from headrace.paramserver.config import ServerConfig
 from headrace.schemas.errors import ConfigError
+from headrace.scripts.lazy_command import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -43,7 +44,7 @@ def _of_kind(kind: str) -> dict[str, Any]:
 def _config(arguments: list[str]) -> Any:
     """Parse a command as `headrace` does and return its settings; nothing is run."""
     (entry,) = (each for each in cli._COMMANDS if each.name == arguments[0])
-    flags = cli._load(entry).make_context(arguments[0], list(arguments[1:])).params
+    flags = load_command(entry.name, entry.target, entry.help).make_context(arguments[0], list(arguments[1:])).params
     flags = {name: value for name, value in flags.items() if name not in ("config", "ready_file", "watch_stdin")}
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)

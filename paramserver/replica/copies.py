@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, SetBackError, StorageError, UnavailableError
 
 __all__ = ["Copies"]
 
@@ -138,7 +138,9 @@ class Copies:
             on_lost=self._on_lost,
         )
         self._beginning = copy
-        is_set_back = any(seq < shown for seq, shown in zip(copy.target_seqs, shown_seqs, strict=False))
+        # Also where the server has overtaken since what lookups see of the time that is gone.
+        is_set_back = self._is_lost and isinstance(self.newest.lost, SetBackError)
+        is_set_back |= any(seq < shown for seq, shown in zip(copy.target_seqs, shown_seqs, strict=False))
         try:
             await copy.show_when(lambda: is_enough(copy, self.current, is_set_back), beside=self._followed[-1:])
         except BaseException:

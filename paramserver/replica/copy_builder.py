@@ -176,15 +176,17 @@ class CopyBuilder:
     async def _load_newest(
         self, reader: EmbeddingReader, lease: CopyLease, storage: Storage, held_bytes: int
     ) -> Generation:
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             directory = self._config.snapshot_dir
             if directory is None:
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
+                temporary = tempfile.TemporaryDirectory(prefix="headrace-")
+                stack.push_async_callback(asyncio.to_thread, temporary.cleanup)  # gigabytes, maybe
+                directory = Path(temporary.name)
             folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
             return await self._load(folder, reader, lease, storage, held_bytes)
 
     async def _fetch_newest(
-        self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.ExitStack
+        self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
     ) -> Path:
         """Bring the server's newest snapshot, while the log behind it is kept; return its folder, which is in use."""
         tried = ""
@@ -242,4 +244,5 @@ def _hold(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease)
     server_id = reader.links[0].hello.server_id
     if manifest.server_id != server_id:
         raise GoneError(f"the snapshot is of store {manifest.server_id}, the server has {server_id}")
-    return LogHold(reader.links, [part.seq + 1 for part in manifest.parts], lease)
+    marks = [part.mark for part in manifest.parts]
+    return LogHold(reader.links, [part.seq + 1 for part in manifest.parts], lease, marks=marks)

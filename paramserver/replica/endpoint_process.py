@@ -172,14 +172,18 @@ class ReplicaProcess:
 
     async def _keep_looking(self) -> None:
         """Note what is known and not visible, and log when the replica becomes ready or ceases to be."""
-        was_ready = False
+        was_ready = was_ever_ready = False
         while True:
             state = self._readiness.look()
             if was_ready and not state.is_ready:
                 fact(_log, logging.WARNING, "replica is not ready any more", why=state.failure)
             elif state.is_ready and not was_ready:
-                fact(_log, logging.DEBUG, "replica may be sent look-ups", step=state.visible[1])
+                level, message = logging.DEBUG, "replica may be sent look-ups"
+                if was_ever_ready:  # whoever reads the warning wants to know of its end
+                    level, message = logging.WARNING, "replica is ready again"
+                fact(_log, level, message, step=state.visible[1])
             was_ready = state.is_ready
+            was_ever_ready |= was_ready
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def _begin(self) -> EmbeddingReplica:

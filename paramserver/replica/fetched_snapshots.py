@@ -53,6 +53,7 @@ class FetchedSnapshots:
 
         Raises:
             ConfigError: The directory cannot be used.
+            StorageError: Its file system has no locks.
 
         Cancellation: harmless.
         """
@@ -185,4 +186,7 @@ def _try_lock(fd: int, kind: int) -> bool:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as exc:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        raise StorageError(f"{path} cannot be locked: {exc.strerror}; name a snapshot_dir on a local disk") from exc
     return True

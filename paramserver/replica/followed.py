@@ -183,8 +183,8 @@ class Followed:
 
     async def _follow(self, shard: int) -> None:
         generation, config = self.generation, self._config
-        from_seq, link = generation.tails[shard].seq + 1, self._reader.links[shard]
-        follower = self._lease.follower(link, from_seq=from_seq, wait_s=config.fetch_wait_s)
+        tail, link = generation.tails[shard], self._reader.links[shard]
+        follower = self._lease.follower(link, from_seq=tail.seq + 1, mark=tail.begin_mark, wait_s=config.fetch_wait_s)
         self._followers.append(follower)
         try:
             while True:

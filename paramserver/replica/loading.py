@@ -67,7 +67,9 @@ def load_snapshot(
             if store.applied_seq != part.seq:
                 raise CorruptionError(f"{store.path}: at seq {store.applied_seq}, the manifest says {part.seq}")
             meta = store.read_meta()
-            tails.append(ShardTail(part.shard, seq=part.seq, catalog=Catalog(meta), sessions=Sessions(meta)))
+            tails.append(
+                ShardTail(part.shard, seq=part.seq, catalog=Catalog(meta), sessions=Sessions(meta), mark=part.mark)
+            )
         generation = Generation(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
         for target in generation.tables.values():
             if not (isinstance(target, DiskTable) and target.is_loaded):
@@ -142,7 +144,7 @@ async def _read_live(
         rows = await reader.get_many([(spec.fqn, ids) for spec, ids in parts], with_versions=True)
         await asyncio.to_thread(load, [(spec, of_spec) for (spec, _), of_spec in zip(parts, rows, strict=True)])
     after = await reader.status()
-    tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, strict=True)]
+    tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, hold.marks, strict=True)]
     generation = Generation(
         after[0].server_id,
         tails,
@@ -171,7 +173,7 @@ def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[tuple[TableSpec, np
         yield part
 
 
-def _tail_of(before: Any, specs: Iterable[TableSpec], after: Any) -> ShardTail:
+def _tail_of(before: Any, specs: Iterable[TableSpec], after: Any, mark: int | None) -> ShardTail:
     catalog = Catalog({})
     catalog.add(specs)
     sessions = Sessions({})
@@ -180,7 +182,7 @@ def _tail_of(before: Any, specs: Iterable[TableSpec], after: Any) -> ShardTail:
             continue
         _learn(sessions.open(client.run, client.client, client.epoch, client.rank, client.world_size), client)
     return ShardTail(
-        before.shard, seq=before.log_seq, catalog=catalog, sessions=sessions, exact_from=after.accepted_seq
+        before.shard, seq=before.log_seq, catalog=catalog, sessions=sessions, exact_from=after.accepted_seq, mark=mark
     )
 
 

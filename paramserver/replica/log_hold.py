@@ -54,10 +54,18 @@ class CopyLease:
         """How often to renew it, seconds."""
         return self.lease_s / _RENEWALS
 
-    def follower(self, link: ShardLink, *, from_seq: int, wait_s: float = 10.0) -> ShardFollower:
+    def follower(
+        self, link: ShardLink, *, from_seq: int, mark: int | None = None, wait_s: float = 10.0
+    ) -> ShardFollower:
         """Return a follower of one shard's log that keeps it."""
         return ShardFollower(
-            link, from_seq=from_seq, name=self.name, copy_id=self.copy_id, lease_s=self.lease_s, wait_s=wait_s
+            link,
+            from_seq=from_seq,
+            mark=mark,
+            name=self.name,
+            copy_id=self.copy_id,
+            lease_s=self.lease_s,
+            wait_s=wait_s,
         )
 
 
@@ -73,6 +81,7 @@ class LogHold:
         from_seqs: Sequence[int],
         lease: CopyLease,
         *,
+        marks: Sequence[int | None] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Ask for nothing yet.
@@ -81,9 +90,11 @@ class LogHold:
             links: To all shards.
             from_seqs: First record of each that the copy will need.
             lease: Whose.
+            marks: Tell the records before those, which the copy has; None where that is not known.
             sleep: Waits for some seconds.
         """
-        self._followers = [lease.follower(link, from_seq=seq) for link, seq in zip(links, from_seqs, strict=True)]
+        places = zip(links, from_seqs, marks or [None] * len(links), strict=True)
+        self._followers = [lease.follower(link, from_seq=seq, mark=mark) for link, seq, mark in places]
         self._renewal_s = lease.renewal_s
         self._sleep = sleep
         self._error: HeadraceError | None = None
@@ -110,6 +121,11 @@ class LogHold:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+
+    @property
+    def marks(self) -> list[int | None]:
+        """What tells the records before those that the copy will need, once the leases are there."""
+        return [follower.mark for follower in self._followers]
 
     def check(self) -> None:
         """Check that the log is still there, as far as is known. Thread: any.

@@ -61,6 +61,7 @@ class ShardTail:
     Attributes:
         shard: Index.
         seq: Last record that was taken.
+        begin_mark: Tells the record behind which the copy began; None when that is not known.
         last_seq: Last durable record, as the shard last told.
         catalog: Tables that the shard knows.
         pending: Taken and not visible.
@@ -72,7 +73,16 @@ class ShardTail:
         delay: From the trainer's clock to being visible.
     """
 
-    def __init__(self, shard: int, *, seq: int, catalog: Catalog, sessions: Sessions, exact_from: int = 0) -> None:
+    def __init__(
+        self,
+        shard: int,
+        *,
+        seq: int,
+        catalog: Catalog,
+        sessions: Sessions,
+        exact_from: int = 0,
+        mark: int | None = None,
+    ) -> None:
         """Go on behind record `seq`.
 
         Args:
@@ -81,8 +91,10 @@ class ShardTail:
             catalog: Tables as of there.
             sessions: Writers as of `max(seq, exact_from)`.
             exact_from: The copy may have parts of records up to here: before it, it is at no step.
+            mark: Tells record `seq`, see `UpdateLog.mark_of`; None when that is not known.
         """
         self.shard = shard
+        self.begin_mark = mark
         self.seq = self.visible_seq = self.last_seq = seq
         self.catalog = catalog
         self.pending: deque[Change] = deque()
@@ -109,7 +121,7 @@ class ShardTail:
     @property
     def epoch(self) -> int:
         """Epoch of the newest run; 0 before the first."""
-        return max((session.epoch for session in self._sessions if session.is_trainer), default=0)
+        return self._sessions.newest_epoch
 
     def watermark_of(self, epoch: int) -> int:
         """Return the step up to which everything of a run was taken; -1 when there is none."""
@@ -152,7 +164,7 @@ class ShardTail:
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
         is_conditional = request.version_epoch is not None
         deltas = tuple(decode_delta(self.catalog, delta) for delta in request.deltas)
-        self._advance(request, is_conditional)
+        self._advance(request, update.seq, is_conditional)
         self.seq = update.seq
         return Change(
             seq=update.seq,
@@ -170,9 +182,11 @@ class ShardTail:
         self.catalog.add(unpack_spec(packed) for packed in header["tables"])
         # Sessions may have been learnt as of a later record.
         if update.epoch >= self._sessions.epoch_of(header["run"]):
-            self._sessions.open(header["run"], header["client"], update.epoch, header["rank"], header["world_size"])
+            place = header["rank"], header["world_size"]
+            session = self._sessions.open(header["run"], header["client"], update.epoch, *place)
+            self._sessions.settle(session, update.seq)
 
-    def _advance(self, request: Any, is_conditional: bool) -> None:
+    def _advance(self, request: Any, seq: int, is_conditional: bool) -> None:
         session = self._sessions.find(request.run, request.client)
         if session is None or session.epoch != request.epoch or request.client_seq <= session.last_client_seq:
             return  # learnt already
@@ -184,3 +198,4 @@ class ShardTail:
             ends_step=request.ends_step and not is_conditional,
             is_exact_cut=request.is_exact_cut,
         )
+        self._sessions.settle(session, seq)

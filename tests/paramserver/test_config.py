@@ -43,6 +43,7 @@ def test_loads(tmp_path: Path) -> None:
         ({"port": 65535, "shards": 2}, "port: shard 1 would listen on port 65536, above 65535"),
         ({"host": "0.0.0.0"}, "host: 0.0.0.0 is every address of this machine; say with --advertise-host"),
         ({"host": "::"}, "host: :: is every address"),
+        ({"block_cache_bytes": 2**20 - 1}, "block_cache_bytes is less than 1MiB; 0 sizes it from the machine"),
         ({"non_finite": "drop"}, "non_finite: 'drop' is none of accept, reject"),
     ],
 )
@@ -68,7 +69,7 @@ def test_every_field_is_a_setting_with_help() -> None:
 def test_shard_config_carries_all_shard_settings() -> None:
     """A shard gets the server's value of each of its settings, through JSON unchanged."""
     config = ServerConfig(
-        data=Path("/d"), max_client_requests=7, drain_s=1.5, block_cache_bytes=12345, tls_key=Path("/k")
+        data=Path("/d"), max_client_requests=7, drain_s=1.5, block_cache_bytes=12345678, tls_key=Path("/k")
     )
     shard = _shard(config)
     assert ShardConfig.from_json(shard.to_json()) == shard

@@ -31,7 +31,8 @@ def test_makes_a_new_directory(tmp_path: Path) -> None:
     """A new directory gets a manifest, a lock and one directory a shard, missing parents included."""
     path = tmp_path / "a" / "b"
     server_id = _make(path)
-    assert _files(path) == {MANIFEST_NAME, LOCK_NAME, "shard-0000", "shard-0001"}
+    shards = {"shard-0000", "shard-0000/log", "shard-0001", "shard-0001/log"}
+    assert _files(path) == {MANIFEST_NAME, LOCK_NAME, *shards}
     assert json.loads((path / MANIFEST_NAME).read_text()) == {
         "format": "headrace-data",
         "format_version": 1,
@@ -111,8 +112,8 @@ def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
 
 def test_takes_up_an_interrupted_start(tmp_path: Path) -> None:
     """What a first start that was killed has left, on a fresh mount, is no obstacle."""
-    for name in ("lost+found", "shard-0000", "shard-0007"):
-        (tmp_path / name).mkdir()
+    for name in ("lost+found", "shard-0000", "shard-0001/log", "shard-0007"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / LOCK_NAME).write_text("1\n")
     (tmp_path / (MANIFEST_NAME + ".tmp")).write_text("{")
     _make(tmp_path)
@@ -157,13 +158,15 @@ def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[Headrac
     DataDir.claim(tmp_path / "d", num_shards=2).close()
 
 
-def test_refuses_a_missing_shard(tmp_path: Path) -> None:
-    """A shard's directory that is gone is lost data: it is not made anew in silence."""
+@pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
+def test_refuses_a_missing_shard(tmp_path: Path, gone: list[str], what: str) -> None:
+    """A shard's directory that is gone, or empty as a disk that is not mounted, is not made anew in silence."""
     _make(tmp_path / "d")
-    (tmp_path / "d" / "shard-0001").rmdir()
+    for name in gone:
+        (tmp_path / "d" / "shard-0001" / name).resolve().rmdir()
     with (
         DataDir.claim(tmp_path / "d", num_shards=2) as data_dir,
-        pytest.raises(CorruptionError, match=r"shard-0001: the shard's directory is missing$"),
+        pytest.raises(CorruptionError, match=rf"shard-0001: the shard's {what} is missing; is its disk mounted\?$"),
     ):
         data_dir.prepare()
 

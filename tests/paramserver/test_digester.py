@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from headrace.paramserver.digester import _Stream
 from headrace.paramserver.row_reader import ShardSource
+from headrace.paramserver.store import RowStore
+from headrace.paramserver.store_config import StoreConfig
+from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_keys import encode_keys, key_prefix
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, TableSpec
@@ -35,7 +41,8 @@ def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> N
             num_read += 1
             yield key, b""
 
-    stream = _Stream(pairs(), key_prefix(1, SPEC.whole), end_row, SOURCE)
+    store = cast("Any", SimpleNamespace(scan_now=lambda *_, **__: pairs(), check_end=lambda _: None))
+    stream = _Stream(store, key_prefix(1, SPEC.whole), 0, end_row, SOURCE)
     found: list[int] = []
     while stream.fill():
         ids, held = stream.take_up_to(stream.last_row)
@@ -43,3 +50,21 @@ def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> N
         found += ids.tolist()
     assert found == list(range(min(num_rows, end_row)))
     assert num_read <= most
+
+
+def test_rows_behind_a_damaged_block_are_missed(tmp_path: Path) -> None:
+    """Rocksdict's iterator ends at a block that does not match its checksum; that is no end of the table."""
+    keys = [bytes(key) for key in encode_keys(1, SPEC.whole, np.arange(5000))]
+    store = RowStore.open(tmp_path, config=StoreConfig(block_cache_bytes=1 << 20))
+    store.write(keys, [bytes(100)] * len(keys), applied_seq=1)
+    store.close()
+    (file,) = tmp_path.glob("*.sst")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    store = RowStore.open(tmp_path, config=StoreConfig(block_cache_bytes=1 << 20))
+    stream = _Stream(store, key_prefix(1, SPEC.whole), 0, 5000, SOURCE)
+    with pytest.raises(CorruptionError, match=r"\.sst"):
+        while stream.fill():
+            stream.take_up_to(stream.last_row)
+    store.close()

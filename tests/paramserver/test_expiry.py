@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expiry_rig import Rig, open_rig
+from hellos import hello_of_writer
 from shard_servers import serve_shards
 
 from headrace.paramserver.client import ParamServerClient
@@ -18,7 +19,7 @@ from headrace.paramserver.expiry import Expirer
 from headrace.paramserver.expiry_policy import ExpiryRules
 from headrace.paramserver.expiry_scan import RowScanner
 from headrace.schemas.errors import ConfigError, GoneError, OverloadedError, RequestError, StorageError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="item.weight", num_rows=1000, dim=2, dtype=DType.FLOAT32)
@@ -33,19 +34,6 @@ async def _filled(rig: Rig) -> None:
     await rig.hello(1)
     await rig.write(1, 1, range(10))
     await rig.write(1, 100, [3])
-
-
-def _hello(client: str, role: int) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=role,
-        run="run",
-        client=client,
-        epoch=1,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)],
-    )
 
 
 def _set(client_seq: int, step: int, rows: list[int]) -> Any:
@@ -77,7 +65,7 @@ async def test_over_the_wire(tmp_path: Path) -> None:
         serve_shards(tmp_path, 1, expiry="item.*: idle_steps=50") as ports,
         await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
     ):
-        await client.hello(_hello("rank0", idl.Role.ADMIN))
+        await client.hello(hello_of_writer(SPEC, role=idl.Role.ADMIN))
         await client.set_embeddings(_set(1, 1, [1, 2, 3]))
         await client.set_embeddings(_set(2, 100, [2]))
         dry = await client.expire_rows(_request("item.*", is_dry_run=True))

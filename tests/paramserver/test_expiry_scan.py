@@ -143,6 +143,24 @@ def test_norms_of_every_float(tmp_path: Path, dtype: DType) -> None:
     assert not can_have_norms(Table(1, dataclasses.replace(spec, dtype=DType.UINT8), 0))
 
 
+def test_rows_behind_a_damaged_block_are_missed(tmp_path: Path) -> None:
+    """A block that does not match its checksum is a corruption, not the end of the table."""
+    spec = dataclasses.replace(SPEC, states=())
+    batch = Batch(seq=1, epoch=1, step=1, time_us=1)
+    store = _store(tmp_path)
+    run = coalesce(1, [Part.of_delta(make_delta(list(range(5000)), 1, spec=spec), batch)])
+    store.write_runs([run], meta={}, applied_seq=1)
+    store.close()
+    (file,) = tmp_path.glob("*.sst")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    store = _store(tmp_path)
+    with pytest.raises(CorruptionError, match=r"\.sst"):
+        _scan(store, Table(1, spec, spec.fingerprint))
+    store.close()
+
+
 @pytest.mark.parametrize("value", [b"", bytes(23), b"\0\2" + bytes(60)])
 def test_what_is_no_record_stops_the_scan(tmp_path: Path, value: bytes) -> None:
     """Bytes that are no record of the table are a corruption, not a row."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from held_ports import hold_ports
+from hellos import hello_of_writer
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
@@ -23,8 +24,8 @@ from headrace.paramserver.rpc_server import ThriftServer
 from headrace.paramserver.shard import Shard, open_shard
 from headrace.paramserver.shard_config import ShardConfig
 from headrace.paramserver.shard_link import Dial, ShardLink
-from headrace.schemas.errors import GoneError, ProtocolError, RequestError, UnauthorizedError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.errors import GoneError, ProtocolError, RequestError, SetBackError, UnauthorizedError
+from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.tables import DType, TableSpec
 
@@ -103,24 +104,11 @@ async def serving(config: ShardConfig, *, port: int = 0, says_hello: bool = True
             try:
                 async with await ParamServerClient.connect(host, port) as client:
                     if says_hello:
-                        await client.hello(writer_hello())
+                        await client.hello(hello_of_writer(SPEC))
                     yield Served(shard, host, port, client)
             finally:
                 shard.begin_drain()
                 await server.close(drain_s=5)
-
-
-def writer_hello(epoch: int = 1) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="run",
-        client="rank0",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)],
-    )
 
 
 def fetch_request(from_seq: int, **changes: Any) -> Any:
@@ -222,8 +210,94 @@ async def test_a_place_beyond_the_log_is_gone(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "log")
     shutil.rmtree(tmp_path / "store")
     async with serving(config) as served:
-        with pytest.raises(GoneError, match="the log ends at seq 1, seq 3 is not in it"):
+        with pytest.raises(SetBackError, match="the log ends at seq 1, seq 3 is not in it"):
             await served.client.fetch_updates(fetch_request(4))
+
+
+@asynccontextmanager
+async def _set_back(
+    directory: Path, *, num_taken: int, num_written: int
+) -> AsyncIterator[tuple[Served, ShardFollower]]:
+    """Serve a store that was set back to three records, and others behind them, to one that follows it from before."""
+    config, port = shard_config(directory / "data"), hold_ports()
+    async with serving(config) as served:
+        for row in (1, 2):
+            await served.write([row], 1.0)
+    shutil.copytree(directory / "data", directory / "older")
+    async with serving(config, port=port) as served:
+        served._client_seq = 2
+        await served.write([3], 1.0)
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        await link.refresh()
+        follower = ShardFollower(link, from_seq=num_taken, wait_s=0.0, max_bytes=1)
+        assert [update.seq for update in await follower.fetch()] == [num_taken]
+    shutil.rmtree(directory / "data")
+    shutil.copytree(directory / "older", directory / "data")
+    async with serving(config, port=port) as served:
+        served._client_seq = 2
+        for row in range(num_written):
+            await served.write([row + 10], 2.0)
+        try:
+            yield served, follower
+        finally:
+            await link.close()
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 5], ids=["its log ends before", "at the place", "beyond it"])
+async def test_a_place_in_a_log_that_was_set_back_is_gone(tmp_path: Path, num_written: int) -> None:
+    """However far the log has gone on since, a follower that has a record which is not there any more is told so."""
+    async with _set_back(tmp_path, num_taken=4, num_written=num_written) as (_, follower):
+        follower._name = "replica"
+        for ask in (follower.fetch, follower.register):
+            with pytest.raises(SetBackError, match="start over"):
+                await ask()
+        assert follower.next_seq == 5
+
+
+async def test_a_place_that_is_in_the_older_copy_too_goes_on(tmp_path: Path) -> None:
+    """A follower that was not beyond the copy that was put back has lost nothing, and gets what comes."""
+    async with _set_back(tmp_path, num_taken=3, num_written=1) as (_, follower):
+        (update,) = await follower.fetch()
+        assert (update.seq, values_of(update.body)) == (4, ([10], 2.0))
+        assert await follower.fetch() == []
+
+
+async def test_a_record_of_which_a_part_has_come_is_not_mixed_with_another() -> None:
+    """A server that was set back between two parts of a record does not end in a record of both."""
+    marks = iter([7, 8])
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            fields = {"epoch": 1, "kind": 1, "header": b"\x80", "body_size_bytes": 6}
+            records = [idl.UpdateRecord(seq=1, body=memoryview(b"abc"), **fields)]
+            return idl.FetchUpdatesReply(records=records, first_seq=1, last_seq=1, mark=next(marks))
+
+    with pytest.raises(SetBackError, match="record 1 is another"):
+        await ShardFollower(Link(), from_seq=1).fetch()  # type: ignore[arg-type]
+
+
+async def test_a_server_that_tells_no_marks_is_followed() -> None:
+    """A server of before there were marks, and one that has removed the record before, are believed."""
+    replies = iter([(None, 5, [1]), (None, None, [2]), (6, 6, [3]), (None, 7, [4]), (8, None, [])])
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            before, mark, seqs = next(replies)
+            records = [idl.UpdateRecord(seq=s, epoch=1, kind=1, header=b"\x80", body=memoryview(b"")) for s in seqs]
+            return idl.FetchUpdatesReply(records=records, first_seq=1, last_seq=9, mark_before=before, mark=mark)
+
+    follower = ShardFollower(Link(), from_seq=1)  # type: ignore[arg-type]
+    for mark in (5, None, 6, 7):
+        await follower.fetch()
+        assert follower.mark == mark
+    with pytest.raises(SetBackError, match="record 4 is another"):
+        await follower.fetch()
 
 
 async def test_removed_records_are_gone(tmp_path: Path) -> None:

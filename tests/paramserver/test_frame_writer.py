@@ -189,3 +189,27 @@ async def test_a_lost_connection_is_told() -> None:
         await waiting
     with pytest.raises(UnavailableError):
         await writer.send([b"c"])
+
+
+@pytest.mark.parametrize("size", [10, 300 * KIB])
+async def test_after_its_end_nothing_is_written(size: int) -> None:
+    """What was sent before leaves; what comes later is refused, as a transport takes no more after its end."""
+    writer, pipe = attached()
+    await asyncio.gather(writer.send([b"one"]), writer.send([b"two"]))
+    writer.end()
+    with pytest.raises(UnavailableError, match="closed"):
+        await writer.send([bytes(size)])
+    assert pipe.frames() == [b"one", b"two"]
+
+
+async def test_a_frame_amid_which_it_ends_is_cut() -> None:
+    """Whoever waits for the rest of a long frame is told, and the peer loses the connection."""
+    writer, pipe = attached()
+    pipe.stuck = True
+    sending = asyncio.create_task(writer.send([bytes(600 * KIB)]))
+    await asyncio.wait_for(pipe.written.wait(), WAIT_S)
+    writer.end()
+    pipe.unstick()
+    with pytest.raises(UnavailableError, match="closed"):
+        await sending
+    assert pipe.is_aborted

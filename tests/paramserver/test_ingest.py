@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,20 +15,21 @@ from typing import Any
 import pytest
 from faulty_file_ops import FaultyFileOps
 
+from headrace.paramserver import sessions
 from headrace.paramserver.applier import Applier
 from headrace.paramserver.file_update_log import FileUpdateLog
 from headrace.paramserver.ingest import KIND_BATCH, KIND_HELLO, Ingest
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.paramserver.update_log import LogRecord
-from headrace.schemas.errors import CorruptionError, StorageError, UnavailableError
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 
 
-def _batch(client_seq: int) -> Any:
+def _batch(client_seq: int, *, run: str = "run", epoch: int = 1) -> Any:
     return idl.SetEmbeddingsRequest(
-        **{"run": "run", "client": "rank0", "epoch": 1, "client_seq": client_seq, "step": client_seq, "time_us": 0},
+        **{"run": run, "client": "rank0", "epoch": epoch, "client_seq": client_seq, "step": client_seq, "time_us": 0},
         **{"ends_step": True, "is_exact_cut": True, "deltas": []},
     )
 
@@ -40,6 +43,20 @@ async def _open(path: Path, ops: FaultyFileOps) -> AsyncIterator[tuple[Ingest, A
         ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
         await ingest.open_session("run", "rank0", 1, 0, 1, [])
         yield ingest, applier, log
+        await log.close()
+    store.close()
+
+
+@contextlib.asynccontextmanager
+async def _reopen(path: Path) -> AsyncIterator[tuple[Ingest, RowStore]]:
+    """Open an ingest on what is there."""
+    store = RowStore.open(path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(path / "log")
+    async with Applier(store) as applier:
+        ingest = Ingest(log, applier, store.read_meta(), max_backlog_bytes=1 << 30)
+        await ingest.recover()
+        await applier.wait_applied(ingest.submitted_seq)
+        yield ingest, store
         await log.close()
     store.close()
 
@@ -125,9 +142,9 @@ async def test_a_failed_applier_frees_no_frame_that_the_log_still_reads(tmp_path
         assert released == [1, 2]
 
 
-def _logged(client_seq: int) -> list[memoryview]:
+def _logged(client_seq: int, **changes: Any) -> list[memoryview]:
     """Return the frame that the log keeps of a batch."""
-    args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq))
+    args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq, **changes))
     return [memoryview(b"".join(encode_message("setEmbeddings", CALL, 1, args)))]
 
 
@@ -206,3 +223,44 @@ async def test_a_resend_is_not_acked_before_the_batch_and_the_ones_before_it(tmp
         assert not any(task.done() for task in (first, *resends))
         behind.set()
         await asyncio.gather(first, *resends)
+
+
+@pytest.mark.parametrize("store_is_lost", [False, True], ids=["clean stop", "store lost"])
+async def test_writers_without_end_are_no_memory_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_is_lost: bool
+) -> None:
+    """A shard and its store remember so many writers, the same after a restart, and take nothing of others again."""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    async with _reopen(tmp_path) as (ingest, _):
+        for epoch in range(1, 9):
+            await ingest.open_session(f"run{epoch}", "rank0", epoch, 0, 1, [])
+            of = {"run": f"run{epoch}", "epoch": epoch}
+            await ingest.write(_batch(1, **of), *_logged(1, **of), lambda: lambda: None)
+        before = [dataclasses.replace(session) for session in ingest.sessions]
+        assert [session.run for session in before] == ["run6", "run7", "run8"]
+    if store_is_lost:
+        shutil.rmtree(tmp_path / "store")
+    async with _reopen(tmp_path) as (ingest, store):
+        assert list(ingest.sessions) == before
+        with pytest.raises(FencedError, match="start it again"):
+            await ingest.open_session("run5", "rank0", 5, 0, 1, [])
+        with pytest.raises(RequestError, match="was forgotten since"):
+            await ingest.write(_batch(1, run="run5", epoch=5), memoryview(b"frame"), lambda: lambda: None)
+        assert (await ingest.open_session("run6", "rank0", 6, 0, 1, []))[1] == 1
+        await ingest.open_session("run5", "rank0", ingest.sessions.highest_epoch + 1, 0, 1, [], claims_epoch=True)
+    async with _reopen(tmp_path) as (ingest, store):
+        assert [session.run for session in ingest.sessions] == ["run7", "run8", "run5"]
+        assert sum(key.startswith(b"session/") for key in store.read_meta()) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"run": "r" * 257}, {"client": "ü" * 129}, {"world_size": 16_385}], ids=["run", "client", "ranks"]
+)
+async def test_a_writer_that_would_take_too_much_memory_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Names have a longest length, and a run has no more ranks than are remembered; what is at the bound is taken."""
+    good: dict[str, Any] = {"run": "r" * 256, "client": "ü" * 128, "epoch": 1, "rank": 0, "world_size": 16_384}
+    async with _reopen(tmp_path) as (ingest, _):
+        with pytest.raises(RequestError, match=r"over 256 bytes|of 16385: not a writer"):
+            await ingest.open_session(**{**good, **wrong}, specs=[])
+        assert ingest.accepted_seq == 0
+        await ingest.open_session(**good, specs=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -50,14 +51,14 @@ class Logged:
         self.log = log
         self.followers = LogLeases(clock=lambda: self.now_s)
         self._store = SimpleNamespace(durable_seq=0)
-        self._config = config
+        self.config = config
         self.begin()
 
     def begin(self) -> None:
         """Begin retention, as at the start of a shard."""
         store = cast("Any", self._store)
         self.retention = LogRetention(
-            self.log, store, self.followers, self._config, clock=lambda: self.now_s, sleep=self._sleep
+            self.log, store, self.followers, self.config, clock=lambda: self.now_s, sleep=self._sleep
         )
 
     async def _sleep(self, duration_s: float) -> None:
@@ -206,9 +207,9 @@ async def test_a_long_lease_holds_the_log_over_a_restart(tmp_path: Path) -> None
     """Its follower may be away for longer than the time in which all is kept after a start."""
     async with logged(tmp_path) as it:
         (tmp_path / "shard-0000").mkdir()
-        await it.append(12)
         async with it.retention:
             it.followers.renew("away", 4, 3600.0)
+            await it.append(12)
         it.followers = LogLeases(clock=lambda: it.now_s)
         it.begin()
         async with it.retention:
@@ -260,6 +261,21 @@ async def test_a_lease_on_what_is_being_removed_is_not_given(tmp_path: Path) -> 
             await asking
 
 
+async def test_a_start_with_a_lower_bound_makes_room_before_the_first_record(tmp_path: Path) -> None:
+    """A full disk stops the log at its next record; so what lower bounds let go is gone when the shard serves."""
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        publish(tmp_path, "monday", seq=2)
+        it.begin()
+        async with it.retention:
+            assert it.log.first_seq == 1
+        it.config = dataclasses.replace(it.config, log_hold_bytes=6 * RECORD_BYTES)
+        it.begin()
+        async with it.retention:
+            assert it.log.first_seq > 6
+            assert it.retention.num_broken == 1
+
+
 async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be removed is told to who runs the shard, as the disk would fill up."""
     async with logged(tmp_path) as it:
@@ -267,8 +283,27 @@ async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.Monk
         def fail(*_: Any, **__: Any) -> int:
             raise StorageError("the disk is on fire")
 
-        monkeypatch.setattr(it.log, "trim", fail)
         async with it.retention, asyncio.timeout(WAIT_S):
+            monkeypatch.setattr(it.log, "trim", fail)
             _, turn = await it.sleeps.get()
             turn.set_result(None)
             assert str(await it.retention.wait_failed()) == "the disk is on fire"
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_one_shard_removes_the_snapshots_that_were_left(tmp_path: Path, facts: FactLog, shard: int) -> None:
+    """The first shard removes, for all, what was made for one reader who has gone, and says so."""
+    config = dataclasses.replace(shard_config(tmp_path), shard=shard)
+    files = SnapshotFiles(config.snapshots_path)
+    part = ShardPart(shard=0, server_id="s", seq=1, epoch=0, step=-1, tables=(), files=())
+    for name, lease_s in (("stays", 0), ("left", 60)):
+        files.new_folder(name).mkdir(parents=True)
+        files.publish(SnapshotManifest(name=name, created_us=1, parts=(part,), lease_s=lease_s))
+        os.utime(files.folder_of(name), (0, 0))
+    async with logged(tmp_path) as at:
+        retention = LogRetention(at.log, cast("Any", SimpleNamespace(durable_seq=0)), at.followers, config)
+        await retention.trim()
+    left = [manifest.name for manifest in files.list()[0]]
+    assert left == (["stays"] if shard == 0 else ["left", "stays"])
+    told = [fact for fact in facts.facts if "nobody has read of it" in fact[0]]
+    assert len(told) == (shard == 0)

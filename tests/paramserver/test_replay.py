@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from chaos_proxy import FrameProxy, Trouble
+from hellos import hello_of_writer
 from shard_servers import serve_shards
 
 from headrace.paramserver import replay
@@ -27,7 +28,7 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -86,7 +87,7 @@ class _Client:
         """Set and delete some rows at each step."""
         clients = [await ParamServerClient.connect("127.0.0.1", port) for port in self._ports]
         for client in clients:
-            await client.hello(_hello(self._epoch))
+            await client.hello(hello_of_writer(*SPECS, epoch=self._epoch))
         for step in steps:
             self._seq += 1
             deltas = []
@@ -116,19 +117,6 @@ class _Client:
             is_exact_cut=True,
             deltas=mine,
         )
-
-
-def _hello(epoch: int, specs: Any = SPECS) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="run",
-        client="rank0",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(spec) for spec in specs],
-    )
 
 
 async def _content(port: int) -> dict[str, list[bytes]]:
@@ -260,7 +248,7 @@ async def test_long_batches_are_cut(tmp_path: Path) -> None:
         serve_shards(tmp_path / "source", 1) as ports,
         await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
     ):
-        await client.hello(_hello(1, [spec]))
+        await client.hello(hello_of_writer(spec))
         request = _Client(ports, epoch=1, seed=0)._request(1, [], 0)
         request.client_seq, request.deltas = 1, [_delta(spec, rows, deleted, rng, 0, 256)]
         await client.set_embeddings(request)
@@ -343,7 +331,7 @@ async def test_another_table_of_that_name_is_refused(source: Any, tmp_path: Path
     other = TableSpec(fqn="ids.weight", num_rows=0, dim=5, dtype=DType.FLOAT32, states=(), has_identities=True)
     async with serve_shards(tmp_path / "target", 1) as ports:
         async with await ParamServerClient.connect("127.0.0.1", ports[0]) as client:
-            await client.hello(_hello(1, [other]))
+            await client.hello(hello_of_writer(other))
         with pytest.raises(SpecMismatchError, match="dim 5 ≠ 4"):
             await _replay(path, ports[0])
 

@@ -11,7 +11,14 @@ import pytest
 from fake_service import POISON, FakeService, batch, read, serve
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of
 
-from headrace.schemas.errors import HeadraceError, OverloadedError, RequestError, SequenceGapError, UnknownTableError
+from headrace.schemas.errors import (
+    CorruptionError,
+    HeadraceError,
+    OverloadedError,
+    RequestError,
+    SequenceGapError,
+    UnknownTableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 
@@ -51,6 +58,16 @@ async def test_declared_errors_arrive_with_what_they_carry() -> None:
         assert full.value.retry_after_s == 1.5
         with pytest.raises(UnknownTableError, match=r"^no table$"):
             await client.get_embeddings(read("table"))
+
+
+async def test_damage_that_a_read_meets_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever runs the server is told of it, and not its reader alone."""
+    async with serve() as served, await served.connect() as client:
+        served.service.errors["rows"] = CorruptionError("store s is damaged: block checksum mismatch")
+        with pytest.raises(HeadraceError, match="is damaged"):
+            await client.get_embeddings(read("rows"))
+        assert (served.server.stats.num_storage, served.server.num_refused) == (1, 1)
+    assert "storage: getEmbeddings: store s is damaged: block checksum mismatch" in caplog.text
 
 
 async def test_a_bug_is_one_failed_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -143,6 +143,17 @@ async def test_mutual_tls_asks_for_a_certificate() -> None:
         assert served.server.num_connections == 0
 
 
+async def test_a_client_that_hangs_up_amid_a_handshake_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The line has a reason, though the error that asyncio makes of it has none."""
+    async with serve(ssl_context=server_tls()) as served:
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+        await writer.wait_closed()
+    assert "TLS handshake: the client hung up" in caplog.text
+
+
 async def test_plaintext_to_a_tls_port_is_refused() -> None:
     """A client without TLS gets an error, not a hang."""
     async with serve(ssl_context=server_tls()) as served:

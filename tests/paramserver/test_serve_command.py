@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hellos import hello_of_nobody
 
 from headrace.cli import main
 from headrace.paramserver.address import parse_address
@@ -23,7 +24,6 @@ from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.data_dir import MANIFEST_NAME, is_in_use
 from headrace.paramserver.launch import ServerProcess
 from headrace.schemas.errors import UnauthorizedError, UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +43,7 @@ def _ask(address: str, token: str | None = None) -> tuple[Any, Any]:
 
     async def ask() -> tuple[Any, Any]:
         async with await ParamServerClient.connect(*parse_address(address, default_port=0), timeout_s=30) as client:
-            request = idl.HelloRequest(
-                protocol_version=PROTOCOL_VERSION,
-                role=idl.Role.READER,
-                run="",
-                client="",
-                epoch=0,
-                rank=0,
-                world_size=1,
-                tables=[],
-                token=token,
-            )
+            request = hello_of_nobody(token=token)
             return await client.hello(request, timeout_s=30), await client.status(timeout_s=30)
 
     return asyncio.run(ask())

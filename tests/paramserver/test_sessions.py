@@ -6,6 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from headrace.paramserver import sessions as sessions_module
+from headrace.paramserver.expiry_policy import Horizon
 from headrace.paramserver.sessions import Session, Sessions, last_epoch_after
 from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
 
@@ -188,3 +190,103 @@ def test_a_client_that_is_no_trainer_holds_back_no_watermark() -> None:
     assert (trainer.is_trainer, brings.is_trainer) == (True, False)
     assert (sessions.exact_step_of(1), sessions.watermark_of(1)) == (5, 5)
     assert sessions.watermark_of(2) == -1
+
+
+def _hello(sessions: Sessions, seq: int, run: str, client: str, epoch: int, world_size: int) -> dict[bytes, bytes]:
+    return sessions.settle(sessions.open(run, client, epoch, 0, world_size), seq)
+
+
+def test_clients_of_an_older_epoch_are_forgotten() -> None:
+    """A rank that does not come back in its run's newer epoch is gone, and holds no row of the old one from expiry."""
+    sessions = Sessions({})
+    meta = _hello(sessions, 1, "run", "rank0", 5, 2) | _hello(sessions, 2, "run", "rank1", 5, 2)
+    before_it_was_so = Sessions(meta | Session("run", "rank2", 4, 2, 3).pack())
+    meta |= _hello(sessions, 3, "run", "rank0", 6, 1)
+    assert [(s.client, s.epoch) for s in sessions] == [("rank0", 6)]
+    assert [(s.client, s.epoch) for s in before_it_was_so] == [("rank0", 5), ("rank1", 5)]
+    assert [key for key, value in meta.items() if not value] == [Session("run", "rank1", 5, 1, 2).meta_key]
+    assert (sessions.newest_epoch, sessions.epoch_of("run"), sessions.highest_epoch) == (6, 6, 6)
+    assert sorted(Horizon.of(sessions, 3).runs) == [6]
+
+
+def test_beyond_the_bound_the_one_silent_for_the_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever still writes is remembered; the next trainer's epoch is above the forgotten ones, too."""
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 3)
+    sessions = Sessions({})
+    for seq, run in enumerate("abc", start=1):
+        _hello(sessions, seq, run, "rank0", seq, 1)
+    session, _ = sessions.accept("a", "rank0", 1, 1)
+    sessions.advance(session, client_seq=1, step=1, time_us=0, ends_step=True, is_exact_cut=True)
+    sessions.settle(session, 4)
+    meta = _hello(sessions, 5, "d", "rank0", 4, 1)
+    assert [(s.run, s.last_seq) for s in sessions] == [("c", 3), ("a", 4), ("d", 5)]
+    assert meta[Session("b", "rank0", 2, 0, 1).meta_key] == b""
+    for seq in (6, 7, 8):
+        meta |= _hello(sessions, seq, f"replay-{seq}", "log", 1, 0)
+    assert sessions.highest_epoch == 4 and sessions.newest_epoch == 0
+    assert Sessions({key: value for key, value in meta.items() if value}).highest_epoch == 4
+
+
+def test_what_a_forgotten_trainer_sends_again_is_not_taken_for_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not begin anew in an epoch that may have been forgotten; who brings rows in may: their versions count."""
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    sessions = Sessions({})
+    meta = _hello(sessions, 1, "old", "rank0", 7, 1) | _hello(sessions, 2, "replay", "log", 1, 0)
+    for seq, run in enumerate(("new", "newer"), start=3):
+        meta |= _hello(sessions, seq, run, "rank0", 5 + seq, 1)
+    for one in (sessions, Sessions({key: value for key, value in meta.items() if value})):
+        with pytest.raises(RequestError, match="was forgotten since"):
+            one.accept("old", "rank0", 7, 1)
+        for run, client, epoch in (("old", "rank0", 7), ("old", "rank0", 6), ("new", "rank1", 7)):
+            with pytest.raises(FencedError, match="start it again") as caught:
+                one.check_remembered(run, client, epoch, 1)
+            assert caught.value.epoch == 9
+        one.check_remembered("new", "rank0", 8, 1)  # goes on
+        one.check_remembered("old", "rank0", 10, 1)  # started again
+        one.check_remembered("replay", "log", 1, 0)
+        one.open("replay", "log", 1, 0, 0)
+        with pytest.raises(FencedError, match="start it again"):  # in the place of one that brings rows in
+            one.check_remembered("replay", "log", 1, 1)
+
+
+_RECORDS = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from(["rank0", "rank1"]), st.integers(1, 3), st.booleans()),
+    max_size=40,
+)
+
+
+@given(_RECORDS, st.integers(0, 40))
+def test_a_restart_and_a_follower_come_to_the_same_sessions(records: list[tuple[str, str, int, bool]], at: int) -> None:
+    """Replaying the log behind any position of the store ends in the same sessions, and the store keeps no others."""
+
+    def take(sessions: Sessions, meta: dict[bytes, bytes], seq: int, record: tuple[str, str, int, bool]) -> None:
+        run, client, epoch, is_trainer = record
+        session = sessions.find(run, client)
+        if session is not None and session.epoch == epoch:
+            sessions.advance(
+                session, client_seq=seq, step=seq, time_us=seq, ends_step=is_trainer, is_exact_cut=is_trainer
+            )
+        elif epoch >= sessions.epoch_of(run):
+            session = sessions.open(run, client, epoch, 0, int(is_trainer))
+        else:
+            return
+        for key, value in sessions.settle(session, seq).items():
+            if value:
+                meta[key] = value
+            else:
+                meta.pop(key, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions_module, "MAX_SESSIONS", 3)
+        straight, meta = Sessions({}), dict[bytes, bytes]()
+        stored = meta.copy()
+        for seq, record in enumerate(records, start=1):
+            take(straight, meta, seq, record)
+            stored = meta.copy() if seq == at else stored
+        restarted, seq_stored = Sessions(stored), at if at <= len(records) else 0
+        for seq, record in enumerate(records[seq_stored:], start=seq_stored + 1):
+            take(restarted, stored, seq, record)
+        assert list(restarted) == list(straight) and len(list(straight)) <= 3
+        assert restarted.highest_epoch == straight.highest_epoch
+        assert stored == meta
+        assert {key for key in meta if key.startswith(b"session/")} == {session.meta_key for session in straight}

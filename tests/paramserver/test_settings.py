@@ -89,6 +89,8 @@ def test_values(name: str, raw: Any, value: Any) -> None:
         ("is_open", "maybe", "--is-open: 'maybe' is not true or false"),
         ("is_open", 1, "--is-open: '1' is not true or false"),
         ("side", "top", "--side: 'top' is none of left, right"),
+        ("name", "a\0b", "--name: a zero byte is in no name"),
+        ("home", "a\0b", "--home: a zero byte is in no name"),
         ("side", ["left"], "--side: \"['left']\" is not a word"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hellos import hello_of_writer
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
@@ -34,7 +35,7 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -75,17 +76,7 @@ async def _serving(config: ShardConfig) -> AsyncIterator[tuple[Shard, ParamServe
 
 
 def _hello(epoch: int = 1, *, client: str = "rank0", role: int = 2, **changes: Any) -> Any:
-    fields = {"tables": [spec_to_idl(SPEC)]} | changes
-    return idl.HelloRequest(
-        protocol_version=fields.pop("protocol_version", PROTOCOL_VERSION),
-        role=role,
-        run="run",
-        client=client,
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        **fields,
-    )
+    return hello_of_writer(SPEC, epoch=epoch, client=client, role=role, **changes)
 
 
 def _set(

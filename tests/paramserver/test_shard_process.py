@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import IO, cast
 
 import pytest
 
+from headrace.paramserver import shard_process
 from headrace.paramserver.config import ServerConfig
 from headrace.paramserver.shard_channel import EXIT_CONFIG, EXIT_ERROR, EXIT_OK, EXIT_STORAGE, ShardOrder, ShardReport
 from headrace.paramserver.shard_config import ShardConfig
@@ -117,6 +119,18 @@ def test_tells_its_error(tmp_path: Path, behaviour: str, exit_code: int, error: 
         reports = [report for report in iter(started.next_report, None) if report is not None]
         assert reports[-1] == ShardReport(error=error)
         assert started.wait() == exit_code
+
+
+@pytest.mark.parametrize(
+    ("hard", "allowed"), [(resource.RLIM_INFINITY, 12_000), (20_000, 12_000), (10_000, 5904), (1024, 512)]
+)
+def test_connections_leave_files_to_the_log(hard: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few files may be open, connections beyond their part are refused before the log finds none."""
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    assert shard_process._allow_open_files(12_000) == allowed
+    assert limits == ([(min(16_096, hard) if hard != resource.RLIM_INFINITY else 16_096, hard)] if hard != 1024 else [])
 
 
 def test_nobody_says_what_to_do() -> None:

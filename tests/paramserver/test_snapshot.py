@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hellos import hello_of_nobody, hello_of_writer
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.client import ParamServerClient
@@ -27,7 +28,7 @@ from headrace.paramserver.snapshot_files import SnapshotFiles, hash_file, hash_f
 from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import decode_key, key_prefix
 from headrace.schemas.row_records import RecordLayout
@@ -57,18 +58,8 @@ class Trainer:
 
     async def hello(self) -> None:
         for client in self._clients:
-            await client.hello(
-                idl.HelloRequest(
-                    protocol_version=PROTOCOL_VERSION,
-                    role=idl.Role.WRITER,
-                    run="run",
-                    client=f"rank{self._rank}",
-                    epoch=1,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                    tables=[spec_to_idl(SPEC)],
-                )
-            )
+            rank, world_size = self._rank, self._world_size
+            await client.hello(hello_of_writer(SPEC, client=f"rank{rank}", rank=rank, world_size=world_size))
 
     async def train(self, *, step: int | None = None, ends_step: bool = True, num_rows: int = 20) -> None:
         self.step = self.step + 1 if step is None else step
@@ -302,7 +293,7 @@ async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, m
         await trainer.train()
         read: list[Path] = []
 
-        def note(path: Path) -> SnapshotFile:
+        def note(path: Path, **_: object) -> SnapshotFile:
             read.append(path)
             return hash_file(path)
 
@@ -464,18 +455,7 @@ async def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: str)
     """Whoever publishes with bytes that are no manifest is told so, nothing is published, and it is no bug of ours."""
     async with serving(tmp_path) as server:
         client = server.clients[0]
-        await client.hello(
-            idl.HelloRequest(
-                protocol_version=PROTOCOL_VERSION,
-                role=idl.Role.ADMIN,
-                run="",
-                client="",
-                epoch=0,
-                rank=0,
-                world_size=1,
-                tables=[],
-            )
-        )
+        await client.hello(hello_of_nobody(idl.Role.ADMIN))
         with pytest.raises(RequestError, match="not a snapshot manifest"):
             await client.finish_snapshot(idl.FinishSnapshotRequest(name="one", manifest=manifest))
         assert server.files.newest() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -196,3 +198,45 @@ def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
     with pytest.raises(ConfigError):
         verify_snapshot(tmp_path / "nothing")
+
+
+def test_what_nobody_reads_is_removed_when_its_lease_has_run_out(tmp_path: Path) -> None:
+    """Reading renews the lease of a snapshot that was made for one reader, which is nobody's newest; others stay."""
+    files = SnapshotFiles(tmp_path)
+    stays = make(files, "stays", seq=1)
+    files.publish(stays)
+    for name in ("left", "read"):
+        files.publish(dataclasses.replace(make(files, name), lease_s=60))
+    assert files.sweep() == ()
+    assert files.newest() == stays
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    files.read("read", "shard-0000/CURRENT", 0, 1)
+    assert files.sweep() == ("left",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["read", "stays"]
+
+
+def test_a_removal_and_a_sweep_may_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever of the two removes the files, the removal has done what it was asked for."""
+    files = SnapshotFiles(tmp_path)
+    files.publish(make(files, "a"))
+    remove_tree = shutil.rmtree
+
+    def sweep_first(path: Path, **settings: bool) -> None:
+        if not settings:
+            files.sweep()
+        remove_tree(path, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", sweep_first)
+    files.remove("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_of_two_attempts_make_no_snapshot(tmp_path: Path) -> None:
+    """Files of the right names and lengths that another attempt of that name has made are not published."""
+    files = SnapshotFiles(tmp_path)
+    manifest = make(files, "a")
+    (files.new_folder("a") / "shard-0001" / "CURRENT").write_bytes(b"y" * 16)
+    with pytest.raises(CorruptionError, match="shard-0001/CURRENT: its checksum"):
+        files.publish(manifest)
+    assert files.list() == ([], [])

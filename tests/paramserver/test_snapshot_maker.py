@@ -31,7 +31,7 @@ async def _making(path: Path) -> AsyncIterator[tuple[SnapshotMaker, LogLeases]]:
         ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
         await ingest.open_session("run", "rank0", 1, 0, 1, [])
         files = SnapshotFiles(path / "snapshots")
-        yield SnapshotMaker(ingest, applier, store, files, cuts, server_id="s", shard=0), cuts
+        yield SnapshotMaker(log, ingest, applier, store, files, cuts, server_id="s", shard=0), cuts
         await log.close()
     store.close()
 
@@ -64,6 +64,7 @@ async def test_one_snapshot_at_a_time(tmp_path: Path) -> None:
         assert cuts.held() == []  # nor does one that was given up keep any log
         part = await maker.create(_request("two", epoch=0, min_step=-1))
         assert (part.seq, part.step) == (1, -1)
+        assert part.mark == maker._log.mark_of(1) is not None
         assert [lease.name for lease in cuts.held()] == ["snapshot two"]
 
 
@@ -90,3 +91,13 @@ async def test_a_run_that_comes_to_no_step_is_waited_for_in_vain(tmp_path: Path)
         with pytest.raises(UnavailableError, match=r"has not stood exactly at a step from 0 on within 0\.001 s"):
             await maker.create(_request("one", wait_ms=1))
         assert maker._ingest.on_accepted is None and cuts.held() == []
+
+
+async def test_what_a_killed_attempt_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A snapshot of that name can be made again at once: it has the files of the last attempt, and no others."""
+    async with _making(tmp_path) as (maker, _):
+        for _ in range(2):
+            part = await maker.create(_request("one", epoch=0, min_step=-1))
+            (folder,) = (tmp_path / "snapshots" / ".new-one").iterdir()
+            assert sorted(path.name for path in folder.iterdir()) == [file.name for file in part.files]
+            (folder / "leftover").touch()

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hellos import hello_of_writer
 
 from headrace.cli import main
 from headrace.paramserver.address import parse_address
@@ -19,7 +20,7 @@ from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.status_client import ShardAnswer
 from headrace.paramserver.status_command import _tables_of
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -45,16 +46,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _say_hello_as_writer(address: str) -> None:
-    request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="ctr-v7",
-        client="rank0",
-        epoch=3,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)],
-    )
+    request = hello_of_writer(SPEC, run="ctr-v7", epoch=3)
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
         shards = (await client.hello(request)).shards
     for shard in shards:

@@ -47,7 +47,7 @@ def test_a_write_takes_rows_of_several_tables_and_no_more_than_it_may(
     """Tables with a few rows share writes, and a long one is split: no other Python thread runs during one."""
     store, sizes = open_store(tmp_path / "db"), []
     write = store._write
-    monkeypatch.setattr(store, "_write", lambda keys, values: (sizes.append(len(keys)), write(keys, values)))
+    monkeypatch.setattr(store, "_write", lambda keys, *rest: (sizes.append(len(keys)), write(keys, *rest)))
     runs = [run_of(1, range(size), table_id) for table_id, size in enumerate((3, 4, 17, 1), 1)]
     store.write_runs(runs, meta={}, applied_seq=1)
     assert sizes == [4, 10, 10, 5, 1]  # the tables' column shards, three writes of rows, the log position
@@ -60,8 +60,8 @@ def test_rows_meta_and_position_come_back(tmp_path: Path) -> None:
     """What was written is there after a restart, the callers' metadata apart from the store's own."""
     store = open_store(tmp_path / "db")
     assert (store.applied_seq, store.durable_seq, store.read_meta()) == (0, 0, {})
-    store.write([b"\0\0\0\1k"], [b"v"], meta={b"a": b"1", b"": b"empty"}, applied_seq=7)
-    store.write([b"\0\0\0\1k"], [b"w"], meta={b"a": b"2"}, applied_seq=9)
+    store.write([b"\0\0\0\1k"], [b"v"], meta={b"a": b"1", b"": b"empty", b"gone": b"1"}, applied_seq=7)
+    store.write([b"\0\0\0\1k"], [b"w"], meta={b"a": b"2", b"gone": b""}, applied_seq=9)
     assert store.get([b"\0\0\0\1k", b"nothing"]) == [b"w", None]
     assert store.applied_seq == 9
     store.close()
@@ -115,8 +115,8 @@ def test_a_flush_amid_a_write_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     store.write_runs([run_of(1, range(100))], meta={}, applied_seq=1)
     write = store._db.write
 
-    def write_while_flushed(keys: list[bytes], values: list[bytes]) -> int:
-        size_bytes = write(keys, values)
+    def write_while_flushed(*pairs: list[bytes]) -> int:
+        size_bytes = write(*pairs)
         store.flush()
         return size_bytes
 

@@ -9,6 +9,7 @@ import pytest
 from headrace.paramserver import update_feed
 from headrace.paramserver.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.update_feed import UpdateFeed
+from headrace.paramserver.update_log import UpdateLogConfig
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import REPLY, encode_message, size_of_segments
 
@@ -63,3 +64,28 @@ async def test_a_reply_has_so_many_records_at_most(monkeypatch: pytest.MonkeyPat
     feed = await _feed([b"x"] * 12)
     assert [record.seq for record in await _ask(feed, 1)] == [1, 2, 3, 4, 5]
     assert [record.seq for record in await _ask(feed, 11)] == [11, 12]
+
+
+async def test_a_reply_tells_its_last_record_and_the_one_before_it() -> None:
+    """Each opening of the log tells its records by another mark; of what is not there, nothing is told."""
+    log = MemoryUpdateLog(config=UpdateLogConfig(segment_bytes=4096))
+    for _ in range(2):
+        await log.append(epoch=1, header={"kind": 1}, body=[b"x"]).durable
+    await log.close()
+    log = log.reopen()
+    for size in (1, 4000):  # the second begins another segment
+        await log.append(epoch=1, header={"kind": 1}, body=[b"x" * size]).durable
+    feed = UpdateFeed(log, None, server_id="s", max_frame_bytes=MAX_FRAME_BYTES)  # type: ignore[arg-type]
+    first, _, third, fourth = (log.mark_of(seq) for seq in range(1, 5))
+    assert first is not None and third is not None and fourth is not None and len({first, third, fourth}) == 3
+
+    async def marks(from_seq: int, max_bytes: int) -> tuple[int | None, int | None]:
+        request = idl.FetchUpdatesRequest(server_id="s", from_seq=from_seq, max_bytes=max_bytes, wait_ms=0)
+        reply = await feed.fetch(request)
+        return reply.mark_before, reply.mark
+
+    assert await marks(1, 1 << 20) == (None, fourth)
+    assert await marks(1, 1) == (None, first)
+    assert await marks(3, 1) == (first, third)
+    log.trim(3)
+    assert await marks(3, 1 << 20) == (None, fourth)

@@ -43,6 +43,25 @@ def test_round_trip() -> None:
     assert (decoded.server_id, decoded.epoch, decoded.step, decoded.size_bytes) == ("s", 3, 7, 32)
 
 
+@pytest.mark.parametrize("lease_s", [-1, "60", 0.5, None])
+def test_a_lease_is_a_number_of_seconds(lease_s: object) -> None:
+    """A manifest keeps for how long its snapshot outlives its last reader; anything else is none."""
+    leased = dataclasses.replace(manifest(), lease_s=60)
+    assert SnapshotManifest.decode(leased.encode()) == leased
+    wrong = dataclasses.replace(manifest(), lease_s=lease_s or "none")  # type: ignore[arg-type]
+    with pytest.raises(CorruptionError, match="its lease is"):
+        SnapshotManifest.decode(wrong.encode())
+
+
+def test_a_part_may_tell_its_last_record() -> None:
+    """The mark of the log's record comes back; parts of before there were any have none."""
+    marked = dataclasses.replace(part(0), mark=-(2**63))
+    assert ShardPart.decode(marked.encode()) == marked
+    assert ShardPart.decode(part(0).encode()).mark is None
+    with pytest.raises(CorruptionError, match="a number is none"):
+        ShardPart.decode(marked.encode().replace("-9223372036854775808", '"x"'))
+
+
 def test_golden_checksum() -> None:
     """The bytes of a manifest stay what they are: the checksum over them is fixed."""
     assert json.loads(manifest().encode())["crc32c"] == 3366028174

@@ -1,4 +1,4 @@
-"""A streamer, a reader and `headrace status` against a real server with mutual TLS and a token."""
+"""A streamer, a reader and commands against a real server with mutual TLS and a token."""
 
 from __future__ import annotations
 
@@ -139,18 +139,22 @@ def test_who_may_not_is_told_so_in_one_line(
         assert OTHER not in text
 
 
-def test_status_shows_its_credentials(
-    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", ["status", "top", "verify", "expire --dry-run --policy=max_rows=1", "snapshot create --now"]
+)
+def test_commands_show_their_credentials(
+    server: ServerProcess, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command takes them from its flags; with the wrong ones it is one line and exit code 1."""
+    """A command takes them from its flags; with the wrong ones it is one line and exit code 1."""
     flags = ["--tls-authority", str(TLS / "authority.pem")]
     own = ["--tls-certificate", str(TLS / "client.pem"), "--tls-key", str(TLS / "client.key.pem")]
     right = ["--token-file", str(secret_file(tmp_path / "right", SECRET))]
     wrong = ["--token-file", str(secret_file(tmp_path / "wrong", OTHER))]
-    assert main(["status", server.address, *flags, *own, *right]) == 0
+    words = [*command.split(), server.address]
+    assert main([*words, *flags, *own, *right]) == 0
     capsys.readouterr()
     for arguments in ([*flags, *own, *wrong], [*flags, *own], [*flags, *right]):
-        assert main(["status", server.address, *arguments]) == 1
+        assert main([*words, *arguments]) == 1
         printed = capsys.readouterr()
         assert printed.err.count("\n") == 1
         assert printed.err.startswith("headrace: error: ")

@@ -23,6 +23,7 @@ from headrace.schemas.errors import (
     RowRangeError,
     SequenceGapError,
     StorageError,
+    UnauthorizedError,
     UnavailableError,
 )
 from headrace.streamer.config import StreamerConfig
@@ -258,6 +259,26 @@ async def test_outage_and_return() -> None:
         await to.shard.start()
         await to.until(lambda: to.durable == [1, 2])
         assert to.sent_steps() == [1, 2]
+
+
+async def test_credentials_that_have_served_are_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose token was changed, or whose certificate has expired, is away until it takes them again."""
+
+    async def refuse(*_: Any) -> Any:
+        raise UnauthorizedError("the token is wrong for role writer")
+
+    async with channel_to(FakeStore()) as to:
+        to.send(1)
+        await to.until(lambda: to.durable == [1])
+        await to.shard.stop()
+        with monkeypatch.context() as patched:
+            patched.setattr(to.shard, "hello", refuse)
+            await to.shard.start()
+            to.send(2)
+            await to.until(lambda: "the token is wrong" in str(to.channel.last_error))
+            await to.shard.stop()
+        await to.shard.start()
+        await to.until(lambda: to.durable == [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,7 @@ def start_on_rank(rank: int) -> dict[str, Any]:
     """Train; return all shards as they are then, in the form of `whole_tables`, and the losses of going on."""
     model, core = _build(seed=1 + rank)
     _train(model, core, 0)
-    shards = {
-        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in parts] for name, parts in columns.items()}
-        for fqn, columns in sharded_training.live_shards(model, None).items()
-    }
+    shards = sharded_training.copied_shards(model)
     return {"shards": shards, "losses": _train(model, core, _STEPS)}
 
 
@@ -82,8 +79,4 @@ def save_on_rank(rank: int, path: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_state_of(model), checkpoint_id=path)
-    shards = {
-        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in parts] for name, parts in columns.items()}
-        for fqn, columns in sharded_training.live_shards(model, None).items()
-    }
-    return {"shards": shards, "is_there": Path(path).is_dir()}
+    return {"shards": sharded_training.copied_shards(model), "is_there": Path(path).is_dir()}

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from hellos import hello_of_nobody, hello_of_writer
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
 
@@ -26,27 +27,14 @@ async def train(address: str, steps: Sequence[tuple[int, Any, float]], *, epoch:
     """
     host, port = parse_address(address, default_port=0)
     async with await ParamServerClient.connect(host, port) as first:
-        places = (await first.hello(_hello(0))).shards
+        places = (await first.hello(hello_of_nobody())).shards
     for place in places:
         async with await ParamServerClient.connect(place.host, place.port) as client:
-            await client.hello(_hello(epoch))
+            await client.hello(hello_of_writer(SPEC, epoch=epoch))
             for number, (step, rows, value) in enumerate(steps, 1):
                 ids = np.asarray(rows, np.int64)
                 ids = ids[shards_of_rows(table_seed(SPEC.fqn), ids, len(places)) == place.shard]
                 await client.set_embeddings(_batch(epoch, number, step, ids, value))
-
-
-def _hello(epoch: int) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="run" if epoch else "",
-        client="rank0" if epoch else "",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)] if epoch else [],
-    )
 
 
 def _batch(epoch: int, number: int, step: int, ids: Any, value: float) -> Any:

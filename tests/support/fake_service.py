@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+from hellos import hello_of_nobody
 
 from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.buffer_pool import BufferPool
@@ -180,17 +181,7 @@ async def serve(
 
 def hello_request(*, client: str = "", role: int = idl.Role.WRITER, token: str | None = None) -> Any:
     """Return a hello with nothing in it."""
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=role,
-        run="run" if client else "",
-        client=client,
-        epoch=0,
-        rank=0,
-        world_size=1,
-        tables=[],
-        token=token,
-    )
+    return hello_of_nobody(role, run="run" if client else "", client=client, token=token)
 
 
 def batch(client_seq: int, *, size_bytes: int = 64) -> Any:

@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from hellos import hello_of_nobody
 from thrift_values import METHODS, call, example, nasty_messages
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.tables import DType, TableSpec
 
@@ -46,8 +47,7 @@ def _message(name: str, request: Any = None, *, seqid: int = 1) -> bytes:
 
 
 def _hello(token: str | None, **fields: Any) -> Any:
-    settings = {"role": idl.Role.WRITER, "run": "", "client": "", "epoch": 0, "rank": 0, "world_size": 1, "tables": []}
-    return idl.HelloRequest(protocol_version=PROTOCOL_VERSION, token=token, **(settings | fields))
+    return hello_of_nobody(token=token, **({"role": idl.Role.WRITER} | fields))
 
 
 class FrameFuzzer:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from hellos import hello_of_writer
 
 from headrace.paramserver.client import ParamServerClient
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -41,16 +42,7 @@ class IdentityWriter:
         """Say hello to each shard."""
         spec = spec or identity_spec()
         clients = [await ParamServerClient.connect("127.0.0.1", port) for port in ports]
-        hello = idl.HelloRequest(
-            protocol_version=PROTOCOL_VERSION,
-            role=idl.Role.WRITER,
-            run="run",
-            client="rank0",
-            epoch=1,
-            rank=0,
-            world_size=1,
-            tables=[spec_to_idl(spec)],
-        )
+        hello = hello_of_writer(spec)
         for client in clients:
             await client.hello(hello)
         return cls(spec, clients)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_training import live_shards
+from sharded_training import copied_shards
 from torch import nn
 
 __all__ = ["OPTIMIZERS", "PLAIN_KINDS", "train_plain_cells_on_rank", "train_sharded_cells_on_rank"]
@@ -111,11 +111,7 @@ def train_sharded_cells_on_rank(
             (model(features).values() - 1).pow(2).mean().backward()
         streamer.flush()
         dist.barrier()
-    shards = {
-        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
-        for fqn, columns in live_shards(model, None).items()
-    }
-    return {"shards": shards}
+    return {"shards": copied_shards(model)}
 
 
 def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:

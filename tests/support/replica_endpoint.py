@@ -6,14 +6,13 @@ import http.client
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 60.0
+from watched_server import WAIT_S, wait_until
 
 
 @dataclass
@@ -77,11 +76,3 @@ def get(address: str, path: str, *, method: str = "GET") -> tuple[int, str]:
         return response.status, response.read().decode()
     finally:
         connection.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Return when something holds, in another process: there is nothing to wait on."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not come"
-        time.sleep(0.02)

@@ -19,7 +19,16 @@ from typing import TextIO
 
 import pytest
 
-__all__ = ["MEMCHECK", "RACECHECK", "WATCHER", "Sanitizer", "new_findings", "run_watched", "without_sanitizer"]
+__all__ = [
+    "MEMCHECK",
+    "RACECHECK",
+    "WATCHER",
+    "Sanitizer",
+    "gxx_version",
+    "new_findings",
+    "run_watched",
+    "without_sanitizer",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NAME_VARIABLE, _LOG_VARIABLE = "HEADRACE_TEST_SANITIZER", "HEADRACE_TEST_SANITIZER_LOG"
@@ -82,6 +91,13 @@ def new_findings() -> str:
     """Return what the sanitizer of this process has found since the last call; empty for nothing."""
     found = _log().read()
     return found if _FINDING.search(found) else ""
+
+
+@functools.cache
+def gxx_version() -> int:
+    """Return the major version of g++, which brings the sanitizers."""
+    asked = subprocess.run(["g++", "-dumpversion"], env=without_sanitizer(), capture_output=True, text=True, check=True)
+    return int(asked.stdout.split(".")[0])
 
 
 def without_sanitizer() -> dict[str, str]:

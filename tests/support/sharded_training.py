@@ -213,6 +213,14 @@ def live_shards(model: Any, optimizer: Any) -> dict[str, dict[str, Shards]]:
     return found
 
 
+def copied_shards(model: Any, optimizer: Any = None) -> dict[str, dict[str, list[tuple[int, int, Any]]]]:
+    """Return `live_shards` as they are now, as arrays, which travel to who puts them together by `whole_tables`."""
+    return {
+        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
+        for fqn, columns in live_shards(model, optimizer).items()
+    }
+
+
 def _load(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
     """Copy whole tables into the shards that are here."""
     with torch.no_grad():
@@ -253,11 +261,7 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
         dist.barrier()
         step = streamer.stats().step
         parts = [(t.spec.fqn, t.row_offset, t.num_local_rows, t.shard.offset, t.shard.width) for t in streamer.tables]
-    shards = {
-        fqn: {name: [(r, c, t.detach().clone().numpy()) for r, c, t in shards] for name, shards in columns.items()}
-        for fqn, columns in live_shards(model, optimizer).items()
-    }
-    return {"shards": shards, "step": step, "parts": parts}
+    return {"shards": copied_shards(model, optimizer), "step": step, "parts": parts}
 
 
 def whole_tables(results: list[dict[str, Any]]) -> dict[str, dict[str, npt.NDArray[Any]]]:

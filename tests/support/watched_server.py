@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hellos import hello_of_writer
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import TableSpec
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -60,16 +60,7 @@ def scrape(address: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 async def say_hello(address: str, specs: Sequence[TableSpec], *, run: str = "ctr-v7", client: str = "rank0") -> None:
     """Register tables on every shard, as a trainer does that goes away at once."""
-    request = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run=run,
-        client=client,
-        epoch=3,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(spec) for spec in specs],
-    )
+    request = hello_of_writer(*specs, run=run, client=client, epoch=3)
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as first:
         shards = (await first.hello(request)).shards
     for shard in shards:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hellos import hello_of_writer
 from shard_servers import serve_shards
 
 from headrace.paramserver import snapshot_client
@@ -28,7 +29,7 @@ from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
 from headrace.schemas.errors import UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
 
@@ -48,15 +49,11 @@ class Writer:
         self._client_seq = 0
 
     async def hello(self) -> None:
-        hello = idl.HelloRequest(
-            protocol_version=PROTOCOL_VERSION,
-            role=idl.Role.WRITER,
+        hello = hello_of_writer(
+            self._spec,
             run="run" if self._epoch else "fill",
-            client="rank0",
             epoch=self._epoch or 1,
-            rank=0,
             world_size=1 if self._epoch else 0,
-            tables=[spec_to_idl(self._spec)],
         )
         for client in self._clients:
             await client.hello(hello)

@@ -235,6 +235,22 @@ def test_a_token_is_shown(tmp_path: Path) -> None:
             EmbeddingReplica(server.address)
 
 
+def test_a_server_that_takes_its_token_no_more_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A token that was changed there first costs freshness: the copy has not lost its place, and goes on from it."""
+    port, token = hold_ports(), "a-token-of-some-length"
+    environ = {**os.environ, "HEADRACE_TOKEN": token}
+    with ServerProcess.start(tmp_path / "data", port=port, environ=environ) as server:
+        replica = EmbeddingReplica(server.address, token=Token(token))
+    with replica:
+        changed = {**environ, "HEADRACE_TOKEN": token[::-1]}
+        with ServerProcess.start(tmp_path / "data", port=port, environ=changed):
+            wait_until(lambda: "the token is wrong for role reader; it is tried again" in caplog.text)
+            assert "the token is wrong" in str(replica.failure)
+            assert not replica.is_beginning_anew
+        with ServerProcess.start(tmp_path / "data", port=port, environ=environ):
+            wait_until(lambda: replica.failure is None)
+
+
 def test_no_server_is_one_line() -> None:
     """An address where nobody listens is said so, in time, and no thread is left."""
     before = set(threading.enumerate())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -273,3 +274,18 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"snapshot_dir .*file/below cannot be used"):
         FetchedSnapshots(tmp_path / "file" / "below").remove_others("one")
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error of one line that names the file and what to do, and nothing is removed unlocked."""
+    snapshots = FetchedSnapshots(tmp_path)
+    fetch(snapshots, "one")
+
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fetched_snapshots.fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match=r"\.lock cannot be locked: No locks available; name a snapshot_dir"):
+        snapshots.remove_others("two")
+    assert names(tmp_path) == ["one"]

@@ -17,7 +17,14 @@ from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import Change, ShardTail
 from headrace.paramserver.sessions import Sessions
-from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
+from headrace.schemas.errors import (
+    GoneError,
+    HeadraceError,
+    OverloadedError,
+    SetBackError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
 
 WAIT_S = 20.0
@@ -40,9 +47,9 @@ class Silent:
 
 
 def followed(
-    consistency: Any = "latest", *, server: Any = None, **settings: Any
+    consistency: Any = "latest", *, server: Any = None, mark: int | None = None, **settings: Any
 ) -> tuple[Followed, list[HeadraceError]]:
-    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}))
+    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}), mark=mark)
     generation = Generation("s", [tail], is_by_step=consistency == "step", make_table=MemoryTable)
     lost: list[HeadraceError] = []
     config = ReplicaConfig(consistency=consistency, **settings)
@@ -196,7 +203,18 @@ class Answering(Silent):
     async def _never(self, request: object) -> Any:
         self.asked.put_nowait(request)
         await self.turns.acquire()
-        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=0)
+        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=0, mark_before=8)
+
+
+async def test_a_server_that_was_set_back_while_a_copy_was_loaded_is_not_followed() -> None:
+    """A copy knows behind which record it has begun; a log with another one there is none to follow."""
+    server = Answering()
+    copy, lost = followed(server=server, mark=7)
+    server.turns.release()
+    with pytest.raises(SetBackError, match="start over"):
+        await asyncio.wait_for(copy.wait_until(lambda: False), WAIT_S)
+    assert lost == [copy.lost]
+    await copy.close()
 
 
 async def test_a_copy_that_waits_for_others_keeps_its_log() -> None:

@@ -49,7 +49,7 @@ class Server:
             raise GoneError("the log begins at seq 100")
         if request.from_seq == 8 and (request.wait_ms, request.max_bytes) == (0, 1) and "hold" not in self.asked:
             self.asked.append("hold")
-        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7)
+        return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7, mark_before=77)
 
     async def get_many(self, wanted: Any, *, with_versions: bool) -> Any:
         ((_, ids),) = wanted
@@ -60,9 +60,9 @@ class Server:
         columns = {"weights": np.zeros((ids.size, 1), np.float32), "presence": none.astype(np.uint8)}
         return [SimpleNamespace(row_ids=ids, **columns, epochs=none, steps=none)]
 
-    def load(self) -> None:
+    def load(self) -> Generation:
         lease = CopyLease(name="replica", copy_id="1", lease_s=0.001, is_lasting=True)
-        asyncio.run(load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease))
+        return asyncio.run(load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease))
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +73,9 @@ def _ten_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_log_is_kept_while_rows_are_read() -> None:
     """A copy holds the log back, from the place that it will follow from, before its first read."""
     server = Server()
-    server.load()
+    (tail,) = server.load().tails
     assert server.asked == ["hold", 0, 10, 20, 30]
+    assert (tail.seq, tail.begin_mark) == (7, 77)  # as the shard told before the first read
 
 
 def test_a_log_that_has_gone_ends_the_reading() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from held_ports import hold_ports
-from replica_endpoint import WAIT_S, Endpoint, get, replica_endpoint, wait_until
+from hellos import hello_of_nobody, hello_of_writer
+from replica_endpoint import Endpoint, get, replica_endpoint
+from watched_server import WAIT_S, wait_until
 
 from headrace.cli import main
 from headrace.paramserver.address import parse_address
@@ -35,7 +37,7 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 TLS = Path(__file__).parents[1] / "tls"
@@ -49,19 +51,6 @@ IDS = np.arange(0, 1000, 2)
 
 def values(step: int, *, rows: int = IDS.size) -> np.ndarray:
     return (np.arange(3 * rows, dtype=np.float32) + step).reshape(rows, 3)
-
-
-def hello(role: int = idl.Role.READER, *, epoch: int = 0, protocol_version: int = PROTOCOL_VERSION) -> Any:
-    return idl.HelloRequest(
-        protocol_version=protocol_version,
-        role=role,
-        run="run" if epoch else "",
-        client="rank0" if epoch else "",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC), spec_to_idl(HALF)] if epoch else [],
-    )
 
 
 def delta_of(spec: TableSpec, ids: np.ndarray, weights: np.ndarray, deleted: np.ndarray | None) -> Any:
@@ -87,7 +76,7 @@ def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: 
 
     async def send() -> None:
         async with await ParamServerClient.connect(*parse_address(server.address, default_port=0)) as client:
-            await client.hello(hello(idl.Role.WRITER, epoch=1))
+            await client.hello(hello_of_writer(SPEC, HALF))
             await client.set_embeddings(
                 idl.SetEmbeddingsRequest(
                     run="run",
@@ -129,7 +118,7 @@ def told(address: str) -> Any:
 def call(address: str, method: str, *arguments: Any, greeting: Any = None) -> Any:
     async def ask() -> Any:
         async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
-            reply = await client.hello(greeting or hello())
+            reply = await client.hello(greeting or hello_of_nobody())
             return await getattr(client, method)(*arguments) if method else reply
 
     return asyncio.run(ask())
@@ -229,9 +218,9 @@ def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
         with pytest.raises(
             UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
         ):
-            call(endpoint.address, "", greeting=hello(role))
+            call(endpoint.address, "", greeting=hello_of_nobody(role))
     with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
-        call(endpoint.address, "", greeting=hello(protocol_version=9))
+        call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
     batch = idl.SetEmbeddingsRequest(
         run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
     )
@@ -312,6 +301,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pyte
                 write(server, 3)
                 wait_until(lambda: get(endpoint.health, "/readyz")[0] == 200)
                 assert told(endpoint.address).replica.visible_step == 3
+                wait_until(lambda: endpoint.facts()[-1]["message"] == "replica is ready again")
                 server.kill()
                 # Nothing is known to be missing now, and perhaps there is nothing.
                 wait_until(lambda: "has not been reached for" in get(endpoint.health, "/readyz")[1])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hellos import hello_of_writer
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
@@ -18,7 +19,7 @@ from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.schemas.errors import GoneError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
 
@@ -38,16 +39,7 @@ def _values(ids: np.ndarray, step: int) -> np.ndarray:
 
 async def _write(address: str, epoch: int, steps: dict[int, np.ndarray], deleted: np.ndarray | None = None) -> None:
     """Write rows as a trainer of its own; with the last step delete some."""
-    hello = idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="virtual",
-        client="rank0",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(SPEC)],
-    )
+    hello = hello_of_writer(SPEC, run="virtual", epoch=epoch)
     host, port = address.rsplit(":", 1)
     async with await ParamServerClient.connect(host, int(port)) as client:
         shards = (await client.hello(hello)).shards
