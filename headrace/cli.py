@@ -11,14 +11,11 @@ three are silent. With `HEADRACE_DEBUG=1` in the environment failures and interr
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
-import re
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,6 +24,7 @@ import typer.core
 
 from headrace import __version__
 from headrace.schemas.errors import HeadraceError
+from headrace.scripts.lazy_command import LazyCommand
 
 __all__ = ["main"]
 
@@ -145,35 +143,6 @@ _OPTIONAL_MODULES = frozenset(
     }
 )
 
-# Sections of a Google docstring are for who calls the function, not for who types the command.
-_DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation|Thread|Source|Example|Note)s?:", re.MULTILINE)
-
-
-class _LazyCommand(typer.core.TyperCommand):
-    """Stands for a command in the list; becomes the real one when its arguments are parsed.
-
-    Parsing is the first thing that needs the options, also for `--help`, so the module is imported there.
-    """
-
-    def __init__(self, entry: _Entry) -> None:
-        super().__init__(name=entry.name, help=entry.help)
-        self._entry = entry
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return _load(self._entry).make_context(info_name, args, parent=parent, **extra)
-
-
-def _load(entry: _Entry) -> Any:
-    """Import the command's function and return it as a click command."""
-    module_name, _, function_name = entry.target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    if isinstance(function, typer.Typer):
-        return typer.main.get_command(function)  # commands of its own
-    text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or entry.help)[0].strip()
-    app = typer.Typer(add_completion=False)
-    app.command(entry.name, help=text)(function)
-    return typer.main.get_command(app)
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -205,7 +174,7 @@ def _build(entries: Sequence[_Entry]) -> Any:
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     for entry in entries:
-        group.add_command(_LazyCommand(entry))
+        group.add_command(LazyCommand(entry.name, entry.target, entry.help))
     return group
 
 

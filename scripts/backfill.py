@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,19 +15,17 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.config import DEFAULT_PORT, MAX_SHARDS
+from headrace.paramserver.config import MAX_SHARDS
 from headrace.paramserver.new_data_dir import check_target
-from headrace.paramserver.replay import ReplayTarget
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.paramserver.store_builder import StoreBuilder
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
 from headrace.scripts.backfill_send import BackfillCounts, BackfillSender, RowPace, ask_server
+from headrace.scripts.progress_bar import ProgressBar, show_rows
+from headrace.scripts.replay import target_of
+from headrace.scripts.server_flags import Access, with_server_flags
 from headrace.scripts.table_sources.naming import Naming
 from headrace.scripts.table_sources.open_source import OpenSource, open_source
 from headrace.scripts.table_sources.source_table import Versions
@@ -84,6 +81,7 @@ class BackfillConfig:
         )
 
 
+@with_server_flags
 def backfill(
     source: Annotated[
         Path,
@@ -113,7 +111,7 @@ def backfill(
             show_default=False,
         ),
     ] = None,
-    tables: Annotated[
+    table: Annotated[
         list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
     ] = None,
     rows_per_s: Annotated[
@@ -141,10 +139,7 @@ def backfill(
         float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> None:
     """Bring rows of files into a running server, or make a directory for a new one of them.
 
@@ -164,7 +159,7 @@ def backfill(
         raise ConfigError("--rows-per-s goes with --server: a directory that is being made serves nobody yet")
     config = BackfillConfig(
         maps=tuple(map_ or ()),
-        tables=None if tables is None else tuple(tables),
+        tables=None if table is None else tuple(table),
         epoch=epoch,
         step=step,
         zero_states=zero_states,
@@ -179,21 +174,11 @@ def backfill(
             _check_rows(opened, config)
             counts: dict[str, BackfillCounts] | None = None
         else:
-            with _progress("Writing", opened) as on_rows:
-                counts = build_directory(opened, data, num_shards=shards or 1, config=config, on_rows=on_rows)
+            with _show("Writing", opened) as bar:
+                counts = build_directory(opened, data, num_shards=shards or 1, config=config, on_rows=bar.advance)
     else:
         assert server is not None
-        has_tls = any((tls_authority, tls_certificate, tls_key))
-        host, port = parse_address(server, default_port=DEFAULT_PORT)
-        target = ReplayTarget(
-            host=host,
-            port=port,
-            ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
-            if has_tls
-            else None,
-            token=load_token(path=token_file, environ=os.environ),
-            timeout_s=timeout_s,
-        )
+        target = target_of(access(server, timeout_s=timeout_s))
         facts = asyncio.run(ask_server(target))
         opened = config.open(source, facts.tables)
         _describe(opened, as_json=as_json or not dry_run)
@@ -213,8 +198,8 @@ def backfill(
                 counts_kept=count,
                 pace=RowPace(rows_per_s),
             )
-            with _progress("Sending", opened) as on_rows:
-                asyncio.run(sender.run(on_rows=on_rows))
+            with _show("Sending", opened) as bar:
+                asyncio.run(sender.run(on_rows=bar.advance))
             opened.check_unchanged()
             counts = sender.counts
     _report(opened, counts, str(data if data is not None else server), time.perf_counter() - begin_s, as_json=as_json)
@@ -269,35 +254,16 @@ def _check_rows(source: OpenSource, config: BackfillConfig) -> None:
     for table in source.tables:
         table.check_ids()
     if config.non_finite == "refuse":
-        with _progress("Checking", source) as on_rows:
+        with _show("Checking", source) as bar:
             for table in source.tables:
                 layout = RecordLayout(table.spec, table.spec.whole)
                 for chunk in table.chunks(_CHUNK_BYTES):
                     chunk.check_finite(table.spec, layout)
-                    on_rows(chunk.row_ids.size)
+                    bar.advance(chunk.row_ids.size)
 
 
-@contextlib.contextmanager
-def _progress(what: str, source: OpenSource) -> Iterator[Callable[[int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=sum(table.num_rows for table in source.tables), rate="")
-        begin_s, done = time.monotonic(), 0
-
-        def on_rows(count: int) -> None:
-            nonlocal done
-            done += count
-            seconds = max(time.monotonic() - begin_s, 1e-3)
-            progress.update(task, completed=done, rate=f"{done / seconds:,.0f} rows/s")
-
-        yield on_rows
+def _show(what: str, source: OpenSource) -> AbstractContextManager[ProgressBar]:
+    return show_rows(what, sum(table.num_rows for table in source.tables))
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:
@@ -338,12 +304,6 @@ def _to_json(
     for table in source.tables:
         facts: dict[str, Any] = {"fqn": table.spec.fqn, "from": table.name, "num_rows": table.num_rows}
         if counts is not None:
-            count = counts[table.spec.fqn]
-            facts |= {
-                "written": count.num_written,
-                "kept": count.num_kept,
-                "refused": count.num_refused,
-                "earlier": count.num_earlier,
-            }
+            facts |= asdict(counts[table.spec.fqn])
         tables.append(facts)
     return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables}

@@ -6,14 +6,12 @@ its arguments are parsed.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
-from collections.abc import Callable
 from typing import Any
 
 import typer
 import typer.core
+
+from headrace.scripts.lazy_command import LazyCommand
 
 __all__ = ["bench"]
 
@@ -31,25 +29,6 @@ _BENCHES = (
     ("all", "headrace.scripts.bench_all:all_benches", "All of these and the sweeps, as a report with charts."),
 )
 
-# Sections of a Google docstring are for who calls the function, not for who types the command.
-_DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation)s?:", re.MULTILINE)
-
-
-class _LazyBench(typer.core.TyperCommand):
-    """Stands for a bench in the list; becomes the real one when its arguments are parsed."""
-
-    def __init__(self, name: str, target: str, help: str) -> None:
-        super().__init__(name=name, help=help)
-        self._target = target
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        module_name, _, function_name = self._target.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-        text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or "")[0].strip()
-        app = typer.Typer(add_completion=False)
-        app.command(self.name, help=text)(function)
-        return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
-
 
 class _Benches(typer.core.TyperGroup):
     """The group of all benches."""
@@ -57,7 +36,7 @@ class _Benches(typer.core.TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for entry in _BENCHES:
-            self.add_command(_LazyBench(*entry))
+            self.add_command(LazyCommand(*entry))
 
 
 bench = typer.Typer(add_completion=False, no_args_is_help=True, cls=_Benches)

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.scripts.bench_all_parts import PARTS, Part, Plan, missing_peers
-from headrace.scripts.bench_report import FolderOption, check_folder, show_progress
+from headrace.scripts.bench_report import FolderOption, check_folder, say, show_progress
 from headrace.scripts.bench_report_page import Chart, render_page
 from headrace.scripts.bench_report_plots import PLOTS
-from headrace.scripts.bench_report_results import FAILED, MEASURED, NOT_MEASURED, Results
+from headrace.scripts.bench_report_results import FAILED, MEASURED, NOT_MEASURED, Results, load_average
 
 __all__ = ["all_benches", "choose_parts", "run_parts", "write_report"]
 
@@ -67,8 +67,7 @@ def all_benches(
     plans = [(part, Plan(scale=scale, rounds=rounds or part.rounds, folder=check_folder(folder))) for part in parts]
     results = Results.open(_make_folder(report), scale=scale, rounds=rounds)
     console = Console(stderr=True)
-    for hint in missing_peers():
-        console.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
+    say(*missing_peers())
     try:
         run_parts(plans, results, console)
     finally:
@@ -111,7 +110,7 @@ def run_parts(plans: Sequence[tuple[Part, Plan]], results: Results, console: Con
             highlight=False,
             soft_wrap=True,
         )
-        begun, load_before = time.time(), [round(value, 2) for value in os.getloadavg()]
+        begun, load_before = time.time(), load_average()
         outcome = _run_part(part, plan)
         if outcome.status != MEASURED:
             console.print(f"{part.name}: {outcome.status}: {outcome.facts['reason']}", markup=False, soft_wrap=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.scripts.bench_peers import REDIS_HINT, has_redis
+from headrace.scripts.bench_peers import GRPC_HINT, REDIS_HINT, has_grpc, has_redis
+from headrace.scripts.bench_report import OnStage
 
-__all__ = ["PARTS", "OnStage", "Part", "Plan", "Prepared", "missing_peers"]
-
-OnStage = Callable[[str], None]
+__all__ = ["PARTS", "Part", "Plan", "Prepared", "missing_peers"]
 
 _MIB = 2**20
 
@@ -85,10 +83,7 @@ class Part:
 
 def missing_peers() -> list[str]:
     """Return a line for each peer that is not installed, with what to do about it."""
-    hints = [] if has_redis() else [REDIS_HINT]
-    if importlib.util.find_spec("grpc") is None:
-        hints.append("gRPC is left out: pip install 'headrace[bench]'")
-    return hints
+    return [hint for hint, is_there in ((REDIS_HINT, has_redis()), (GRPC_HINT, has_grpc())) if not is_there]
 
 
 def _ingest(plan: Plan) -> Prepared:
@@ -119,7 +114,7 @@ def _wire(plan: Plan) -> Prepared:
         num_reads=plan.amount(1600, 32),
         num_idle=plan.amount(10_000, 40),
     )
-    return Prepared(config.num_stages, lambda on_stage: bench.measure(config, on_stage).to_json())
+    return Prepared(config.num_stages, lambda on_stage: bench.run(config, on_stage=on_stage).to_json())
 
 
 def _lookup(plan: Plan) -> Prepared:

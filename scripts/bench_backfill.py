@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
@@ -45,7 +44,7 @@ def backfill(
     conclude(result, json_path)
 
 
-def run(config: TablesConfig, *, on_stage: Callable[[str], None]) -> dict[str, Any]:
+def run(config: TablesConfig, *, on_stage: OnStage) -> dict[str, Any]:
     """Measure; files are gone when this returns or raises.
 
     Args:
@@ -56,8 +55,7 @@ def run(config: TablesConfig, *, on_stage: Callable[[str], None]) -> dict[str, A
         UnavailableError: A process has ended.
     """
     rounds = ChildRounds(config)
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder) as name:
-        folder = Path(name)
+    with bench_folder(config.folder) as folder:
         on_stage("making the file")
         run_child("source", path=str(folder / "few.safetensors"), num_rows=config.few_rows)
         run_child("source", path=str(folder / "all.safetensors"), num_rows=config.num_rows)

@@ -7,26 +7,36 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from headrace.schemas.errors import UnavailableError
 
-__all__ = ["BenchChild", "peak_memory_bytes"]
+__all__ = ["BenchChild", "give_answer", "orders", "peak_memory_bytes"]
 
 
 class BenchChild:
-    """A running child; use it with `with`. It ends when its stdin does."""
+    """A running child; use it with `with`. It ends when its stdin does.
 
-    def __init__(self, module: str, what: str, *, environ: Mapping[str, str] | None = None) -> None:
-        """Start `python -m module`.
+    Attributes:
+        ready: Its answer to the first order.
+    """
+
+    def __init__(
+        self, module: str, what: str, order: dict[str, Any], *, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """Start `python -m module`, on the processors that this thread may use, and wait until it is ready.
 
         Args:
             module: To run.
             what: What it is, for messages.
+            order: The first one, which makes it ready.
             environ: Variables of its environment beside this process's.
+
+        Raises:
+            UnavailableError: The process has ended.
         """
         self._what = what
         self._process = subprocess.Popen(
@@ -35,7 +45,14 @@ class BenchChild:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environ or {})},
+            # Ctrl-C reaches the whole foreground group; the child is ended by this process.
+            start_new_session=True,
         )
+        try:
+            self.ready = self.ask(order)
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:
         """Give an order and return its answer.
@@ -43,23 +60,11 @@ class BenchChild:
         Raises:
             UnavailableError: The process has ended.
         """
-        self.tell(order)
-        return self.answer()
-
-    def tell(self, order: dict[str, Any]) -> None:
-        """Give an order; `answer` has to be called before the next."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its answer will tell
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Return the answer to the last order.
-
-        Raises:
-            UnavailableError: The process has ended.
-        """
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise UnavailableError(f"the bench's {self._what} has ended; its error is above")
@@ -82,6 +87,17 @@ class BenchChild:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def orders() -> Iterator[dict[str, Any]]:
+    """Yield what the parent orders, in the child; each wants one `give_answer`."""
+    while line := sys.stdin.readline():
+        yield json.loads(line)
+
+
+def give_answer(answer: dict[str, Any]) -> None:
+    """Answer the parent's last order, in the child."""
+    print(json.dumps(answer), flush=True)
 
 
 def peak_memory_bytes(pid: int | Literal["self"] = "self") -> int:

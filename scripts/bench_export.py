@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +13,9 @@ from headrace.schemas.errors import ConfigError
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
@@ -67,7 +67,7 @@ def export(
     conclude(result, json_path)
 
 
-def run(config: ExportBenchConfig, *, on_stage: Callable[[str], None]) -> dict[str, Any]:
+def run(config: ExportBenchConfig, *, on_stage: OnStage) -> dict[str, Any]:
     """Measure; files are gone when this returns or raises.
 
     Args:
@@ -78,8 +78,7 @@ def run(config: ExportBenchConfig, *, on_stage: Callable[[str], None]) -> dict[s
         UnavailableError: A process has ended.
     """
     rounds, size_bytes = ChildRounds(config), 0
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder) as name:
-        folder = Path(name)
+    with bench_folder(config.folder) as folder:
         on_stage("making the snapshots")
         kinds = (("few", config.few_rows), ("all", config.num_rows))
         few, all_ = (_make_snapshot(folder, kind, rows) for kind, rows in kinds)

@@ -7,8 +7,6 @@ then to a reader (`bench_freshness_floor.py`).
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +21,9 @@ from headrace.scripts.bench_freshness_floor import Floor
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
@@ -31,11 +31,9 @@ from headrace.scripts.bench_report import (
 )
 from headrace.scripts.bench_report_targets import MAX_P50_VS_FLOOR
 
-__all__ = ["FreshnessConfig", "FreshnessResult", "delays_of", "freshness", "run"]
+__all__ = ["FreshnessConfig", "FreshnessResult", "delays_of", "freshness", "observed_replica", "run"]
 
 _ROW_OVERHEAD_BYTES = 8  # its id
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +132,7 @@ def freshness(
     steps: Annotated[int, typer.Option(min=1, help="Steps of a block, and round trips of one of the floor.")] = 500,
     rows_per_s: Annotated[int, typer.Option(min=10, help="Pace of the trainer.")] = 100_000,
     rows_per_step: Annotated[int, typer.Option(min=10, help="Different rows that a step updates.")] = 1000,
-    num_rows: Annotated[int, typer.Option(min=10, help="Rows of the table.")] = 200_000,
+    rows: Annotated[int, typer.Option(min=10, help="Rows of the table.")] = 200_000,
     dim: Annotated[int, typer.Option(min=1, max=4096, help="Columns of it, float32.")] = 64,
     consistency: Annotated[str, typer.Option(help="Of the replica: latest or step.")] = "latest",
     flush_percent: Annotated[int, typer.Option(min=1, max=100, help="The streamer's setting.")] = 100,
@@ -151,7 +149,7 @@ def freshness(
     """
     check_json(json_path)
     config = FreshnessConfig(
-        num_rows=num_rows,
+        num_rows=rows,
         dim=dim,
         rows_per_step=rows_per_step,
         rows_per_s=rows_per_s,
@@ -178,17 +176,16 @@ def run(config: FreshnessConfig, *, on_stage: OnStage) -> FreshnessResult:
         UnavailableError: A process has ended or does not start.
     """
     result = FreshnessResult()
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder) as name:
-        folder = Path(name)
+    with bench_folder(config.folder) as folder:
         on_stage("starting server, trainer and replica")
         with (
             ServerProcess.start(folder / "data", shards=1) as server,
-            BenchChild("headrace.scripts.bench_freshness_trainer", "trainer") as trainer,
-            BenchChild("headrace.scripts.bench_freshness_replica", "replica") as replica,
+            BenchChild(
+                "headrace.scripts.bench_freshness_trainer", "trainer", _trainer_order(config, server)
+            ) as trainer,
+            observed_replica(server.address, consistency=config.consistency) as replica,
             Floor(folder, config.step_bytes) as floor,
         ):
-            trainer.ask(_trainer_order(config, server))
-            replica.ask({"address": server.address, "settings": {"consistency": config.consistency}})
             _train(trainer, replica, config.num_warm_steps)
             for number in range(config.num_rounds):
                 on_stage(f"round {number + 1}: floor")
@@ -199,6 +196,12 @@ def run(config: FreshnessConfig, *, on_stage: OnStage) -> FreshnessResult:
                 result.delays_ms.extend(block.pop("delays_ms"))
                 result.blocks.append(block)
     return result
+
+
+def observed_replica(address: str, *, consistency: str) -> BenchChild:
+    """Start a replica in a process of its own; ordered a `step`, it answers what it has seen by then, and when."""
+    order = {"address": address, "settings": {"consistency": consistency}}
+    return BenchChild("headrace.scripts.bench_freshness_replica", "replica", order)
 
 
 def delays_of(first_step: int, updated_ns: list[int], seen: list[tuple[int, int]]) -> list[float]:

@@ -7,14 +7,12 @@ visible elsewhere cannot have less.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
-from headrace.scripts.bench_child import BenchChild
+from headrace.scripts.bench_child import BenchChild, give_answer, orders
 
 __all__ = ["Floor"]
 
@@ -33,12 +31,13 @@ class Floor:
             UnavailableError: A process has ended.
         """
         self._data = os.urandom(size_bytes)
-        self._children = [BenchChild(__name__, f"floor's {name}") for name in ("writer", "reader")]
+        self._children: list[BenchChild] = []
         self._socks: list[socket.socket] = []
         try:
-            for child, path in zip(self._children, (folder / "floor", None), strict=True):
-                order = {"size_bytes": size_bytes, "path": None if path is None else str(path)}
-                sock = socket.create_connection(("127.0.0.1", child.ask(order)["port"]))
+            for what, path in (("floor's writer", str(folder / "floor")), ("floor's reader", None)):
+                child = BenchChild(__name__, what, {"size_bytes": size_bytes, "path": path})
+                self._children.append(child)
+                sock = socket.create_connection(("127.0.0.1", child.ready["port"]))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._socks.append(sock)
         except BaseException:
@@ -80,11 +79,11 @@ class Floor:
 
 
 def _main() -> None:
-    order = json.loads(sys.stdin.readline())
+    order = next(orders())
     buffer = memoryview(bytearray(order["size_bytes"]))
     file = None if order["path"] is None else os.open(order["path"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+        give_answer({"port": listener.getsockname()[1]})
         sock, _ = listener.accept()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with sock:

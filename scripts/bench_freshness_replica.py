@@ -7,16 +7,14 @@ visible.
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
-from typing import Any
 
 import torch
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.schemas.errors import UnavailableError
+from headrace.scripts.bench_child import give_answer, orders
 
 __all__ = ["Observer"]
 
@@ -68,15 +66,16 @@ class Observer:
 
 def _main() -> None:
     torch.set_num_threads(1)
-    order: dict[str, Any] = json.loads(sys.stdin.readline())
-    with EmbeddingReplica(order["address"], **order["settings"]) as replica:
+    given = orders()
+    first = next(given)
+    with EmbeddingReplica(first["address"], **first["settings"]) as replica:
         observer = Observer(replica)
-        print("{}", flush=True)  # ready
-        while line := sys.stdin.readline():
-            seen = observer.wait_for(json.loads(line)["step"])
+        give_answer({})
+        for order in given:
+            seen = observer.wait_for(order["step"])
             delays = [shard.delay for shard in replica.freshness()]
             p50_ms = max(delay.percentile(50) for delay in delays) * 1000
-            print(json.dumps({"seen": seen, "histogram_p50_ms": p50_ms}), flush=True)
+            give_answer({"seen": seen, "histogram_p50_ms": p50_ms})
         observer.close()
 
 

@@ -6,8 +6,6 @@ which all its processes share.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from headrace.scripts.bench_child import give_answer, orders
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 
 __all__ = ["FQN", "TrainerConfig"]
@@ -101,10 +100,11 @@ class _Trainer:
 
 def _main() -> None:
     torch.set_num_threads(1)
-    trainer = _Trainer(TrainerConfig(**json.loads(sys.stdin.readline())))
-    print("{}", flush=True)  # ready
-    while line := sys.stdin.readline():
-        print(json.dumps(trainer.train(**json.loads(line))), flush=True)
+    given = orders()
+    trainer = _Trainer(TrainerConfig(**next(given)))
+    give_answer({})
+    for order in given:
+        give_answer(trainer.train(**order))
 
 
 if __name__ == "__main__":

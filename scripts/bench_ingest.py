@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import DEFAULT_PORT
@@ -26,13 +26,16 @@ from headrace.scripts.bench_peers import REDIS_HINT, has_redis, time_fsync, time
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
+    say,
     show_progress,
 )
-from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig, median
+from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig
 from headrace.scripts.bench_writer import WriteResult, WriterProcess
 
 __all__ = ["SHARD_STORE", "IngestConfig", "IngestResult", "ingest", "run", "serve"]
@@ -41,8 +44,6 @@ _BLOCK_CACHE_BYTES = 256 << 20
 _MEMTABLE_BYTES = 192 << 20
 _KINDS = ("uniform", "zipf")
 _TIMEOUT_S, _POLL_S = 60.0, 0.02
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +139,7 @@ def ingest(
         folder=check_folder(folder),
     )
     if not has_redis():
-        Console(stderr=True).print(REDIS_HINT, style="dim")
+        say(REDIS_HINT)
     with show_progress("ingest", config.num_stages) as on_stage:
         result = run(config, on_stage=on_stage)
     conclude(result.to_json(), json_path)
@@ -156,7 +157,7 @@ def run(config: IngestConfig, *, on_stage: OnStage) -> IngestResult:
     """
     result = IngestResult()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder)))
+        folder = stack.enter_context(bench_folder(config.folder))
         configs = {ids: RowsConfig(ids=ids, num_batches=config.num_batches) for ids in _KINDS}
         rows = {ids: BenchRows(of_ids) for ids, of_ids in configs.items()}
         writers = {ids: stack.enter_context(WriterProcess(of_ids)) for ids, of_ids in configs.items()}

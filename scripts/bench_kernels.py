@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,8 +28,9 @@ from headrace.kernels.row_digests import row_digests, row_digests_reference
 from headrace.kernels.row_packing import layout_of, pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
 from headrace.kernels.row_quantization import Precision, dequantize_rows_reference, quantize_rows_reference
 from headrace.scripts.bench_kernels_gpu import GPU_FIGURES, measure_gpu
-from headrace.scripts.bench_report import JsonOption, RoundsOption, check_json, conclude, show_progress
-from headrace.scripts.bench_rows import median
+from headrace.scripts.bench_report import JsonOption, OnStage, RoundsOption, check_json, conclude, show_progress
+from headrace.scripts.bench_rows import zipf_ids
+from headrace.scripts.one_torch_thread import one_torch_thread
 
 __all__ = ["NUM_STAGES", "KernelsConfig", "kernels", "measure_cpu", "run"]
 
@@ -37,7 +39,6 @@ NUM_STAGES = 13
 
 _DIM = 128
 _NUM_SHARDS = 8
-_ZIPF_EXPONENT = 1.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,28 +69,21 @@ class _Case:
     plain: Callable[[], tuple[torch.Tensor, ...]]
 
 
-def measure_cpu(config: KernelsConfig, on_stage: Callable[[str], None]) -> dict[str, Any]:
+def measure_cpu(config: KernelsConfig, on_stage: OnStage) -> dict[str, Any]:
     """Return for each operation the ratio of times, plain over fast, and both times in processor milliseconds.
 
     Args:
         config: How much.
         on_stage: Told what comes next.
     """
-    rng = np.random.default_rng(config.seed)
     figures: dict[str, Any] = {"ratios": {}, "fast_ms": {}, "plain_ms": {}}
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        _compare(config, rng, figures, on_stage)
-    finally:
-        torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        _compare(config, figures, on_stage)
     return figures
 
 
-def _compare(
-    config: KernelsConfig, rng: np.random.Generator, figures: dict[str, Any], on_stage: Callable[[str], None]
-) -> None:
-    for case in _cases(config, rng):
+def _compare(config: KernelsConfig, figures: dict[str, Any], on_stage: OnStage) -> None:
+    for case in _cases(config, np.random.default_rng(config.seed)):
         on_stage(case.name)
         for fast, plain in zip(case.fast(), case.plain(), strict=True):
             if not torch.equal(fast, plain):
@@ -106,13 +100,18 @@ def _compare(
 
 
 def kernels(
-    rounds: RoundsOption = KernelsConfig().num_rounds,
+    *,
     json_path: JsonOption = None,
+    rounds: RoundsOption = 7,
     small: Annotated[
         bool, typer.Option("--small", help="A hundredth of the rows: whether it works, not how fast.")
     ] = False,
 ) -> None:
-    """Measure the row kernels: on the CPU beside plain PyTorch, on a GPU beside its copy bandwidths."""
+    """Measure the row kernels: on the CPU beside plain PyTorch, on a GPU beside its copy bandwidths.
+
+    Raises:
+        ConfigError: A path cannot be written.
+    """
     check_json(json_path)
     config = KernelsConfig(num_rounds=rounds)
     if small:
@@ -122,7 +121,7 @@ def kernels(
     conclude(figures, json_path)
 
 
-def run(config: KernelsConfig, *, on_stage: Callable[[str], None]) -> dict[str, Any]:
+def run(config: KernelsConfig, *, on_stage: OnStage) -> dict[str, Any]:
     """Return the figures of the CPU and, null where there is none, of the GPU.
 
     Args:
@@ -163,7 +162,7 @@ def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[_Case]:
 
 def _mark_and_take(config: KernelsConfig, rng: np.random.Generator, ids: str) -> _Case:
     num_ids = config.num_steps * config.step_ids
-    drawn = rng.integers(0, config.num_rows, num_ids) if ids == "uniform" else _zipf(rng, config.num_rows, num_ids)
+    drawn = rng.integers(0, config.num_rows, num_ids) if ids == "uniform" else zipf_ids(rng, config.num_rows, num_ids)
     steps = torch.split(torch.from_numpy(drawn), config.step_ids)
     bitmap = make_bitmap(config.num_rows)
 
@@ -263,11 +262,3 @@ def _quantize(values: torch.Tensor, precision: Precision) -> Iterator[_Case]:
         fast=lambda: (dequantize(packed, precision, _DIM),),
         plain=lambda: (dequantize_rows_reference(packed, precision, _DIM),),
     )
-
-
-def _zipf(rng: np.random.Generator, num_rows: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ids whose ranks are Zipf's with exponent 1.05; hot rows lie anywhere."""
-    cdf = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -_ZIPF_EXPONENT)
-    ranks = np.searchsorted(cdf, rng.random(size) * cdf[-1])
-    ids: np.ndarray[Any, np.dtype[np.int64]] = (ranks * 7_368_787 % num_rows).astype(np.int64)
-    return ids

@@ -7,6 +7,7 @@ input is read once and each output written once. The floors are measured in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,6 @@ from headrace.kernels.dirty_cut import cut_dirty
 from headrace.kernels.quantize import dequantize, quantize
 from headrace.kernels.row_digests import row_digests
 from headrace.kernels.row_packing import layout_of, pack_rows, unpack_rows
-from headrace.scripts.bench_rows import median
 from headrace.scripts.bench_step_gpu import step_time_ratio
 
 __all__ = ["GPU_FIGURES", "measure_gpu"]
@@ -173,7 +173,7 @@ def _cut_figures(
 
 def _seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[], object] = lambda: None) -> float:
     """Return the median time on the device, without what comes before."""
-    times = []
+    times: list[float] = []
     for number in range(_WARM_UPS + num_rounds):
         before()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard_link import Dial
@@ -31,20 +30,21 @@ from headrace.scripts.bench_peers import REDIS_HINT, has_redis
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
+    say,
     show_progress,
 )
-from headrace.scripts.bench_rows import median
+from headrace.scripts.one_torch_thread import one_torch_thread
 
 __all__ = ["LookupConfig", "LookupResult", "lookup", "run"]
 
 _OPEN_TIMEOUT_S = 600.0
 _NUM_BATCHES = 64
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,7 @@ def lookup(
         folder=check_folder(folder),
     )
     if not has_redis():
-        Console(stderr=True).print(REDIS_HINT, style="dim")
+        say(REDIS_HINT)
     with show_progress("lookup", config.num_stages) as on_stage:
         result = run(config, on_stage=on_stage)
     conclude(result.to_json(config), json_path)
@@ -196,14 +196,12 @@ def run(config: LookupConfig, *, on_stage: OnStage) -> LookupResult:
         UnavailableError: A process has ended or does not start.
     """
     result, table = LookupResult(), config.table()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_torch_thread():
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder)))
+            folder = stack.enter_context(bench_folder(config.folder))
             server = stack.enter_context(serve(folder / "data"))
-            writer = stack.enter_context(BenchChild("headrace.scripts.bench_lookup_writer", "writer"))
-            writer.ask({"address": server.address, "table": asdict(table)})
+            first = {"address": server.address, "table": asdict(table)}
+            writer = stack.enter_context(BenchChild("headrace.scripts.bench_lookup_writer", "writer", first))
             on_stage("filling the table")
             writer.ask({"fill": True})
             on_stage("loading a snapshot")
@@ -216,11 +214,9 @@ def run(config: LookupConfig, *, on_stage: OnStage) -> LookupResult:
             with _updates(writer, config, result):
                 _measure_switch(config, replica, snapshot, result)
             result.num_missing = sum(replica.num_missing.values())
-        with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder) as place:
+        with bench_folder(config.folder) as folder:
             on_stage("a table on disk")
-            result.disk = measure_disk(Path(place), config.table(config.disk_rows), num_batches=_NUM_BATCHES)
-    finally:
-        torch.set_num_threads(num_threads)
+            result.disk = measure_disk(folder, config.table(config.disk_rows), num_batches=_NUM_BATCHES)
     result.load = os.getloadavg()
     return result
 
@@ -283,13 +279,6 @@ def _measure_switch(config: LookupConfig, replica: EmbeddingReplica, snapshot: P
     fqn = table.spec.fqn
     draw = ZipfIds(table.num_rows, seed=5)
     tensors = [torch.from_numpy(draw.draw(BATCH_ROWS)) for _ in range(_NUM_BATCHES)]
-    failures: list[HeadraceError] = []
-
-    def switch() -> None:
-        try:
-            replica.load_snapshot(snapshot, keep_previous=False, timeout_s=_OPEN_TIMEOUT_S)
-        except HeadraceError as exc:
-            failures.append(exc)
 
     def ask(number: int, times_ms: list[float]) -> None:
         begin_s = time.perf_counter()
@@ -298,15 +287,13 @@ def _measure_switch(config: LookupConfig, replica: EmbeddingReplica, snapshot: P
 
     for number in range(2 * config.num_lookups):
         ask(number, result.before_ms)
-    thread = threading.Thread(target=switch, name="switch")
-    thread.start()
-    number = 0
-    while thread.is_alive() or not number:
-        ask(number, result.during_ms)
-        number += 1
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1, "switch") as pool:
+        switch = pool.submit(replica.load_snapshot, snapshot, keep_previous=False, timeout_s=_OPEN_TIMEOUT_S)
+        number = 0
+        while not switch.done() or not number:
+            ask(number, result.during_ms)
+            number += 1
+        switch.result()
 
 
 def _answers(replica: EmbeddingReplica, fqn: str, ids: torch.Tensor) -> bool:

@@ -7,8 +7,6 @@ which Zipf rows are written until the next line comes.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +17,10 @@ import numpy.typing as npt
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
+from headrace.scripts.bench_child import give_answer, orders
+from headrace.scripts.bench_rows import hello_request, zipf_ranks
 
 __all__ = ["BATCH_ROWS", "TableConfig", "ZipfIds"]
 
@@ -28,7 +28,6 @@ BATCH_ROWS = 4096
 _FILL_ROWS = 16_384
 _WINDOW = 4
 _RUN, _CLIENT, _EPOCH = "bench", "rank0", 1
-_ZIPF_EXPONENT = 1.05
 _CALL_TIMEOUT_S = 120.0
 
 
@@ -56,14 +55,12 @@ class ZipfIds:
     def __init__(self, num_rows: int, seed: int) -> None:
         """Draw none yet."""
         self._rng = np.random.default_rng(seed)
-        cdf = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -_ZIPF_EXPONENT)
-        self._cdf = cdf / cdf[-1]
         # The same for every seed: all processes have the same hot rows.
         self._rows = np.random.default_rng(0).permutation(num_rows)
 
     def draw(self, number: int) -> npt.NDArray[np.int64]:
         """Return int64[number], with repeats."""
-        ids: npt.NDArray[np.int64] = self._rows[np.searchsorted(self._cdf, self._rng.random(number))]
+        ids: npt.NDArray[np.int64] = self._rows[zipf_ranks(self._rng, self._rows.size, number)]
         return ids
 
 
@@ -84,7 +81,7 @@ class _Writer:
                 tasks.create_task(self._send(self._request(ids)))
         return {"num_rows": self._spec.num_rows}
 
-    async def pace(self, rows_per_s: float, ids: ZipfIds, until: asyncio.Future[str]) -> dict[str, Any]:
+    async def pace(self, rows_per_s: float, ids: ZipfIds, until: asyncio.Future[Any]) -> dict[str, Any]:
         """Write batches of rows at a rate until told to stop; what cannot be kept up with is not made up for."""
         batches = [np.unique(ids.draw(BATCH_ROWS)) for _ in range(64)]
         num_rows, begin_s = 0, time.perf_counter()
@@ -133,35 +130,25 @@ class _Writer:
 async def _serve() -> None:
     loop = asyncio.get_running_loop()
 
-    def next_line() -> asyncio.Future[str]:
-        return loop.run_in_executor(None, sys.stdin.readline)
+    given = orders()
 
-    order = json.loads(await next_line())
-    table = TableConfig(**order["table"])
-    host, port = parse_address(order["address"], default_port=DEFAULT_PORT)
+    def next_order() -> asyncio.Future[dict[str, Any] | None]:
+        return loop.run_in_executor(None, next, given, None)
+
+    first = next(given)
+    table = TableConfig(**first["table"])
+    host, port = parse_address(first["address"], default_port=DEFAULT_PORT)
     async with await ParamServerClient.connect(host, port) as client:
-        await client.hello(
-            idl.HelloRequest(
-                protocol_version=PROTOCOL_VERSION,
-                role=idl.Role.WRITER,
-                run=_RUN,
-                client=_CLIENT,
-                epoch=_EPOCH,
-                rank=0,
-                world_size=1,
-                tables=[spec_to_idl(table.spec)],
-            )
-        )
+        await client.hello(hello_request([table.spec]))
         writer, ids = _Writer(client, table), ZipfIds(table.num_rows, seed=1)
-        print("{}", flush=True)  # ready
-        while line := await next_line():
-            wanted = json.loads(line)
-            if "fill" in wanted:
+        give_answer({})
+        while (order := await next_order()) is not None:
+            if "fill" in order:
                 answer = await writer.fill()
             else:
-                print("{}", flush=True)  # begun
-                answer = await writer.pace(wanted["rows_per_s"], ids, next_line())
-            print(json.dumps(answer), flush=True)
+                give_answer({})  # begun
+                answer = await writer.pace(order["rows_per_s"], ids, next_order())
+            give_answer(answer)
 
 
 if __name__ == "__main__":

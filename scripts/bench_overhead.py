@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -28,14 +28,15 @@ from headrace.scripts.bench_overhead_trainer import Block, BlockConfig, ModelCon
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
     show_progress,
 )
 from headrace.scripts.bench_report_targets import MAX_STEP_TIME_RATIO, MAX_TRAINING_THREAD_SHARE
-from headrace.scripts.bench_rows import median
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.staging import NUM_STAGING_BUFFERS
 
@@ -44,8 +45,6 @@ __all__ = ["OverheadConfig", "OverheadResult", "overhead", "run"]
 _MIB = 2**20
 # Of glibc; another C library does not know it. The value is its default, which without the variable grows with use.
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +181,9 @@ def run(config: OverheadConfig, *, on_stage: OnStage) -> OverheadResult:
     staging_bytes = StreamerConfig.load(**config.settings).staging_bytes
     result = OverheadResult(bound_bytes=config.model.total_rows // 8 + NUM_STAGING_BUFFERS * staging_bytes)
     trainer_cpu, server_cpu = _two_processors()
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder) as folder:
+    with bench_folder(config.folder) as folder:
         with _on(server_cpu):
-            server = ServerProcess.start(Path(folder) / "data", shards=1)
+            server = ServerProcess.start(folder / "data", shards=1)
         with server:
             with _on(trainer_cpu):
                 trainer = TrainerProcess(config.model)

@@ -2,8 +2,8 @@
 
 A model like DLRM, of the sizes of the reference implementation's Criteo configuration: 26 tables in one of FBGEMM's
 table-batched modules with fused rowwise Adagrad, pairwise dot products, a bottom MLP of 512-256-dim and a top one of
-512-256-1 with SGD. `TrainerProcess` is the parent's end. The process reads one JSON object a line on stdin, trains one
-block of steps, and answers with one on stdout; it ends when stdin does.
+512-256-1 with SGD. `TrainerProcess` is the parent's end. The first order is a `ModelConfig`, each further one a
+block of steps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
+import logging
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 
-from headrace.scripts.bench_child import BenchChild
+from headrace.scripts.bench_child import BenchChild, give_answer, orders
+from headrace.scripts.bench_rows import zipf_ranks
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.fbgemm_tap import FbgemmTap
 from headrace.streamer.staging import NUM_STAGING_BUFFERS
@@ -42,7 +42,6 @@ from headrace.streamer.step_boundary import StepBoundary
 __all__ = ["Block", "BlockConfig", "ModelConfig", "TrainerProcess"]
 
 _NUM_DENSE = 13
-_ZIPF_EXPONENT = 1.05
 _MAX_WARM_STEPS = 100
 _PAGE_BYTES = resource.getpagesize()
 # What of ours runs on the training thread: the hooks, and what they call. Looked up by name, so that a renamed one is
@@ -140,12 +139,7 @@ class TrainerProcess(BenchChild):
         Raises:
             UnavailableError: It has ended.
         """
-        super().__init__(__name__, "trainer", environ=environ)
-        try:
-            self.ask(asdict(model))
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(__name__, "trainer", asdict(model), environ=environ)
 
     def train(self, block: BlockConfig) -> Block:
         """Train one block.
@@ -217,7 +211,7 @@ class _Trainer:
                     self._train_step()
                 measured = self._measure(block, streamer)
             streamer.flush()
-            return _with_rows_sent(measured, streamer.stats().num_rows_sent)
+            return replace(measured, num_rows_sent=streamer.stats().num_rows_sent)
         finally:
             streamer.close(flush=False)
 
@@ -308,20 +302,14 @@ def _stopped(pids: Sequence[int]) -> Iterator[None]:
 def _batches(config: ModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield (dense features, row ids, labels)."""
     rng = np.random.default_rng(config.seed)
-    weights = np.arange(1, config.num_rows + 1, dtype=np.float64) ** -_ZIPF_EXPONENT
-    cdf = np.cumsum(weights) / weights.sum()
     # Hot rows lie anywhere in a table, elsewhere in each.
     places = [rng.permutation(config.num_rows) for _ in range(config.num_tables)]
     for _ in range(config.num_batches):
-        ranks = np.searchsorted(cdf[:-1], rng.random((config.num_tables, config.batch_size)))
+        ranks = zipf_ranks(rng, config.num_rows, (config.num_tables, config.batch_size))
         ids = np.concatenate([place[of_table] for place, of_table in zip(places, ranks, strict=True)])
         dense = rng.standard_normal((config.batch_size, _NUM_DENSE), np.float32)
         labels = rng.integers(0, 2, config.batch_size).astype(np.float32)
         yield torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(labels)
-
-
-def _with_rows_sent(block: Block, num_rows_sent: int) -> Block:
-    return Block(**{**asdict(block), "num_rows_sent": num_rows_sent})
 
 
 def _resident_bytes() -> int:
@@ -329,11 +317,14 @@ def _resident_bytes() -> int:
 
 
 def _main() -> None:
+    # Each block is a run of its own on the store that the first has filled, as the streamer would warn every time.
+    logging.getLogger(RawEmbeddingStreamer.__module__).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    trainer = _Trainer(ModelConfig(**json.loads(sys.stdin.readline())))
-    print("{}", flush=True)  # ready
-    while line := sys.stdin.readline():
-        print(json.dumps(asdict(trainer.train(BlockConfig(**json.loads(line))))), flush=True)
+    given = orders()
+    trainer = _Trainer(ModelConfig(**next(given)))
+    give_answer({})
+    for block in given:
+        give_answer(asdict(trainer.train(BlockConfig(**block))))
 
 
 if __name__ == "__main__":

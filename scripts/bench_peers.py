@@ -24,9 +24,19 @@ from headrace.schemas.errors import UnavailableError
 from headrace.schemas.row_keys import encode_keys
 from headrace.scripts.bench_rows import BenchRows
 
-__all__ = ["REDIS_HINT", "has_redis", "redis_server", "time_fsync", "time_redis", "time_rocksdb"]
+__all__ = [
+    "GRPC_HINT",
+    "REDIS_HINT",
+    "has_grpc",
+    "has_redis",
+    "redis_server",
+    "time_fsync",
+    "time_redis",
+    "time_rocksdb",
+]
 
 REDIS_HINT = "Redis is left out: apt-get install redis-server, and pip install 'redis[hiredis]'"
+GRPC_HINT = "gRPC is left out: pip install 'headrace[bench]'"
 
 _GROUP_BYTES = 16 << 20
 _KEYS_PER_MSET = 256
@@ -83,6 +93,11 @@ def time_rocksdb(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
 def has_redis() -> bool:
     """Say whether server and client of Redis are installed."""
     return shutil.which("redis-server") is not None and importlib.util.find_spec("redis") is not None
+
+
+def has_grpc() -> bool:
+    """Say whether gRPC is installed."""
+    return importlib.util.find_spec("grpc") is not None
 
 
 def time_redis(rows: BenchRows, folder: Path, *, num_batches: int) -> tuple[int, float]:

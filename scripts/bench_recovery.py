@@ -6,36 +6,38 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.shard_link import Dial
 from headrace.schemas.errors import HeadraceError
 from headrace.scripts.bench_ingest import serve
 from headrace.scripts.bench_report import (
     FolderOption,
     JsonOption,
+    OnStage,
     RoundsOption,
+    bench_folder,
     check_folder,
     check_json,
     conclude,
     show_progress,
 )
-from headrace.scripts.bench_rows import WIRE_ROW_BYTES, RowsConfig, median, reader_hello
+from headrace.scripts.bench_rows import WIRE_ROW_BYTES, RowsConfig
 from headrace.scripts.bench_writer import WriterProcess
 
 __all__ = ["RecoveryConfig", "RecoveryResult", "recovery", "run"]
 
-_POLL_S = 0.01
+_TIMEOUT_S, _POLL_S = 60.0, 0.01
 _BATCH_BYTES = 4095 * WIRE_ROW_BYTES  # of uniform ids, about
 
 
@@ -116,7 +118,7 @@ def recovery(
     conclude(result.to_json(), json_path)
 
 
-def run(config: RecoveryConfig, *, on_stage: Callable[[str], None]) -> RecoveryResult:
+def run(config: RecoveryConfig, *, on_stage: OnStage) -> RecoveryResult:
     """Measure; processes and files are gone when this returns or raises.
 
     The store is removed while the server is down: so the log is unapplied to its first record.
@@ -131,7 +133,7 @@ def run(config: RecoveryConfig, *, on_stage: Callable[[str], None]) -> RecoveryR
     """
     result = RecoveryResult()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder)))
+        folder = stack.enter_context(bench_folder(config.folder))
         num_batches = config.num_batches
         writer = stack.enter_context(WriterProcess(RowsConfig(ids="uniform", num_batches=num_batches)))
         for number in range(config.num_rounds):
@@ -164,9 +166,8 @@ def _recovery_s(server: ServerProcess) -> float:
 
 
 async def _wait_applied(address: str) -> None:
-    host, port = parse_address(address, default_port=DEFAULT_PORT)
-    async with await ParamServerClient.connect(host, port) as client:
-        # A stranger may not ask; a reader may.
-        await client.hello(reader_hello())
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=_TIMEOUT_S)
+    client, _ = await dial.connect(*parse_address(address, default_port=DEFAULT_PORT))
+    async with client:
         while (status := await client.status()).applied_seq < status.log_seq:  # noqa: ASYNC110 (it is far away)
             await asyncio.sleep(_POLL_S)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +24,14 @@ from headrace.schemas.errors import ConfigError
 __all__ = [
     "FolderOption",
     "JsonOption",
+    "OnStage",
     "RoundsOption",
+    "bench_folder",
     "check_folder",
     "check_json",
     "conclude",
     "machine_facts",
+    "say",
     "show_progress",
 ]
 
@@ -48,6 +52,9 @@ FolderOption = Annotated[
 ]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=100, help="How often all is measured, in turn.")]
 
+OnStage = Callable[[str], None]
+"""Told in a few words what begins."""
+
 
 def check_folder(folder: Path | None) -> Path | None:
     """Return a folder for a bench's files.
@@ -67,7 +74,20 @@ def check_json(path: Path | None) -> None:
 
 
 @contextmanager
-def show_progress(name: str, num_stages: int) -> Iterator[Callable[[str], None]]:
+def bench_folder(parent: Path | None) -> Iterator[Path]:
+    """Yield a new folder for a bench's files, in `parent` or the system's temporary folder; it is gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=parent) as name:
+        yield Path(name)
+
+
+def say(*lines: str) -> None:
+    """Print what is no figure on stderr, such as that a peer is left out."""
+    for line in lines:
+        Console(stderr=True).print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def show_progress(name: str, num_stages: int) -> Iterator[OnStage]:
     """Show how far a bench is; SIGTERM ends it as it should, so that no process and no file is left."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.bench_report import machine_facts
 
-__all__ = ["FAILED", "MEASURED", "NOT_MEASURED", "RESULTS_NAME", "Results"]
+__all__ = ["FAILED", "MEASURED", "NOT_MEASURED", "RESULTS_NAME", "Results", "load_average"]
 
 RESULTS_NAME = "results.json"
 MEASURED, FAILED, NOT_MEASURED = "measured", "failed", "not measured"
@@ -55,7 +55,12 @@ class Results:
         path = folder / RESULTS_NAME
         wanted = {"version": _VERSION, "scale": scale, "rounds": rounds, "machine": machine_facts()}
         if not path.exists():
-            facts = {"processor": _processor(), "packages": _packages(), "begun": _now(), "load_at_start": _load()}
+            facts = {
+                "processor": _processor(),
+                "packages": _packages(),
+                "begun": _now(),
+                "load_at_start": load_average(),
+            }
             return cls(path, {**wanted, **facts, "parts": {}})
         try:
             content = json.loads(path.read_text("utf-8"))
@@ -97,10 +102,10 @@ class Results:
             "status": status,
             "seconds": seconds,
             "load_before": load_before,
-            "load_after": _load(),
+            "load_after": load_average(),
             **facts,
         }
-        self.content["ended"], self.content["load_at_end"] = _now(), _load()
+        self.content["ended"], self.content["load_at_end"] = _now(), load_average()
         new = self._path.with_suffix(".new")
         try:
             new.write_text(json.dumps(self.content, indent=1) + "\n", "utf-8")
@@ -113,7 +118,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-def _load() -> list[float]:
+def load_average() -> list[float]:
+    """Return the load average of the last 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 

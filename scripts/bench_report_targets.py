@@ -28,7 +28,6 @@ class Figure:
     """One line of a report's table.
 
     Attributes:
-        part: The bench.
         name: As in the bench's JSON, with dots for what lies deeper; or a name of its own with `of`.
         target: What it should be; a name for a bound that is another figure; None for none.
         is_least: The figure should be no less than the target, else no more.
@@ -36,7 +35,6 @@ class Figure:
         of: Computes it, where it is not in the JSON.
     """
 
-    part: str
     name: str
     target: float | str | None = None
     is_least: bool = True
@@ -72,7 +70,7 @@ def judge(part: str, figures: _Figures) -> list[Verdict]:
         part: The bench.
         figures: Its JSON.
     """
-    return [_judge(figure, figures) for figure in FIGURES if figure.part == part]
+    return [_judge(figure, figures) for figure in FIGURES.get(part, ())]
 
 
 def _judge(figure: Figure, figures: _Figures) -> Verdict:
@@ -106,79 +104,65 @@ def _least_kernel_ratio(figures: _Figures) -> float | None:
     return min(figures["cpu"]["ratios"].values(), default=None)
 
 
-def _ingest(name: str, target: float, ours: str, peer: str) -> Figure:
-    rates = (f"median_rows_per_s.{ours}", f"median_rows_per_s.{peer}", "rows/s")
-    return Figure(part="ingest", name=name, target=target, beside=rates)
+def _rates(name: str, target: float | None, rates: str, ours: str, peer: str, unit: str = "rows/s") -> Figure:
+    """Return the ratio of one rate to another, which should be no less than the target."""
+    return Figure(name=name, target=target, beside=(f"{rates}.{ours}", f"{rates}.{peer}", unit))
 
 
-def _wire(name: str, target: float | None, rates: str, peer: str, unit: str) -> Figure:
-    return Figure(part="wire", name=name, target=target, beside=(f"{rates}.headrace", f"{rates}.{peer}", unit))
+def _most(name: str, target: float | str, beside: tuple[str, str, str] | None = None) -> Figure:
+    """Return a figure that should be no more than the target."""
+    return Figure(name=name, target=target, is_least=False, beside=beside)
 
 
-def _overhead(name: str, target: float | str, beside: tuple[str, str, str] | None = None) -> Figure:
-    return Figure(part="overhead", name=name, target=target, is_least=False, beside=beside)
+_GROWTH = Figure(name="peak_rss_growth", target=1.15, is_least=False, of=_growth_of_memory)
+_MEDIANS = "median_rows_per_s"
 
-
-FIGURES: tuple[Figure, ...] = (
-    _ingest("ratio_acked_vs_fsync", 0.5, "acked", "fsync"),
-    _ingest("ratio_uniform_vs_rocksdb", 0.85, "headrace_uniform", "rocksdb_uniform"),
-    _ingest("ratio_zipf_vs_rocksdb", 1.5, "headrace_zipf", "rocksdb_zipf"),
-    _ingest("ratio_uniform_vs_redis", 4, "headrace_uniform", "redis_uniform"),
-    _ingest("ratio_zipf_vs_redis", 8, "headrace_zipf", "redis_zipf"),
-    _ingest("ratio_with_snapshot", 0.9, "headrace_snapshot", "headrace_uniform"),
-    Figure(part="ingest", name="worst_loop_pause_ms", target=20, is_least=False),
-    Figure(part="ingest", name="peak_memory_bytes"),
-    Figure(part="recovery", name="ratio_recovery_vs_sustained", target=0.8),
-    _wire("ratio_vs_loopback", 0.4, "write_bytes_per_s", "loopback", "B/s"),
-    _wire("ratio_vs_thriftpy2", 4, "write_bytes_per_s", "thriftpy2", "B/s"),
-    _wire("ratio_vs_grpc", 1.8, "write_bytes_per_s", "grpc", "B/s"),
-    _wire("ratio_small_vs_thriftpy2", 3, "reads_per_s", "thriftpy2", "reads/s"),
-    _wire("ratio_small_vs_grpc", None, "reads_per_s", "grpc", "reads/s"),
-    Figure(part="wire", name="bytes_per_idle_connection"),
-    Figure(
-        part="lookup",
-        name="ratio_vs_torch",
-        target=0.5,
-        beside=("median_rows_per_s.headrace", "median_rows_per_s.torch", "rows/s"),
+FIGURES: dict[str, tuple[Figure, ...]] = {
+    "ingest": (
+        _rates("ratio_acked_vs_fsync", 0.5, _MEDIANS, "acked", "fsync"),
+        _rates("ratio_uniform_vs_rocksdb", 0.85, _MEDIANS, "headrace_uniform", "rocksdb_uniform"),
+        _rates("ratio_zipf_vs_rocksdb", 1.5, _MEDIANS, "headrace_zipf", "rocksdb_zipf"),
+        _rates("ratio_uniform_vs_redis", 4, _MEDIANS, "headrace_uniform", "redis_uniform"),
+        _rates("ratio_zipf_vs_redis", 8, _MEDIANS, "headrace_zipf", "redis_zipf"),
+        _rates("ratio_with_snapshot", 0.9, _MEDIANS, "headrace_snapshot", "headrace_uniform"),
+        _most("worst_loop_pause_ms", 20),
+        Figure(name="peak_memory_bytes"),
     ),
-    Figure(
-        part="lookup",
-        name="ratio_vs_redis",
-        target=10,
-        beside=("median_rows_per_s.headrace", "median_rows_per_s.redis", "rows/s"),
+    "recovery": (Figure(name="ratio_recovery_vs_sustained", target=0.8),),
+    "wire": (
+        _rates("ratio_vs_loopback", 0.4, "write_bytes_per_s", "headrace", "loopback", "B/s"),
+        _rates("ratio_vs_thriftpy2", 4, "write_bytes_per_s", "headrace", "thriftpy2", "B/s"),
+        _rates("ratio_vs_grpc", 1.8, "write_bytes_per_s", "headrace", "grpc", "B/s"),
+        _rates("ratio_small_vs_thriftpy2", 3, "reads_per_s", "headrace", "thriftpy2", "reads/s"),
+        _rates("ratio_small_vs_grpc", None, "reads_per_s", "headrace", "grpc", "reads/s"),
+        Figure(name="bytes_per_idle_connection"),
     ),
-    Figure(
-        part="lookup", name="swap_p99_ratio", target=2, is_least=False, beside=("p99_swap_ms", "p99_before_ms", "ms")
+    "lookup": (
+        _rates("ratio_vs_torch", 0.5, _MEDIANS, "headrace", "torch"),
+        _rates("ratio_vs_redis", 10, _MEDIANS, "headrace", "redis"),
+        _most("swap_p99_ratio", 2, ("p99_swap_ms", "p99_before_ms", "ms")),
+        _most("failed_lookups", 0),
+        _rates("miss_ratio_vs_rocksdb", 0.85, _MEDIANS, "miss", "rocksdb"),
     ),
-    Figure(part="lookup", name="failed_lookups", target=0, is_least=False),
-    Figure(
-        part="lookup",
-        name="miss_ratio_vs_rocksdb",
-        target=0.85,
-        beside=("median_rows_per_s.miss", "median_rows_per_s.rocksdb", "rows/s"),
+    "overhead": (
+        _most("step_time_ratio", MAX_STEP_TIME_RATIO, ("step_on_ms", "step_off_ms", "ms")),
+        _most("outage_step_time_ratio", MAX_STEP_TIME_RATIO, ("outage_step_ms", "step_off_ms", "ms")),
+        _most("training_thread_share", MAX_TRAINING_THREAD_SHARE),
+        _most("extra_bytes", "extra_bytes_bound"),
+        _most("outage_extra_bytes", "extra_bytes_bound"),
     ),
-    _overhead("step_time_ratio", MAX_STEP_TIME_RATIO, ("step_on_ms", "step_off_ms", "ms")),
-    _overhead("outage_step_time_ratio", MAX_STEP_TIME_RATIO, ("outage_step_ms", "step_off_ms", "ms")),
-    _overhead("training_thread_share", MAX_TRAINING_THREAD_SHARE),
-    _overhead("extra_bytes", "extra_bytes_bound"),
-    _overhead("outage_extra_bytes", "extra_bytes_bound"),
-    Figure(
-        part="freshness",
-        name="p50_vs_floor",
-        target=MAX_P50_VS_FLOOR,
-        is_least=False,
-        beside=("p50_ms", "floor_p50_ms", "ms"),
+    "freshness": (
+        _most("p50_vs_floor", MAX_P50_VS_FLOOR, ("p50_ms", "floor_p50_ms", "ms")),
+        Figure(name="p99_ms"),
     ),
-    Figure(part="freshness", name="p99_ms"),
-    Figure(
-        part="backfill",
-        name="offline_vs_rocksdb",
-        target=1.0,
-        beside=("rows_per_s.backfill", "rows_per_s.rocksdb", "rows/s"),
+    "backfill": (
+        _rates("offline_vs_rocksdb", 1.0, "rows_per_s", "backfill", "rocksdb"),
+        _GROWTH,
     ),
-    Figure(part="backfill", name="peak_rss_growth", target=1.15, is_least=False, of=_growth_of_memory),
-    Figure(part="export", name="export_vs_disk", target=0.5, beside=("bytes_per_s.export", "bytes_per_s.disk", "B/s")),
-    Figure(part="export", name="peak_rss_growth", target=1.15, is_least=False, of=_growth_of_memory),
-    Figure(part="kernels", name="least_ratio_vs_plain", of=_least_kernel_ratio),
-)
-"""All of them; docs/benchmarks.md tells what each is."""
+    "export": (
+        _rates("export_vs_disk", 0.5, "bytes_per_s", "export", "disk", "B/s"),
+        _GROWTH,
+    ),
+    "kernels": (Figure(name="least_ratio_vs_plain", of=_least_kernel_ratio),),
+}
+"""By part, in the order of its table; docs/benchmarks.md tells what each is."""

@@ -20,7 +20,7 @@ from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["WIRE_ROW_BYTES", "BenchRows", "RowsConfig", "hello_request", "median", "reader_hello"]
+__all__ = ["WIRE_ROW_BYTES", "BenchRows", "RowsConfig", "hello_request", "zipf_ids", "zipf_ranks"]
 
 _DIM = 128
 _NUM_ROWS = 10_000_000
@@ -86,9 +86,11 @@ class BenchRows:
     def __init__(self, config: RowsConfig) -> None:
         """Draw them."""
         rng = np.random.default_rng(config.seed)
-        draw = _draw_uniform if config.ids == "uniform" else _draw_zipf
+        draw = _uniform_ids if config.ids == "uniform" else zipf_ids
         self.config, self.specs = config, config.specs
-        self.ids: list[npt.NDArray[np.int64]] = [np.unique(draw(rng, config)) for _ in range(config.num_batches)]
+        self.ids: list[npt.NDArray[np.int64]] = [
+            np.unique(draw(rng, config.num_rows, config.num_lookups)) for _ in range(config.num_batches)
+        ]
         self.num_rows = sum(ids.size for ids in self.ids)
         self._pool_rows = _POOL_BATCHES * config.num_lookups
         self._weights = np.frombuffer(rng.bytes(self._pool_rows * 4 * config.dim), f"V{4 * config.dim}")
@@ -175,8 +177,8 @@ class BenchRows:
         return b"".join(encode_message("setEmbeddings", CALL, number, args))
 
 
-def hello_request(rows: RowsConfig, *, rank: int = 0, world_size: int = 1) -> Any:
-    """Return the hello of one of the bench's writers."""
+def hello_request(specs: Sequence[TableSpec], *, rank: int = 0, world_size: int = 1) -> Any:
+    """Return the hello of one of a bench's writers."""
     return idl.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         role=idl.Role.WRITER,
@@ -185,33 +187,24 @@ def hello_request(rows: RowsConfig, *, rank: int = 0, world_size: int = 1) -> An
         epoch=_EPOCH,
         rank=rank,
         world_size=world_size,
-        tables=[spec_to_idl(spec) for spec in rows.specs],
+        tables=[spec_to_idl(spec) for spec in specs],
     )
 
 
-def reader_hello() -> Any:
-    """Return the hello of one who only looks."""
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.READER,
-        run="",
-        client="",
-        epoch=0,
-        rank=0,
-        world_size=1,
-        tables=[],
-    )
+def _uniform_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int64]:
+    return rng.integers(0, num_rows, size)
 
 
-def _draw_uniform(rng: np.random.Generator, config: RowsConfig) -> npt.NDArray[np.int64]:
-    return rng.integers(0, config.num_rows, config.num_lookups)
-
-
-def _draw_zipf(rng: np.random.Generator, config: RowsConfig) -> npt.NDArray[np.int64]:
-    ranks = np.searchsorted(_zipf_cdf(config.num_rows), rng.random(config.num_lookups))
-    # Hot rows lie anywhere in a table: an odd factor without a common one with the size permutes all ids.
-    ids: npt.NDArray[np.int64] = (ranks * 7_368_787) % config.num_rows
+def zipf_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int64]:
+    """Return int64[size], row ids whose ranks are Zipf's with exponent 1.05; hot rows lie anywhere in a table."""
+    # An odd factor without a common one with the size permutes all ids.
+    ids: npt.NDArray[np.int64] = (zipf_ranks(rng, num_rows, size) * 7_368_787) % num_rows
     return ids
+
+
+def zipf_ranks(rng: np.random.Generator, num_rows: int, size: int | tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return int64[size], ranks from 0 to num_rows - 1, Zipf's with exponent 1.05."""
+    return np.searchsorted(_zipf_cdf(num_rows), rng.random(size))
 
 
 @functools.cache
@@ -220,8 +213,3 @@ def _zipf_cdf(num_rows: int) -> npt.NDArray[np.float64]:
     cdf: npt.NDArray[np.float64] = np.cumsum(weights)
     cdf /= cdf[-1]
     return cdf
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median of at least one value."""
-    return float(np.median(values))

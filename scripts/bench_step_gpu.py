@@ -10,12 +10,12 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
 
 from headrace.paramserver.launch import ServerProcess
-from headrace.scripts.bench_rows import median
 from headrace.streamer import RawEmbeddingStreamer
 
 __all__ = ["step_time_ratio"]

@@ -7,14 +7,12 @@ are the training thread (`bench_sweep_trainer.py`) and the process that sends; o
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.scripts.bench_ingest import serve
+from headrace.scripts.bench_report import OnStage, bench_folder
 from headrace.scripts.bench_rows import RowsConfig
 from headrace.scripts.bench_sweep_trainer import measure_trainer
 from headrace.scripts.bench_writer import WriterProcess
@@ -22,8 +20,6 @@ from headrace.scripts.bench_writer import WriterProcess
 __all__ = ["CostConfig", "process_cpu_s", "run"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +102,16 @@ def _measure_thread(rows: RowsConfig, config: CostConfig) -> dict[str, float]:
 
 
 def _measure_shard(rows: RowsConfig, folder: Path | None, *, num_clients: int = 1) -> dict[str, float]:
-    with ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder))
-        writer = stack.enter_context(WriterProcess(rows, num_clients=num_clients))
-        with serve(Path(place) / "data") as server:
-            (pid,) = server.shard_pids
-            before_s = process_cpu_s(pid)
-            written = writer.write(server.address, num_batches=rows.num_batches)
-            used_s = process_cpu_s(pid) - before_s
-            server.kill()
+    with (
+        bench_folder(folder) as place,
+        WriterProcess(rows, num_clients=num_clients) as writer,
+        serve(place / "data") as server,
+    ):
+        (pid,) = server.shard_pids
+        before_s = process_cpu_s(pid)
+        written = writer.write(server.address, num_batches=rows.num_batches)
+        used_s = process_cpu_s(pid) - before_s
+        server.kill()
     return {
         "send_us": written.cpu_s / written.num_rows * 1e6,
         "shard_us": used_s / written.num_rows * 1e6,

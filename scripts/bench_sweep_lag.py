@@ -6,8 +6,7 @@ being visible in a replica in another process.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from headrace.scripts.bench_child import BenchChild
-from headrace.scripts.bench_freshness import delays_of
+from headrace.scripts.bench_freshness import delays_of, observed_replica
 from headrace.scripts.bench_freshness_floor import Floor
 from headrace.scripts.bench_ingest import serve
+from headrace.scripts.bench_report import OnStage, bench_folder
 from headrace.scripts.bench_rows import RowsConfig
 from headrace.scripts.bench_writer import WriteResult, WriterProcess
 
@@ -26,8 +26,6 @@ __all__ = ["LagConfig", "find_knee", "run"]
 
 _KNEE_FACTOR = 3.0
 _FLOOR_INTERVAL_S = 0.005
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,14 +107,13 @@ def run(config: LagConfig, *, on_stage: OnStage) -> dict[str, Any]:
     points: dict[str, list[list[float]]] = {name: [[] for _ in config.loads] for name in names}
     capacities = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=config.folder)))
+        folder = stack.enter_context(bench_folder(config.folder))
         on_stage("floor: a round trip that syncs, and one that does not")
         floor_ms = _measure_floor(config, folder)
         on_stage("starting server, writer and replica")
         server = stack.enter_context(serve(folder / "data"))
         writer = stack.enter_context(WriterProcess(config.rows))
-        replica = stack.enter_context(BenchChild("headrace.scripts.bench_freshness_replica", "replica"))
-        replica.ask({"address": server.address, "settings": {"consistency": "latest"}})
+        replica = stack.enter_context(observed_replica(server.address, consistency="latest"))
         pipe = _Pipe(server.address, writer, replica)
         pipe.push(config.min_batches)  # what is done once: the table, connections, memory
         for number in range(config.num_rounds):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from headrace.scripts import bench_recovery
 from headrace.scripts.bench_ingest import SHARD_STORE
 from headrace.scripts.bench_peers import time_rocksdb
 from headrace.scripts.bench_recovery import RecoveryConfig
+from headrace.scripts.bench_report import OnStage, bench_folder
 from headrace.scripts.bench_rows import WIRE_ROW_BYTES, BenchRows, RowsConfig
 
 __all__ = ["RecoverySweepConfig", "fit_line", "run"]
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,5 +87,5 @@ def _prefixed(on_stage: OnStage, size: str, what: str) -> None:
 
 def _time_rocksdb(num_batches: int, folder: Path | None) -> float:
     rows = BenchRows(RowsConfig(ids="uniform", num_batches=num_batches))
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as place:
-        return time_rocksdb(rows, Path(place), SHARD_STORE)
+    with bench_folder(folder) as place:
+        return time_rocksdb(rows, place, SHARD_STORE)

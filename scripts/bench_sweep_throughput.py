@@ -6,15 +6,14 @@ gRPC's and thriftpy2's own. The last is what a service that was generated from t
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.scripts.bench_ingest import SHARD_STORE, serve
 from headrace.scripts.bench_peers import has_redis, time_fsync, time_redis, time_rocksdb
+from headrace.scripts.bench_report import OnStage, bench_folder
 from headrace.scripts.bench_rows import BenchRows, RowsConfig
 from headrace.scripts.bench_wire import contenders, wire_pair
 from headrace.scripts.bench_wire_peers import WriteShape
@@ -26,7 +25,6 @@ _LOOKUPS = 4096
 # Peers that are slower get fewer batches: a rate needs no more.
 _SHARE_OF_REDIS, _SHARE_OF_THRIFTPY2 = 6, 4
 
-OnStage = Callable[[str], None]
 _Rates = Iterator[tuple[str, float]]
 
 
@@ -104,8 +102,7 @@ def _contend(config: RowsConfig, folder: Path | None) -> _Rates:
     """Yield the rate of each contender with the same rows."""
     yield from _headrace(config, folder)
     rows = BenchRows(config)
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as name:
-        place = Path(name)
+    with bench_folder(folder) as place:
         yield "fsync", rows.num_rows / time_fsync(rows, place, num_batches=config.num_batches)
         yield "rocksdb", rows.num_rows / time_rocksdb(rows, place, SHARD_STORE)
         if has_redis():
@@ -115,12 +112,13 @@ def _contend(config: RowsConfig, folder: Path | None) -> _Rates:
 
 
 def _headrace(config: RowsConfig, folder: Path | None, *, num_shards: int = 1) -> _Rates:
-    with ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder))
-        writer = stack.enter_context(WriterProcess(config))
-        with serve(Path(place) / "data", shards=num_shards) as server:
-            written = writer.write(server.address, num_batches=config.num_batches)
-            server.kill()
+    with (
+        bench_folder(folder) as place,
+        WriterProcess(config) as writer,
+        serve(place / "data", shards=num_shards) as server,
+    ):
+        written = writer.write(server.address, num_batches=config.num_batches)
+        server.kill()
     yield "acked", written.num_rows / written.acked_s
     yield "applied", written.num_rows / written.applied_s
 

@@ -7,11 +7,13 @@ machine is not in these figures (`headrace bench overhead` has it), and a table 
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import numpy as np
 import torch
 
-from headrace.scripts.bench_rows import RowsConfig, median
+from headrace.scripts.bench_rows import RowsConfig
+from headrace.scripts.one_torch_thread import one_torch_thread
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.flush import Flush
 from headrace.streamer.flusher import Flusher
@@ -33,12 +35,8 @@ def measure_trainer(rows: RowsConfig, *, num_steps: int) -> dict[str, float]:
     Returns:
         `mark_us_per_row` and `flush_us_per_row`, microseconds a row; `bitmap_bytes` of all tables.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_torch_thread():
         return _measure(rows, num_steps)
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _measure(rows: RowsConfig, num_steps: int) -> dict[str, float]:

@@ -79,18 +79,17 @@ def record_chunks(num_rows: int) -> Iterator[tuple[npt.NDArray[np.int64], list[b
         yield ids, layout.encode(columns, epoch=1, step=0, time_us=0)
 
 
-def snapshot_of(data_dir: Path, folder: Path, *, name: str = "bench") -> Path:
-    """Make a snapshot of the directory of a server that is not running; return its directory.
+def snapshot_of(data_dir: Path, folder: Path) -> Path:
+    """Make the snapshot `bench` of the directory of a server that is not running; return its directory.
 
     Args:
         data_dir: The server's.
         folder: Where snapshots are kept; on the same file system.
-        name: Of the snapshot.
 
     Raises:
         HeadraceError: The directory is in use, or the disk failed.
     """
-    files, parts = SnapshotFiles(folder), []
+    files, name, parts = SnapshotFiles(folder), "bench", []
     with DataDir.claim(data_dir, num_shards=None) as directory:
         manifest = directory.manifest
         for shard in range(manifest.num_shards):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
 
-from headrace.scripts.bench_rows import median
 from headrace.scripts.bench_tables_child import ChildResult
 
 __all__ = ["ChildRounds", "RowsOption", "TablesConfig"]

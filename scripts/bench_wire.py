@@ -6,32 +6,35 @@ the ratios are of the medians, so that whatever else the machine does meets all 
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from headrace.scripts.bench_child import BenchChild
+from headrace.scripts.bench_peers import GRPC_HINT, has_grpc
+from headrace.scripts.bench_report import (
+    JsonOption,
+    OnStage,
+    RoundsOption,
+    check_json,
+    conclude,
+    say,
+    show_progress,
+)
 from headrace.scripts.bench_wire_peers import LONG_WRITE, WRITE_BYTES, WriteShape
-from headrace.scripts.bench_wire_process import WireProcess
 
-__all__ = ["GRPC_HINT", "WireConfig", "WirePair", "WireResult", "contenders", "measure", "wire", "wire_pair"]
+__all__ = ["WireConfig", "WirePair", "WireResult", "contenders", "run", "wire", "wire_pair"]
 
-GRPC_HINT = "gRPC is left out: pip install 'headrace[bench]'"
+_PROCESS = "headrace.scripts.bench_wire_process"
 # As a streamer sends and a reader asks: several calls at once. thriftpy2 can have one.
 _WRITES_IN_FLIGHT, _READS_IN_FLIGHT = 4, 16
 # Descriptors that a process needs besides its connections.
 _SPARE_FILES = 200
-
-OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +106,32 @@ class WireResult:
         }
 
 
-def measure(config: WireConfig, on_stage: OnStage) -> WireResult:
+def wire(
+    *,
+    json_path: JsonOption = None,
+    rounds: RoundsOption = 9,
+    writes: Annotated[int, typer.Option(min=_WRITES_IN_FLIGHT, help="Writes of 4 MiB a round.")] = 80,
+    reads: Annotated[int, typer.Option(min=_READS_IN_FLIGHT, help="Reads of 32 rows a round.")] = 1600,
+    idle: Annotated[
+        int, typer.Option(min=4, help="Idle connections, as far as the limit of open files allows.")
+    ] = 10_000,
+) -> None:
+    """Measure the transport: long writes, small reads, idle connections.
+
+    Raises:
+        ConfigError: A path cannot be written.
+        UnavailableError: A process has ended.
+    """
+    check_json(json_path)
+    config = WireConfig(num_rounds=rounds, num_writes=writes, num_reads=reads, num_idle=idle)
+    if not has_grpc():
+        say(GRPC_HINT)
+    with show_progress("wire", config.num_stages) as on_stage:
+        result = run(config, on_stage=on_stage)
+    conclude(result.to_json(), json_path)
+
+
+def run(config: WireConfig, *, on_stage: OnStage) -> WireResult:
     """Run all rounds, then open the idle connections.
 
     Args:
@@ -140,15 +168,17 @@ def _measure_idle(config: WireConfig, on_stage: OnStage) -> tuple[int, int]:
     num_idle = min(config.num_idle, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _SPARE_FILES)
     share = num_idle // config.num_idle_clients
     with ExitStack() as stack:
-        server = stack.enter_context(WireProcess.start("serve", "headrace", *_words(LONG_WRITE)))
-        port = str(server.ask()["port"])
-        clients = [stack.enter_context(WireProcess.start("idle", port)) for _ in range(config.num_idle_clients)]
-        clients[0].ask(num_connections=1)  # what the first connection costs is no connection's
-        before_bytes = server.ask()["memory_bytes"]
+        server = stack.enter_context(_start_server("headrace", LONG_WRITE))
+        order = {"do": "idle", "port": server.ready["port"]}
+        clients = [
+            stack.enter_context(BenchChild(_PROCESS, "idle client", order)) for _ in range(config.num_idle_clients)
+        ]
+        clients[0].ask({"num_connections": 1})  # what the first connection costs is no connection's
+        before_bytes = server.ask({})["memory_bytes"]
         for number, client in enumerate(clients):
             on_stage(f"idle connections: {(number + 1) * share}")
-            client.ask(num_connections=share)
-        return share * len(clients), server.ask()["memory_bytes"] - before_bytes
+            client.ask({"num_connections": share})
+        return share * len(clients), server.ask({})["memory_bytes"] - before_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,40 +190,37 @@ class WirePair:
         client: Its client's.
     """
 
-    server: WireProcess
-    client: WireProcess
+    server: BenchChild
+    client: BenchChild
 
     def write(self, num_calls: int, in_flight: int = _WRITES_IN_FLIGHT) -> tuple[float, float]:
         """Return the seconds, and the processor seconds of both processes, of so many writes."""
-        before = self.server.ask()
-        answer = self.client.ask(do="write", num_calls=num_calls, in_flight=in_flight)
-        return answer["seconds"], answer["cpu_s"] + self.server.ask()["cpu_s"] - before["cpu_s"]
+        before = self.server.ask({})
+        answer = self.client.ask({"do": "write", "num_calls": num_calls, "in_flight": in_flight})
+        return answer["seconds"], answer["cpu_s"] + self.server.ask({})["cpu_s"] - before["cpu_s"]
 
     def read(self, num_calls: int) -> float:
         """Return the seconds of so many reads."""
-        return float(self.client.ask(do="read", num_calls=num_calls, in_flight=_READS_IN_FLIGHT)["seconds"])
+        answer = self.client.ask({"do": "read", "num_calls": num_calls, "in_flight": _READS_IN_FLIGHT})
+        return float(answer["seconds"])
 
 
 @contextmanager
 def wire_pair(name: str, shape: WriteShape = LONG_WRITE) -> Iterator[WirePair]:
     """Run server and client of one of `contenders()`, for writes of a shape."""
-    with ExitStack() as stack:
-        server = stack.enter_context(WireProcess.start("serve", name, *_words(shape)))
-        client = stack.enter_context(WireProcess.start("drive", name, str(server.ask()["port"]), *_words(shape)))
-        yield WirePair(server, client)
+    with _start_server(name, shape) as server:
+        order = {"do": "drive", "name": name, "port": server.ready["port"], "shape": asdict(shape)}
+        with BenchChild(_PROCESS, f"client of {name}", order) as client:
+            yield WirePair(server, client)
 
 
-def _words(shape: WriteShape) -> tuple[str, str]:
-    return str(shape.num_rows), str(shape.dim)
+def _start_server(name: str, shape: WriteShape) -> BenchChild:
+    return BenchChild(_PROCESS, f"server of {name}", {"do": "serve", "name": name, "shape": asdict(shape)})
 
 
 def contenders() -> list[str]:
     """Return the names of those that are installed, ours first."""
-    return ["headrace", "loopback", "thriftpy2", *(["grpc"] if _has_grpc() else [])]
-
-
-def _has_grpc() -> bool:
-    return importlib.util.find_spec("grpc") is not None
+    return ["headrace", "loopback", "thriftpy2", *(["grpc"] if has_grpc() else [])]
 
 
 def _pipelined(names: list[str]) -> list[str]:
@@ -212,62 +239,3 @@ def _ratio(rates: dict[str, list[float]], peer: str) -> float | None:
 
 def _medians(rates: dict[str, list[float]], scale: float = 1.0) -> dict[str, float]:
     return {name: round(median(values) * scale, 3) for name, values in rates.items()}
-
-
-_DEFAULTS = WireConfig()
-
-
-def wire(
-    *,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.", show_default=False)
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often all is measured.")] = WireConfig().num_rounds,
-    writes: Annotated[
-        int, typer.Option(min=_WRITES_IN_FLIGHT, help="Writes of 4 MiB a round.")
-    ] = WireConfig().num_writes,
-    reads: Annotated[
-        int, typer.Option(min=_READS_IN_FLIGHT, help="Reads of 32 rows a round.")
-    ] = WireConfig().num_reads,
-    idle: Annotated[
-        int, typer.Option(min=4, help="Idle connections, as far as the limit of open files allows.")
-    ] = _DEFAULTS.num_idle,
-) -> None:
-    """Measure the transport: long writes, small reads, idle connections."""
-    config = WireConfig(num_rounds=rounds, num_writes=writes, num_reads=reads, num_idle=idle)
-    errors, console = Console(stderr=True), Console()
-    if not _has_grpc():
-        errors.print(GRPC_HINT, markup=False, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("", total=config.num_stages)
-        result = measure(config, lambda stage: progress.update(task, description=stage, advance=1))
-    figures = result.to_json()
-    for line in _describe(figures):
-        console.print(line, highlight=False, soft_wrap=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _describe(figures: dict[str, Any]) -> Iterator[str]:
-    reads, cpu = figures["reads_per_s"], figures["write_cpu_ms"]
-    size = f"setEmbeddings of {WRITE_BYTES / 2**20:.1f} MiB on one connection"
-    for what, key, ratio in (
-        (f"{size}, {_WRITES_IN_FLIGHT} in flight (thriftpy2: 1, it cannot have more)", "", "ratio_vs_"),
-        (f"{size}, one after the other", "_one_in_flight", "ratio_one_in_flight_vs_"),
-    ):
-        yield f"{what}:"
-        for name, rate in figures[f"write_bytes_per_s{key}"].items():
-            cost = "" if key else f"  {cpu[name]:6.2f} ms of processor time each"
-            yield f"  {name:<10} {rate / 1e9:6.2f} GB/s{cost}{_show_ratio(figures, ratio, name)}"
-    yield f"getEmbeddings of 32 rows on one connection, {_READS_IN_FLIGHT} in flight (thriftpy2: 1):"
-    for name, rate in reads.items():
-        yield f"  {name:<10} {rate:6,.0f} a second{_show_ratio(figures, 'ratio_small_vs_', name)}"
-    yield (
-        f"{figures['num_idle_connections']:,} idle connections: {figures['bytes_per_idle_connection']:,} bytes each "
-        "in the server's process"
-    )
-
-
-def _show_ratio(figures: dict[str, Any], key: str, name: str) -> str:
-    return "" if name == "headrace" else f"   headrace is {figures[key + name]:.2f} times as fast"

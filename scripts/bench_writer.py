@@ -1,7 +1,6 @@
 """Writers in a process of their own: pipelined connections to a server, as fast as it acks or on a fixed schedule.
 
-`WriterProcess` is the parent's end. The process reads one JSON object a line on stdin, does it, and answers with one on
-stdout; it ends when stdin does.
+`WriterProcess` is the parent's end.
 
 A schedule is an *open loop*: each batch has its moment, and its delays count from that moment, whether or not the
 writer could send then. A writer that waits for the server before it goes on would leave out just the delays that a
@@ -11,8 +10,6 @@ slow server makes (coordinated omission).
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -23,7 +20,7 @@ import numpy as np
 from headrace.paramserver.address import parse_address
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.config import DEFAULT_PORT
-from headrace.scripts.bench_child import BenchChild
+from headrace.scripts.bench_child import BenchChild, give_answer, orders
 from headrace.scripts.bench_rows import BenchRows, RowsConfig, hello_request
 
 __all__ = ["WriteResult", "WriterProcess", "due_times_ns"]
@@ -78,12 +75,7 @@ class WriterProcess(BenchChild):
         Raises:
             UnavailableError: It has ended.
         """
-        super().__init__(__name__, "writer")
-        try:
-            self.ask({"rows": asdict(rows), "num_clients": num_clients})
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(__name__, "writer", {"rows": asdict(rows), "num_clients": num_clients})
 
     def write(self, address: str, *, num_batches: int, rows_per_s: float | None = None) -> WriteResult:
         """Write batches to the server at an address, and wait until it has applied them.
@@ -117,7 +109,7 @@ class _Writers:
     async def connect(self, address: str, stack: AsyncExitStack) -> None:
         """Say hello as every client to every shard."""
         for rank in range(self._num_clients):
-            hello = hello_request(self._rows.config, rank=rank, world_size=self._num_clients)
+            hello = hello_request(self._rows.specs, rank=rank, world_size=self._num_clients)
             clients: list[ParamServerClient] = []
             addresses, last_seq = [address], 0
             while addresses:
@@ -208,12 +200,12 @@ async def _write(
 
 
 def _main() -> None:
-    order = json.loads(sys.stdin.readline())
-    rows = BenchRows(RowsConfig(**order["rows"]))
-    print("{}", flush=True)  # ready
-    while line := sys.stdin.readline():
-        written = asyncio.run(_write(rows, order["num_clients"], **json.loads(line)))
-        print(json.dumps(asdict(written)), flush=True)
+    given = orders()
+    first = next(given)
+    rows = BenchRows(RowsConfig(**first["rows"]))
+    give_answer({})
+    for order in given:
+        give_answer(asdict(asyncio.run(_write(rows, first["num_clients"], **order))))
 
 
 if __name__ == "__main__":

@@ -83,14 +83,12 @@ class BatchScore:
         num_streamed_hits: Events that the streamed copy ranks as a hit.
         num_frozen_hits: Events that the frozen copy ranks as a hit.
         num_missing_rows: Rows that the replica did not have; they were scored as zeros.
-        read_s: How long the look-up took, seconds.
     """
 
     batch: int
     num_streamed_hits: int
     num_frozen_hits: int
     num_missing_rows: int
-    read_s: float
 
 
 class Scorer:
@@ -116,9 +114,8 @@ class Scorer:
         candidates = self._replay.candidates(batch)
         user_ids, user_at = np.unique(users, return_inverse=True)
         item_ids, item_at = np.unique(candidates, return_inverse=True)
-        num_missing, started_s = sum(self._source.num_missing.values()), time.monotonic()
+        num_missing = sum(self._source.num_missing.values())
         user_rows, item_rows = await self._look_up(user_ids, item_ids)
-        read_s = time.monotonic() - started_s
         streamed = is_hit(user_rows[user_at], item_rows[item_at.reshape(candidates.shape)])
         frozen = is_hit(self._frozen_users[users], self._frozen_items[candidates])
         return BatchScore(
@@ -126,7 +123,6 @@ class Scorer:
             num_streamed_hits=int(streamed.sum()),
             num_frozen_hits=int(frozen.sum()),
             num_missing_rows=sum(self._source.num_missing.values()) - num_missing,
-            read_s=read_s,
         )
 
     async def save(self, path: Path) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from headrace.paramserver.launch import ServerProcess
 from headrace.scripts.demo_model import ITEM_FQN, USER_FQN, DemoModel, ModelConfig, process_group
@@ -23,6 +22,7 @@ from headrace.scripts.demo_ranking import Replay, is_hit
 from headrace.scripts.demo_reader import ReaderConfig
 from headrace.scripts.demo_reader_process import ReaderProcess
 from headrace.scripts.demo_report import DemoReport, HitLog, Lag
+from headrace.scripts.one_torch_thread import one_torch_thread
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 from headrace.streamer.compare import compare_with_store
 
@@ -98,7 +98,7 @@ def _running_system(replay: Replay, num_shards: int, on_stage: OnStage) -> Itera
     log = replay.log
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
-        stack.enter_context(_one_torch_thread())
+        stack.enter_context(one_torch_thread())  # with tables this small a second one costs more than it helps
         on_stage(f"starting a parameter server of {num_shards} shard{'s' * (num_shards > 1)}")
         server = stack.enter_context(ServerProcess.start(folder / "server", shards=num_shards))
         on_stage("publishing the untrained tables")
@@ -154,14 +154,3 @@ def _compare_with_replica(system: _System) -> int:
             assert mine.shape == theirs.shape, "the replica has rows of another shape"
             num_different += int((mine != theirs).any(axis=1).sum())
     return num_different
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Keep torch to one thread: with tables this small a second one costs more than it helps."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

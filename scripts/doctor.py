@@ -21,15 +21,7 @@ from headrace.paramserver.address import parse_address
 from headrace.paramserver.config import ENV_PREFIX, ServerConfig
 from headrace.paramserver.metrics_problems import Severity, find_problems
 from headrace.paramserver.process_flags import settings_sources
-from headrace.paramserver.status_client import (
-    AuthorityFlag,
-    CertificateFlag,
-    KeyFlag,
-    StatusAccess,
-    TlsFlag,
-    TokenFlag,
-    ask_shards,
-)
+from headrace.paramserver.status_client import StatusAccess, ask_shards
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.scripts.doctor_checks import (
     Finding,
@@ -42,6 +34,7 @@ from headrace.scripts.doctor_checks import (
     check_protection,
     check_versions,
 )
+from headrace.scripts.server_flags import Access, with_server_flags
 
 __all__ = ["check_clock", "doctor"]
 
@@ -50,10 +43,11 @@ _MAX_CLOCK_S = 1.0
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.PROBLEM: "bold red"}
 
 
+@with_server_flags
 def doctor(
     *,
     data: Annotated[
-        Path | None, typer.Option(help="Directory that a server has or will have.", metavar="PATH", show_default=False)
+        Path | None, typer.Option(help="Directory that a server has or will have.", metavar="DIR", show_default=False)
     ] = None,
     config: Annotated[
         Path | None,
@@ -62,17 +56,14 @@ def doctor(
         ),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="A running server to ask: host and port of any shard.", metavar="ADDRESS")
+        str | None, typer.Option(help="Any shard of a running server.", metavar="HOST:PORT", show_default=False)
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Its metrics port, to compare clocks with.", metavar="ADDRESS")
+        str | None,
+        typer.Option(help="Its metrics port, to compare clocks with.", metavar="HOST:PORT", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls: TlsFlag = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> int:
     """Check this machine, a server's configuration and a running server, and say what to do about each finding.
 
@@ -86,16 +77,7 @@ def doctor(
         findings += _check_server_settings(data, config)
     if server is not None:
         try:
-            access = StatusAccess.load(
-                server,
-                timeout_s=_TIMEOUT_S,
-                tls=tls,
-                tls_authority=tls_authority,
-                tls_certificate=tls_certificate,
-                tls_key=tls_key,
-                token_file=token_file,
-            )
-            findings += _check_server(access)
+            findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:
             advice = "Is it running, is this its address, are token and TLS those it asks for?"
             findings.append(Finding(subject="server", level=Level.PROBLEM, text=str(exc), advice=advice))

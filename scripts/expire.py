@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,17 +13,15 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.expiry_policy import ExpiryPolicy
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.paramserver.shard_link import Dial, ShardLink
-from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
+from headrace.paramserver.shard_link import ShardLink
+from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
+from headrace.scripts.progress_bar import show_rows
+from headrace.scripts.server_flags import Access, dial_of, with_server_flags
 
 __all__ = ["expire"]
 
@@ -36,18 +33,17 @@ class _TableResult:
     """What all shards together have found in a table."""
 
     fqn: str
-    scanned: int = 0
-    live: int = 0
-    expired: int = 0
-    spared: int = 0
+    num_scanned: int = 0
+    num_live: int = 0
+    num_expired: int = 0
+    num_spared: int = 0
     by_policy: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
 
+@with_server_flags
 def expire(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")] = (
-        f"127.0.0.1:{DEFAULT_PORT}"
-    ),
+    address: AddressArgument = DEFAULT_ADDRESS,
     *,
     table: Annotated[
         str,
@@ -65,10 +61,7 @@ def expire(
         bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.", show_default=False)
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> int:
     """Delete the rows of a running server that its policies for expiry let go; training goes on meanwhile.
 
@@ -86,18 +79,9 @@ def expire(
             ExpiryPolicy.parse(policy)
         except ConfigError as exc:
             raise ConfigError(f"--policy: {exc}") from exc
-    has_tls = any((tls_authority, tls_certificate, tls_key))
-    context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
-    token = load_token(path=token_file, environ=os.environ)
-    dial = Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=10.0, role=idl.Role.ADMIN)
     request = idl.ExpireRowsRequest(fqn=table, is_dry_run=dry_run, wait_ms=_ASK_EVERY_MS, policy=policy)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Rows looked at", total=None)
-        results, errors = asyncio.run(
-            _expire_all(address, dial, request, lambda done, total: progress.update(task, completed=done, total=total))
-        )
+    with show_rows("Looking") as bar:
+        results, errors = asyncio.run(_expire_all(access(address, timeout_s=10.0), request, bar.update))
     if as_json:
         print(json.dumps(_to_json(results, errors, is_dry_run=dry_run), indent=2))
     else:
@@ -106,17 +90,17 @@ def expire(
 
 
 async def _expire_all(
-    address: str, dial: Dial, request: Any, on_progress: Callable[[int, int], None]
+    access: StatusAccess, request: Any, on_progress: Callable[[int, int], None]
 ) -> tuple[list[_TableResult], list[str]]:
     """Run it on every shard at once; return the tables by name, and which shards did not finish and why."""
-    host, port = parse_address(address, default_port=DEFAULT_PORT)
-    first = ShardLink(dial, host, port)
+    dial = dial_of(access, idl.Role.ADMIN)
+    first = ShardLink(dial, access.host, access.port)
     try:
         hello = await first.refresh()
     finally:
         await first.close()
     places = sorted(hello.shards, key=lambda place: place.shard)
-    links = [ShardLink(dial, place.host or host, place.port) for place in places]
+    links = [ShardLink(dial, place.host or access.host, place.port) for place in places]
     scanned, totals = [0] * len(links), [0] * len(links)
 
     async def follow(number: int) -> Any:
@@ -167,10 +151,10 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
     for reply in replies:
         for table in reply.tables:
             result = results.setdefault(table.fqn, _TableResult(fqn=table.fqn))
-            result.scanned += table.scanned
-            result.live += table.live
-            result.expired += table.expired
-            result.spared += table.spared
+            result.num_scanned += table.scanned
+            result.num_live += table.live
+            result.num_expired += table.expired
+            result.num_spared += table.spared
             result.by_policy.update({count.policy: count.num_rows for count in table.by_policy})
             if table.note and table.note not in result.notes:
                 result.notes.append(table.note)
@@ -187,9 +171,8 @@ def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -
         shown.add_column("by policy", overflow="fold")
         for result in results:
             by_policy = ", ".join(f"{name} {count:,}" for name, count in sorted(result.by_policy.items()))
-            shown.add_row(
-                escape(result.fqn), f"{result.live:,}", f"{result.expired:,}", f"{result.spared:,}", by_policy
-            )
+            counts = (f"{count:,}" for count in (result.num_live, result.num_expired, result.num_spared))
+            shown.add_row(escape(result.fqn), *counts, by_policy)
         console.print(shown)
     for result in results:
         for note in result.notes:
@@ -201,15 +184,15 @@ def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -
 def _to_json(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> dict[str, Any]:
     return {
         "is_dry_run": is_dry_run,
-        "expired": sum(result.expired for result in results),
-        "scanned": sum(result.scanned for result in results),
+        "num_expired": sum(result.num_expired for result in results),
+        "num_scanned": sum(result.num_scanned for result in results),
         "tables": [
             {
                 "fqn": result.fqn,
-                "scanned": result.scanned,
-                "live": result.live,
-                "expired": result.expired,
-                "spared": result.spared,
+                "num_scanned": result.num_scanned,
+                "num_live": result.num_live,
+                "num_expired": result.num_expired,
+                "num_spared": result.num_spared,
                 "by_policy": dict(sorted(result.by_policy.items())),
                 "notes": result.notes,
             }

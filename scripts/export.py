@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,17 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headrace.paramserver.security import client_tls_context, load_token
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.snapshot_reader import SnapshotReader
-from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
+from headrace.scripts.import_with_extra import import_with_extra
+from headrace.scripts.progress_bar import show_bytes, show_rows
+from headrace.scripts.server_flags import Access, dial_of, with_server_flags
 from headrace.scripts.table_sinks.export_table import ExportConfig, ExportTable
 from headrace.scripts.table_sinks.written_aside import check_place, work_folder, written_aside
 
@@ -34,12 +31,15 @@ __all__ = ["ExportResult", "export", "export_snapshot"]
 # For one answer of a shard: what listens and is no server must not be waited for as long as a step.
 _ANSWER_TIMEOUT_S = 10.0
 
-# Format: module, function, the library that it needs, and the extra that brings it.
+# A snapshot of an export that was killed is removed by the server, when nothing of it was fetched for so long.
+_LEASE_S = 3600
+
+# Format: module and function.
 _WRITERS = {
-    "safetensors": ("safetensors_file", "write_safetensors", "safetensors", "tools"),
-    "parquet": ("parquet_files", "write_parquet", "pyarrow", "tools"),
-    "npz": ("npz_file", "write_npz", "numpy", "tools"),
-    "dcp": ("dcp_directory", "write_checkpoint", "torch", "torch"),
+    "safetensors": "headrace.scripts.table_sinks.safetensors_file:write_safetensors",
+    "parquet": "headrace.scripts.table_sinks.parquet_files:write_parquet",
+    "npz": "headrace.scripts.table_sinks.npz_file:write_npz",
+    "dcp": "headrace.scripts.table_sinks.dcp_directory:write_checkpoint",
 }
 
 
@@ -64,6 +64,7 @@ class ExportResult:
     seconds: float
 
 
+@with_server_flags
 def export(
     *,
     server: Annotated[
@@ -75,7 +76,7 @@ def export(
     ] = None,
     to: Annotated[Path, typer.Option(metavar="PATH", help="File or directory to make.", show_default=False)],
     format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, parquet, npz or dcp.")],
-    tables: Annotated[
+    table: Annotated[
         list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
     ] = None,
     rows: Annotated[
@@ -110,10 +111,7 @@ def export(
         float, typer.Option(help="How long to wait for a step, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> None:
     """Write a server's tables, all of one step, to files of a common format.
 
@@ -140,22 +138,11 @@ def export(
     check_place(to.absolute())
     with contextlib.ExitStack() as stack:
         if server is not None:
-            has_tls = any((tls_authority, tls_certificate, tls_key))
-            dial = Dial(
-                ssl_context=client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
-                if has_tls
-                else None,
-                server_hostname=None,
-                token=load_token(path=token_file, environ=os.environ),
-                timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S),
-                role=idl.Role.ADMIN,
-            )
+            dial = dial_of(access(server, timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S)), idl.Role.ADMIN)
             snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))
         assert snapshot is not None
-        with _progress("Exporting") as on_progress:
-            result = export_snapshot(
-                snapshot, to, format_name, config, tables=tables, on_progress=on_progress, **options
-            )
+        with show_rows("Exporting") as bar:
+            result = export_snapshot(snapshot, to, format_name, config, tables=table, on_progress=bar.update, **options)
     _print(to, result, as_json=as_json)
 
 
@@ -193,7 +180,7 @@ def export_snapshot(
         for fqn in tables or ():
             if fqn not in reader.tables:
                 there = ", ".join(sorted(reader.tables)[:8]) or "none"
-                raise ConfigError(f"--tables {fqn!r}: no such table in the snapshot; there is {there}")
+                raise ConfigError(f"--table {fqn!r}: no such table in the snapshot; there is {there}")
         chosen = sorted(set(tables)) if tables is not None else sorted(reader.tables)
         if not chosen:
             raise ConfigError(f"{folder}: the snapshot has no tables")
@@ -223,15 +210,17 @@ def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: flo
     """Yield the directory of a new snapshot of a server, which is gone on both sides afterwards."""
     name = f"export-{time.time_ns()}"
     with work_folder(to, "snapshot") as folder:
-        asyncio.run(create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s))
+        asyncio.run(
+            create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s, lease_s=_LEASE_S)
+        )
         try:
-            with _progress("Fetching") as on_progress:
-                asyncio.run(fetch_snapshot(server, folder, dial=dial, name=name, on_progress=on_progress))
+            with show_bytes("Fetching") as bar:
+                asyncio.run(fetch_snapshot(server, folder, dial=dial, name=name, on_progress=bar.update))
         finally:
             try:
                 asyncio.run(remove_snapshot(server, name, dial=dial))
             except HeadraceError as exc:
-                print(f"headrace: snapshot {name!r} stays on the server: {exc}", file=sys.stderr)
+                print(f"headrace: snapshot {name!r} stays on the server for an hour: {exc}", file=sys.stderr)
         yield folder / name
 
 
@@ -249,16 +238,7 @@ def _check_format(format_name: str, config: ExportConfig, options: dict[str, str
 def _writer_of(format_name: str) -> Callable[..., None]:
     if format_name not in _WRITERS:
         raise ConfigError(f"--format {format_name!r}: one of {', '.join(_WRITERS)}")
-    module, function, library, extra = _WRITERS[format_name]
-    try:
-        write: Callable[..., None] = getattr(
-            importlib.import_module(f"headrace.scripts.table_sinks.{module}"), function
-        )
-    except ModuleNotFoundError as exc:
-        if exc.name is None or exc.name.partition(".")[0] != library:
-            raise
-        raise ConfigError(f"--format {format_name} needs {library}: pip install 'headrace[{extra}]'") from exc
-    return write
+    return import_with_extra(_WRITERS[format_name], what=f"--format {format_name}")
 
 
 def _parse_rows(text: str | None) -> tuple[int, int | None]:
@@ -268,15 +248,6 @@ def _parse_rows(text: str | None) -> tuple[int, int | None]:
     if not sign or not (first + end).isdecimal():
         raise ConfigError(f"--rows {text!r}: not A:B, such as 0:1000 or 1000:")
     return int(first or "0"), int(end) if end else None
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:

@@ -14,13 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from headrace.paramserver.log_inspect import LogReport, SegmentReport, find_logs, inspect_log, size_of_log
 from headrace.schemas.errors import CorruptionError
+from headrace.scripts.progress_bar import show_bytes
 
-__all__ = ["log"]
+__all__ = ["log", "show_range", "show_time"]
 
 
 class _Action(enum.StrEnum):
@@ -64,17 +64,8 @@ def log(
 
 
 def _inspect(paths: list[Path]) -> list[LogReport]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Checking", total=sum(size_of_log(path) for path in paths))
-        return [inspect_log(path, on_progress=lambda done: progress.advance(task, done)) for path in paths]
+    with show_bytes("Checking", sum(size_of_log(path) for path in paths)) as bar:
+        return [inspect_log(path, on_progress=bar.advance) for path in paths]
 
 
 def _to_json(report: LogReport) -> dict[str, Any]:
@@ -111,11 +102,11 @@ def _row(segment: SegmentReport) -> tuple[str, ...]:
         _text(segment.first_seq),
         _text(segment.last_seq),
         str(segment.num_records),
-        _range(segment.steps),
-        _range(segment.epochs),
+        show_range(segment.steps),
+        show_range(segment.epochs),
         decimal(segment.size_bytes),
-        _time(low_us),
-        _time(high_us),
+        show_time(low_us),
+        show_time(high_us),
         f"[red]{state}[/]" if segment.damage else state,
     )
 
@@ -124,14 +115,16 @@ def _text(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def _range(values: tuple[int, int] | None) -> str:
+def show_range(values: tuple[int, int] | None) -> str:
+    """Return the lowest and the highest of some numbers, as text; None when there are none."""
     if values is None:
         return "–"
     low, high = values
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _time(time_us: int | None) -> str:
+def show_time(time_us: int | None) -> str:
+    """Return a time in UTC, given in microseconds since 1970, as text."""
     if time_us is None:
         return "–"
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from ssl import SSLContext
 from typing import Annotated
 
 import typer
@@ -16,40 +15,43 @@ from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.config import DEFAULT_PORT
+from headrace.paramserver.config import MAX_SHARDS
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.log_inspect import size_of_log
 from headrace.paramserver.replay import Replay, ReplayTarget
 from headrace.paramserver.replay_source import ReplayRange, ReplaySource, ReplaySummary
-from headrace.paramserver.security import Token, client_tls_context, load_token
-from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
+from headrace.paramserver.status_client import StatusAccess
 from headrace.schemas.errors import ConfigError
+from headrace.scripts.log_command import show_range, show_time
+from headrace.scripts.progress_bar import show_bytes
+from headrace.scripts.server_flags import Access, with_server_flags
 
-__all__ = ["replay"]
+__all__ = ["replay", "target_of"]
 
 
+@with_server_flags
 def replay(
     path: Annotated[
         Path,
         typer.Argument(metavar="DIR", help="Directory of a server, of a shard or of a log.", show_default=False),
     ],
     *,
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="HOST:PORT", help="Any shard of a running server.", show_default=False),
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Any shard of a running server.", show_default=False)
     ] = None,
-    into: Annotated[
+    data: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", help="Directory that is served for the time of the replay; new or not.", show_default=False
         ),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="With --into: shards of a new directory. Default: 1.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=MAX_SHARDS, help="With --data: shards of a new directory. Default: 1.", show_default=False
+        ),
     ] = None,
     table: Annotated[
         list[str] | None, typer.Option(metavar="FQN", help="Only this table; may be repeated.", show_default=False)
@@ -74,10 +76,7 @@ def replay(
     timeout_s: Annotated[
         float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
     ] = 60.0,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> None:
     """Reapply what update logs hold to a server.
 
@@ -89,12 +88,12 @@ def replay(
         ConfigError: A flag is wrong, or there is nothing in the range.
         HeadraceError: A log is damaged, or the target refuses or is away.
     """
-    if not dry_run and (to is None) == (into is None):
-        raise ConfigError("say where to: --to HOST:PORT for a running server, or --into DIR; or --dry-run")
-    if shards is not None and into is None:
-        raise ConfigError("--shards goes with --into: a running server has the shards that it has")
-    if into is not None and _is_same_place(into, path):
-        raise ConfigError(f"--into {into}: that is where the log to replay lies; name another directory")
+    if not dry_run and (server is None) == (data is None):
+        raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR; or --dry-run")
+    if shards is not None and data is None:
+        raise ConfigError("--shards goes with --data: a running server has the shards that it has")
+    if data is not None and _is_same_place(data, path):
+        raise ConfigError(f"--data {data}: that is where the log to replay lies; name another directory")
     wanted = ReplayRange(
         from_seq=from_seq,
         to_seq=to_seq,
@@ -105,66 +104,51 @@ def replay(
         tables=frozenset(table or ()),
     )
     source = ReplaySource(path, wanted)
-    token = load_token(path=token_file, environ=os.environ)
     target = None
-    if to is not None:
-        has_tls = any((tls_authority, tls_certificate, tls_key))
-        context = (
-            client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
-        )
-        target = _target_at(to, timeout_s, token, context)
+    if server is not None:
+        target = target_of(access(server, timeout_s=timeout_s))
         if not dry_run:
             asyncio.run(target.ask())  # before a long log is gone through in vain
     size_bytes = sum(size_of_log(log.path) for log in source.logs)
-    with _progress() as progress:
-        task = progress.add_task("Checking", total=size_bytes)
-        summary = source.summarize(on_progress=lambda done: progress.advance(task, done))
+    with show_bytes("Checking", size_bytes) as bar:
+        summary = source.summarize(on_progress=bar.advance)
     console = Console()
     _print_summary(console, source, summary)
     if dry_run:
         return
-    with _served(into, shards) as address, _progress() as progress:
-        work = Replay(source, target or _target_at(address, timeout_s, token), again=again)
-        task = progress.add_task("Sending", total=size_bytes)
-        asyncio.run(work.run(on_progress=lambda done: progress.advance(task, done)))
-    where = f"--into {into}" if into is not None else to
+    with _served(data, shards) as address, show_bytes("Sending", size_bytes) as bar:
+        # What is served for this replay is on loopback, and speaks no TLS.
+        target = target or dataclasses.replace(target_of(access(address, timeout_s=timeout_s)), ssl_context=None)
+        work = Replay(source, target, again=again)
+        asyncio.run(work.run(on_progress=bar.advance))
+    where = f"--data {data}" if data is not None else server
     skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
     console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
 
 
-def _target_at(
-    address: str, timeout_s: float, token: Token | None, ssl_context: SSLContext | None = None
-) -> ReplayTarget:
-    host, port = parse_address(address, default_port=DEFAULT_PORT)
-    return ReplayTarget(host=host, port=port, ssl_context=ssl_context, token=token, timeout_s=timeout_s)
+def target_of(access: StatusAccess) -> ReplayTarget:
+    """Return a server that rows are sent to."""
+    return ReplayTarget(
+        host=access.host,
+        port=access.port,
+        ssl_context=access.ssl_context,
+        token=access.token,
+        timeout_s=access.timeout_s,
+    )
 
 
 @contextmanager
-def _served(into: Path | None, shards: int | None) -> Iterator[str]:
+def _served(data: Path | None, shards: int | None) -> Iterator[str]:
     """Serve a directory for this replay, on loopback alone, and yield the address; nothing without one."""
-    if into is None:
+    if data is None:
         yield ""
         return
-    with ServerProcess.start(into, shards=shards) as server:
+    with ServerProcess.start(data, shards=shards) as server:
         yield server.address
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def _is_same_place(into: Path, path: Path) -> bool:
-    target, source = into.resolve(), path.resolve()
+def _is_same_place(data: Path, path: Path) -> bool:
+    target, source = data.resolve(), path.resolve()
     return target == source or target in source.parents or source in target.parents
 
 
@@ -188,7 +172,7 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
         table.add_column(name, justify="right")
     for fqn, found in sorted(summary.tables.items()):
         table.add_row(
-            escape(fqn), str(found.num_rows), str(found.num_deleted), _range(found.epochs), _range(found.steps)
+            escape(fqn), str(found.num_rows), str(found.num_deleted), show_range(found.epochs), show_range(found.steps)
         )
     console.print(table)
     for log in source.logs:
@@ -198,21 +182,7 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
     first_us, last_us = summary.times_us or (0, 0)
     console.print(
         f"{summary.num_records} records, {decimal(summary.size_bytes)}, of {len(source.logs)} "
-        f"log{'s' * (len(source.logs) > 1)}; trainer's time {_time(first_us)} to {_time(last_us)} UTC.",
+        f"log{'s' * (len(source.logs) > 1)}; trainer's time {show_time(first_us)} to {show_time(last_us)} UTC.",
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _range(values: tuple[int, int] | None) -> str:
-    if values is None:
-        return "–"
-    low, high = values
-    return str(low) if low == high else f"{low}–{high}"
-
-
-def _time(time_us: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time_us / 1e6, UTC):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):
-        return str(time_us)  # a client's clock may say anything

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
 from collections import Counter
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,22 +14,24 @@ from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from headrace.paramserver.config import DEFAULT_PORT, MAX_SHARDS
+from headrace.paramserver.config import MAX_SHARDS
 from headrace.paramserver.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
 from headrace.paramserver.snapshot_restore import restore_snapshot
-from headrace.paramserver.status_client import AuthorityFlag, CertificateFlag, KeyFlag, TokenFlag
+from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
+from headrace.scripts.log_command import show_time
+from headrace.scripts.progress_bar import show_bytes
+from headrace.scripts.server_flags import Access, dial_of, with_server_flags
 
 __all__ = ["snapshot"]
+
+_ANSWER_TIMEOUT_S = 10.0
 
 snapshot = typer.Typer(
     add_completion=False,
@@ -40,19 +39,18 @@ snapshot = typer.Typer(
     help="Make, list, check, fetch, restore and remove snapshots of a server.",
 )
 
-_Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")]
 _Directory = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="Directory of a server, or one that holds snapshots.", show_default=False),
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
 _Timeout = Annotated[float, typer.Option(help="How long to try, seconds.", min=0.1, metavar="SECONDS")]
-_DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 @snapshot.command()
+@with_server_flags
 def create(
-    address: _Address = _DEFAULT_ADDRESS,
+    address: AddressArgument = DEFAULT_ADDRESS,
     *,
     name: Annotated[
         str | None, typer.Option(help="Its name; the time of day by default.", metavar="NAME", show_default=False)
@@ -69,15 +67,12 @@ def create(
     ] = False,
     timeout_s: _Timeout = 60.0,
     as_json: _AsJson = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> None:
     """Make a snapshot of a running server: all shards at one step. Ingest goes on meanwhile."""
     if now and run is not None:
         raise ConfigError("--now: a cut at no step is of no --run; leave one of them out")
-    dial = _dial(idl.Role.ADMIN, tls_authority, tls_certificate, tls_key, token_file)
+    dial = dial_of(access(address, timeout_s=_ANSWER_TIMEOUT_S), idl.Role.ADMIN)
     manifest = asyncio.run(
         create_snapshot(address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s)
     )
@@ -122,9 +117,8 @@ def verify(
     if not folders:
         raise ConfigError(f"{directory}: no snapshots")
     for folder in folders:
-        with _progress(f"Checking {folder.name}") as (progress, task):
-            progress.update(task, total=_size_of(folder))
-            manifest = verify_snapshot(folder, on_progress=partial(progress.advance, task))
+        with show_bytes(f"Checking {folder.name}", _size_of(folder)) as bar:
+            manifest = verify_snapshot(folder, on_progress=bar.advance)
         print(
             f"{manifest.name}: {len(manifest.files())} files, {decimal(manifest.size_bytes)}: all checksums are right."
         )
@@ -145,6 +139,8 @@ def prune(
     num_newer: Counter[str] = Counter()
     old = []
     for manifest in reversed(manifests):
+        if manifest.lease_s:  # an export reads it, and removes it
+            continue
         num_newer[manifest.server_id] += 1
         if num_newer[manifest.server_id] > keep:
             old.append(manifest.name)
@@ -156,30 +152,20 @@ def prune(
 
 
 @snapshot.command()
+@with_server_flags
 def fetch(
-    address: _Address = _DEFAULT_ADDRESS,
+    address: AddressArgument = DEFAULT_ADDRESS,
     *,
     to: Annotated[Path, typer.Option("--to", help="Directory to put it in.", metavar="DIR", show_default=False)],
     name: Annotated[
         str, typer.Option(help="Snapshot; the newest by default.", metavar="NAME", show_default=False)
     ] = "",
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> None:
     """Bring a snapshot from a server to this machine. Interrupted, it goes on where it was."""
-    dial = _dial(idl.Role.READER, tls_authority, tls_certificate, tls_key, token_file)
-    with _progress("Fetching") as (progress, task):
-        manifest = asyncio.run(
-            fetch_snapshot(
-                address,
-                to,
-                dial=dial,
-                name=name,
-                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-            )
-        )
+    dial = dial_of(access(address, timeout_s=_ANSWER_TIMEOUT_S), idl.Role.READER)
+    with show_bytes("Fetching") as bar:
+        manifest = asyncio.run(fetch_snapshot(address, to, dial=dial, name=name, on_progress=bar.update))
     _print(manifest, as_json=False)
 
 
@@ -201,9 +187,8 @@ def restore(
 
     The snapshot stays as it is. With another number of shards the rows are dealt anew, which takes longer.
     """
-    with _progress(f"Checking {directory.name}") as (progress, task):
-        progress.update(task, total=_size_of(directory))
-        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=partial(progress.advance, task))
+    with show_bytes(f"Checking {directory.name}", _size_of(directory)) as bar:
+        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=bar.advance)
     _print(manifest, as_json=False)
     print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
 
@@ -218,32 +203,6 @@ def _files(directory: Path) -> SnapshotFiles:
     return SnapshotFiles(directory / "snapshots" if (directory / DATA_DIR_MANIFEST).is_file() else directory)
 
 
-def _dial(
-    role: int, tls_authority: Path | None, tls_certificate: Path | None, tls_key: Path | None, token_file: Path | None
-) -> Dial:
-    has_tls = any((tls_authority, tls_certificate, tls_key))
-    context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key) if has_tls else None
-    token = load_token(path=token_file, environ=os.environ)
-    return Dial(ssl_context=context, server_hostname=None, token=token, timeout_s=10.0, role=role)
-
-
-class _progress:
-    """A progress bar on stderr, where that is a terminal."""
-
-    def __init__(self, text: str) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task(text, total=None)
-
-    def __enter__(self) -> tuple[Progress, Any]:
-        self._progress.start()
-        return self._progress, self._task
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-
 def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_to_json(manifest), indent=2))
@@ -255,7 +214,7 @@ def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
 def _row(manifest: SnapshotManifest) -> tuple[str, ...]:
     return (
         escape(manifest.name),
-        f"{datetime.fromtimestamp(manifest.created_us / 1e6, UTC):%Y-%m-%d %H:%M:%S}",
+        show_time(manifest.created_us),
         str(manifest.epoch),
         str(manifest.step) if manifest.step >= 0 else "–",
         str(len(manifest.parts)),

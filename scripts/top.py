@@ -24,21 +24,11 @@ from rich.text import Text
 from headrace.paramserver.metrics_families import ShardState
 from headrace.paramserver.metrics_problems import find_problems
 from headrace.paramserver.metrics_sample import ShardSample
-from headrace.paramserver.status_client import (
-    DEFAULT_ADDRESS,
-    AddressArgument,
-    AuthorityFlag,
-    CertificateFlag,
-    KeyFlag,
-    StatusAccess,
-    TimeoutFlag,
-    TlsFlag,
-    TokenFlag,
-    ask_shards,
-)
+from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess, TimeoutFlag, ask_shards
 from headrace.paramserver.status_command import show_duration, show_problem, show_size
 from headrace.paramserver.status_document import merge_tables, merge_writers
 from headrace.schemas.errors import HeadraceError
+from headrace.scripts.server_flags import Access, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
 
@@ -54,6 +44,7 @@ class Frame:
     time_s: float
 
 
+@with_server_flags
 def top(
     address: AddressArgument = DEFAULT_ADDRESS,
     *,
@@ -61,11 +52,7 @@ def top(
         float, typer.Option(help="Between two looks, seconds.", min=0.1, max=3600, metavar="SECONDS")
     ] = 2.0,
     timeout_s: TimeoutFlag = 5.0,
-    tls: TlsFlag = False,
-    tls_authority: AuthorityFlag = None,
-    tls_certificate: CertificateFlag = None,
-    tls_key: KeyFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> int:
     """Watch a running server: problems first, then shards with their rates, writers and tables.
 
@@ -77,20 +64,11 @@ def top(
     Raises:
         HeadraceError: Nobody answers at the address at first, or not to us.
     """
-    access = StatusAccess.load(
-        address,
-        timeout_s=timeout_s,
-        tls=tls,
-        tls_authority=tls_authority,
-        tls_certificate=tls_certificate,
-        tls_key=tls_key,
-        token_file=token_file,
-    )
-    console = Console()
+    server, console = access(address, timeout_s=timeout_s), Console()
     if console.is_terminal and sys.stdin.isatty():
-        asyncio.run(_watch(access, interval_s, console))
+        asyncio.run(_watch(server, interval_s, console))
     else:
-        console.print(render(asyncio.run(_look(access)), None))
+        console.print(render(asyncio.run(_look(server)), None))
     return 0
 
 

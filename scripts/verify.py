@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from headrace.paramserver.config import DEFAULT_PORT
 from headrace.paramserver.digest_groups import for_each_table
 from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.reader import EmbeddingReader, Rows
-from headrace.paramserver.security import client_tls_context, load_token
-from headrace.paramserver.status_client import AuthorityFlag, TokenFlag
+from headrace.paramserver.snapshot_files import fsync_path
+from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument
 from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.scripts.server_flags import Access, with_server_flags
 
 __all__ = ["verify"]
 
@@ -71,10 +71,9 @@ class _TableResult:
         return self.problem is None and not self.differing
 
 
+@with_server_flags
 def verify(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.")] = (
-        f"127.0.0.1:{DEFAULT_PORT}"
-    ),
+    address: AddressArgument = DEFAULT_ADDRESS,
     *,
     against: Annotated[
         str | None,
@@ -94,20 +93,24 @@ def verify(
     timeout_s: Annotated[
         float, typer.Option(help="How long to wait in all, seconds.", min=0.1, metavar="SECONDS")
     ] = 3600.0,
-    tls_authority: AuthorityFlag = None,
-    token_file: TokenFlag = None,
+    access: Access,
 ) -> int:
     """Add up digests of all rows that a server holds, and compare them with another server's or with saved ones.
 
     Every row's id, weights and optimizer states count, versions do not. A running trainer is compared with its server
     by `streamer.audit()`. Exit code 1 when something differs.
     """
-    token = load_token(path=token_file, environ=os.environ)
-    context = client_tls_context(authority=tls_authority) if tls_authority is not None else None
+    server = access(address, timeout_s=timeout_s)
     file = None if against is None or not Path(against).is_file() else Path(against)
     saved = None if file is None else _load(file)
     begin_s, reach_log = time.perf_counter(), ReachLog()
-    connect = partial(EmbeddingReader.connect, ssl_context=context, token=token, waits=False, reach_log=reach_log)
+    connect = partial(
+        EmbeddingReader.connect,
+        ssl_context=server.ssl_context,
+        token=server.token,
+        waits=False,
+        reach_log=reach_log,
+    )
 
     async def compare() -> list[_TableResult]:
         async with (
@@ -235,10 +238,19 @@ def _save(path: Path, results: list[_TableResult]) -> None:
         if result.digest is not None
     ]
     text = json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION, "bucket_rows": BUCKET_ROWS, "tables": tables})
+    target = path.resolve()
+    is_device = target.exists() and not target.is_file()
+    new = target if is_device else target.with_name(target.name + ".new")
     try:
-        path.write_text(text + "\n", "utf-8")
+        new.write_text(text + "\n", "utf-8")
+        if not is_device:  # the digests that are there stay until the new ones are whole
+            fsync_path(new)
+            new.replace(target)
     except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from exc
+        if not is_device:
+            with suppress(OSError):
+                new.unlink()
+        raise ConfigError(f"--save {path}: {exc.strerror}") from exc
 
 
 def _load(path: Path) -> dict[str, _Saved]:

@@ -12,6 +12,7 @@ import pytest
 from documented_blocks import NOT_RUN, Block, DocumentedPage, blocks_of, commands_of, is_run, missing_line
 
 from headrace import cli
+from headrace.scripts.lazy_command import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are run from top to bottom, and how many blocks and commands of theirs that is at least.
@@ -55,7 +56,7 @@ def _flags() -> dict[str, frozenset[str]]:
     """Return the flags that the help of each command has, by the command's words, such as `snapshot create`."""
     names = []
     for entry in cli._COMMANDS:
-        below = getattr(cli._load(entry), "commands", {})
+        below = getattr(load_command(entry.name, entry.target, entry.help), "commands", {})
         names += [entry.name, *(f"{entry.name} {name}" for name in below)]
     return {name: frozenset(_FLAG.findall(_help_of(name))) for name in names}
 
@@ -100,6 +101,16 @@ def test_commands_have_the_flags_that_a_page_names(page: str) -> None:
     # In backticks, a flag on its own; those of other programs stand with their program.
     alone = {flag for span in re.findall(r"`(--[a-z][\w-]*)[^`]*`", text) for flag in _FLAG.findall(span)}
     assert alone - every - _OF_OTHERS == set()
+
+
+@pytest.mark.torchrec
+def test_advice_names_commands_that_there_are() -> None:
+    """What the status page and `headrace status` advise has no word behind a command that the command does not know."""
+    text = (ROOT / "paramserver/metrics_problems.py").read_text()
+    named = re.findall(r"`headrace ([a-z][^`]*)`", text)
+    assert named
+    assert _wrong(text) == []
+    assert [line for line in named if re.sub(r" --.*", "", line) not in _flags()] == []
 
 
 @pytest.mark.torchrec

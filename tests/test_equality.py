@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hellos import hello_of_writer
 from torch import nn
 
 from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
@@ -273,10 +274,10 @@ async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
     shard = int(shards_of_rows(table_seed(fqn), np.array([row]), num_shards)[0])
     host, port = address.rsplit(":", 1)
     async with await ParamServerClient.connect(host, int(port)) as first:
-        hello = _hello(spec, epoch=0)
+        hello = hello_of_writer(spec, run="vandal", epoch=0)
         where = (await first.hello(hello)).shards[shard]
     async with await ParamServerClient.connect(where.host, where.port) as client:
-        await client.hello(_hello(spec, epoch=1_000_000))
+        await client.hello(hello_of_writer(spec, run="vandal", epoch=1_000_000))
         delta = idl.TableDelta(
             fqn=fqn,
             fingerprint=spec.fingerprint,
@@ -299,19 +300,6 @@ async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
                 deltas=[delta],
             )
         )
-
-
-def _hello(spec: Any, *, epoch: int) -> Any:
-    return idl.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        role=idl.Role.WRITER,
-        run="vandal",
-        client="rank0",
-        epoch=epoch,
-        rank=0,
-        world_size=1,
-        tables=[spec_to_idl(spec)],
-    )
 
 
 def test_the_store_keeps_its_rows_over_a_restart(tmp_path: Path) -> None:

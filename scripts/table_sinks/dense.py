@@ -54,7 +54,7 @@ def check_names(tables: list[ExportTable], format_name: str, reserved: str) -> N
             if name in taken:
                 raise ConfigError(
                     f"--format {format_name}: table {table.spec.fqn!r} needs the name {name!r}, which something else "
-                    "in the file has; take parquet, or other --tables"
+                    "in the file has; take parquet, or other tables with --table"
                 )
             taken.add(name)
 

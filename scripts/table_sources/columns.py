@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headrace.schemas.errors import CorruptionError, RequestError, StorageError
 from headrace.schemas.tables import DType
 
-__all__ = ["Column", "NpyColumn", "Piece", "RawColumn", "map_file_errors"]
+__all__ = ["Column", "NpyColumn", "Piece", "RawColumn", "RefusedColumn", "map_file_errors"]
 
 _Array = npt.NDArray[Any]
 _SKIP_BYTES = 4 << 20
@@ -127,6 +127,28 @@ class RawColumn:
         if len(data) != wanted:
             raise CorruptionError(f"{piece.path}: tensor {self._name!r} ends beyond the file; it is cut")
         return np.ndarray((end - first, piece.width), self.dtype.numpy, data, 0, (piece.row_bytes, size)).copy()
+
+
+class RefusedColumn:
+    """A column that cannot be read: an error for who wants it, and nobody else's affair.
+
+    Attributes:
+        refusal: Why.
+    """
+
+    num_column_shards = 1
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], refusal: RequestError) -> None:
+        """Keep why it cannot be read."""
+        self.dtype, self.shape, self.refusal = dtype, shape, refusal
+
+    def read(self, first: int, end: int) -> _Array:
+        """See `Column`.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise self.refusal
 
 
 class NpyColumn:

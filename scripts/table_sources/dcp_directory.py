@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
-from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, map_file_errors
+from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, RefusedColumn, map_file_errors
 from headrace.scripts.table_sources.tensors import TensorSource
 from headrace.scripts.table_sources.torch_file import TORCH_DTYPES, load_places, piece_of
 
@@ -53,6 +53,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes the classes of a checkpoint's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has them, and no other
+            module = "pathlib"
         # A name with a dot would reach into a class that is allowed.
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
@@ -104,7 +106,11 @@ def open_checkpoint(path: Path) -> TensorSource:
         dtype, shape = TORCH_DTYPES.get(tensor.properties.dtype), tuple(tensor.size)
         if dtype is None or len(shape) not in (1, 2):
             continue
-        pieces = _pieces_of(path, metadata, name, tensor)
+        try:
+            pieces = _pieces_of(path, metadata, name, tensor)
+        except RequestError as exc:
+            columns[name] = RefusedColumn(dtype, shape, exc)
+            continue
         paths |= {piece.path for piece in pieces}
         columns[name] = RawColumn(name, dtype, shape, pieces)
     return TensorSource(path=path, columns=columns, files=sorted(paths))

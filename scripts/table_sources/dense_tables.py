@@ -13,7 +13,7 @@ from headrace.paramserver.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import StateKind, StateSpec, TableSpec
-from headrace.scripts.table_sources.columns import Column
+from headrace.scripts.table_sources.columns import Column, RefusedColumn
 from headrace.scripts.table_sources.naming import Naming, find_states
 from headrace.scripts.table_sources.source_table import SourceTable, Versions, check_against, check_wanted
 from headrace.scripts.table_sources.tensors import TensorSource
@@ -56,6 +56,7 @@ def dense_tables(
         ConfigError: No table is there, or which tensors are tables is not clear.
         SpecMismatchError: A tensor is of another shape or type than its table.
         CorruptionError: The source's own notes are wrong.
+        RequestError: A tensor of a table that is wanted cannot be read.
     """
     found = _described(source, naming) if source.notes is not None else _guessed(source, naming, wanted, known)
     names = [table.spec.fqn for table in found]
@@ -117,7 +118,7 @@ def _described(source: TensorSource, naming: Naming) -> list[_Dense]:
 def _guessed(
     source: TensorSource, naming: Naming, wanted: list[str] | None, known: Mapping[str, TableSpec] | None
 ) -> list[_Dense]:
-    """Return tables of files of others: those that rules, the target or `--tables` name."""
+    """Return tables of files of others: those that rules, the target or `--table` name."""
     weights: dict[str, str] = {}
     mapped: dict[str, dict[str, str]] = {}
     candidates = {name for name, column in source.columns.items() if len(column.shape) == 2}
@@ -135,7 +136,7 @@ def _guessed(
     if not weights:
         names = ", ".join(sorted(candidates)[:6]) or "none"
         raise ConfigError(
-            f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --tables or --map"
+            f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
         )
     found = []
     for fqn, name in weights.items():
@@ -251,6 +252,9 @@ def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
 
 
 def _ready(table: _Dense, versions: Versions) -> SourceTable:
+    for column in (table.weights, *table.states.values(), table.identities):
+        if isinstance(column, RefusedColumn):
+            raise column.refusal
     spec, num_rows = table.spec, table.weights.shape[0]
     layout = RecordLayout(spec, spec.whole)
 

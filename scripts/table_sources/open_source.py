@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from headrace.schemas.errors import ConfigError, StorageError
 from headrace.schemas.tables import TableSpec
+from headrace.scripts.import_with_extra import import_with_extra
 from headrace.scripts.table_sources.columns import map_file_errors
 from headrace.scripts.table_sources.naming import Naming
 from headrace.scripts.table_sources.source_table import SourceTable, Versions
@@ -17,13 +17,13 @@ from headrace.scripts.table_sources.tensors import TensorSource, stamp_of
 
 __all__ = ["OpenSource", "open_source"]
 
+# Ending: module and function.
 _READERS = {
-    ".pt": ("torch_file", "open_torch_file", "torch"),
-    ".pth": ("torch_file", "open_torch_file", "torch"),
-    ".safetensors": ("safetensors_file", "open_safetensors", "safetensors"),
-    ".npz": ("npz_file", "open_npz", "numpy"),
+    ".pt": "torch_file:open_torch_file",
+    ".pth": "torch_file:open_torch_file",
+    ".safetensors": "safetensors_file:open_safetensors",
+    ".npz": "npz_file:open_npz",
 }
-_EXTRAS = {"torch": "torch", "pyarrow": "tools", "safetensors": "tools"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +86,10 @@ def open_source(
     if not versions.time_us:
         versions = replace(versions, time_us=max(changed_ns for _, _, changed_ns in stamp) // 1000)
     if parquet is not None:
-        load = _import("parquet_tables", "parquet_tables", "pyarrow")
+        load = _import("parquet_tables:parquet_tables")
         tables = load(parquet, naming=naming, wanted=wanted, known=known, versions=versions)
     else:
-        load = _import("dense_tables", "dense_tables", "numpy")
+        load = _import("dense_tables:dense_tables")
         tables = load(tensors, naming=naming, wanted=wanted, known=known, zero_states=zero_states, versions=versions)
     naming.check_used(str(path))
     return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
@@ -108,27 +108,19 @@ def _open_tensors(path: Path) -> TensorSource:
     if path.is_dir():
         if not (path / ".metadata").exists():
             raise ConfigError(f"{path}: neither a checkpoint (no .metadata) nor a directory of .parquet files")
-        name, function, library = "dcp_directory", "open_checkpoint", "torch"
+        reader = "dcp_directory:open_checkpoint"
     elif not path.exists():
         raise ConfigError(f"{path}: there is no such file or directory")
     elif path.suffix in _READERS:
-        name, function, library = _READERS[path.suffix]
+        reader = _READERS[path.suffix]
     else:
         raise ConfigError(
             f"{path}: unknown ending {path.suffix!r}; .pt, .safetensors, .npz and .parquet files and directories of "
             "checkpoints are read"
         )
-    source: TensorSource = _import(name, function, library)(path)
+    source: TensorSource = _import(reader)(path)
     return source
 
 
-def _import(module: str, function: str, library: str) -> Callable[..., Any]:
-    try:
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"headrace.scripts.table_sources.{module}"), function
-        )
-    except ModuleNotFoundError as exc:
-        if exc.name is None or exc.name.partition(".")[0] != library:
-            raise
-        raise ConfigError(f"this needs {library}: pip install 'headrace[{_EXTRAS[library]}]'") from exc
-    return found
+def _import(function: str) -> Callable[..., Any]:
+    return import_with_extra(f"headrace.scripts.table_sources.{function}", what="this")

@@ -68,4 +68,4 @@ def check_wanted(wanted: list[str] | None, found: set[str], where: str) -> None:
     for fqn in wanted or ():
         if fqn not in found:
             there = ", ".join(sorted(found)[:8]) or "none"
-            raise ConfigError(f"--tables {fqn!r}: no such table in {where}; there is {there}")
+            raise ConfigError(f"--table {fqn!r}: no such table in {where}; there is {there}")

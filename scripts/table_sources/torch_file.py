@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headrace.schemas.errors import CorruptionError, RequestError
 from headrace.schemas.tables import DType
-from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, map_file_errors
+from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, RefusedColumn, map_file_errors
 from headrace.scripts.table_sources.tensors import TensorSource
 
 __all__ = ["TORCH_DTYPES", "load_places", "open_torch_file", "piece_of"]
@@ -51,9 +51,13 @@ def open_torch_file(path: Path) -> TensorSource:
             if tensor.dtype in TORCH_DTYPES and tensor.dim() in (1, 2):
                 if name in columns:
                     raise RequestError(f"{path}: two tensors have the name {name!r}, nested dicts joined by dots")
-                dtype = TORCH_DTYPES[tensor.dtype]
-                piece = piece_of(path, name, tensor, row=0, column=0, base=0)
-                columns[name] = RawColumn(name, dtype, tuple(tensor.shape), [piece])
+                dtype, shape = TORCH_DTYPES[tensor.dtype], tuple(tensor.shape)
+                try:
+                    piece = piece_of(path, name, tensor, row=0, column=0, base=0)
+                except RequestError as exc:
+                    columns[name] = RefusedColumn(dtype, shape, exc)
+                else:
+                    columns[name] = RawColumn(name, dtype, shape, [piece])
         return TensorSource(path=path, columns=columns, files=[path])
 
 

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from headrace import HeadraceError, __version__, cli
+from headrace.scripts.lazy_command import load_command
 
 
 def _wind(turns: Annotated[int, typer.Option(help="How many turns.", min=1)] = 3) -> None:
@@ -126,6 +127,25 @@ def test_command_help_has_its_options(capsys: pytest.CaptureFixture[str]) -> Non
     assert "It takes a while." in out
     assert "Not for the person" not in out
     assert "stuck" not in out
+
+
+def test_commands_that_reach_a_server_have_the_same_flags() -> None:
+    """What a server asks for can be shown to it by every command that reaches one, in the same words."""
+    access = {"--tls", "--tls-authority", "--tls-certificate", "--tls-key", "--token-file"}
+    found = []
+    for entry in cli._COMMANDS:
+        if entry.extras or entry.name == "serve":  # its flags are the server's own
+            continue
+        command = load_command(entry.name, entry.target, entry.help)
+        for name, each in getattr(command, "commands", {"": command}).items():
+            flags = {flag for parameter in each.params for flag in parameter.opts}
+            if flags & access:
+                assert flags >= access, (entry.name, name)
+                found.append(f"{entry.name} {name}".strip())
+    assert sorted(found) == [
+        *("backfill", "doctor", "expire", "export", "replay", "snapshot create", "snapshot fetch", "status", "top"),
+        "verify",
+    ]
 
 
 def test_command_runs_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:

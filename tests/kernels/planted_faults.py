@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_kernels import edited_kernels, host_kernels
-from sanitizers import MEMCHECK, RACECHECK, WATCHER, Sanitizer
+from sanitizers import MEMCHECK, RACECHECK, WATCHER, Sanitizer, gxx_version
 
 from headrace.kernels.bitmap import launch_mark_dirty, launch_take_dirty, make_bitmap
 from headrace.kernels.bucketize import launch_block_bucketize
@@ -31,6 +31,7 @@ class _Fault:
         file: The source that is edited, where `old` is once and becomes `new`.
         run: Runs kernels in which it shows.
         found: What the sanitizer says, as a pattern.
+        newest_gxx: Last version of g++ whose sanitizer finds it, of those that were tried: 12 and 14.
     """
 
     name: str
@@ -41,6 +42,7 @@ class _Fault:
     new: str
     run: Callable[[Launcher], object]
     found: str
+    newest_gxx: int = 14
 
 
 def _take(launcher: Launcher) -> None:
@@ -87,6 +89,7 @@ _FAULTS = (
         new="",
         run=_cut,
         found="plan_cut_kernel: .*data race",
+        newest_gxx=12,
     ),
     _Fault(
         name="a lane writes what the others of its warp have not read yet",
@@ -127,6 +130,7 @@ _FAULTS = (
         new="if (tile == num_tiles - 1 && threadIdx.x == 0) counts[1] = row_ids[0], counts[0]",
         run=_take,
         found="take_dirty_kernel: .*data race",
+        newest_gxx=12,
     ),
     _Fault(
         name="ids are read behind the last one",
@@ -165,6 +169,8 @@ _FAULTS = (
 def test_the_sanitizer_finds(fault: _Fault, tmp_path: Path) -> None:
     """It finds nothing in the kernels as they are, and the fault once it is planted."""
     fault.run(host_kernels(fault.family))
+    if gxx_version() > fault.newest_gxx:
+        pytest.skip(f"g++ {fault.newest_gxx} finds it, this one may not")
 
     def plant(text: str) -> str:
         assert text.count(fault.old) == 1

@@ -63,7 +63,7 @@ def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.Capt
     """Every row arrives with values, version and identity, deletes as deletes; the same again sends nothing."""
     report = _report(capsys, parquet, "--server", server.address)
     assert report[ITEMS.fqn] | {"from": ""} == {
-        **{"from": "", "num_rows": 250, "written": 250, "kept": 0, "refused": 0, "earlier": 0}
+        **{"from": "", "num_rows": 250, "num_written": 250, "num_kept": 0, "num_refused": 0, "num_earlier": 0}
     }
     ids = np.array([row for row in range(0, 500, 2) if row not in (8, 100)])
     rows = _read(server, ITEMS.fqn, ids)
@@ -78,20 +78,20 @@ def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.Capt
     assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
     again = _report(capsys, parquet, "--server", server.address)
-    assert again[ITEMS.fqn]["earlier"] == 250
+    assert again[ITEMS.fqn]["num_earlier"] == 250
     forced = _report(capsys, parquet, "--server", server.address, "--again")
-    assert (forced[ITEMS.fqn]["earlier"], forced[ITEMS.fqn]["kept"]) == (0, 0)
+    assert (forced[ITEMS.fqn]["num_earlier"], forced[ITEMS.fqn]["num_kept"]) == (0, 0)
 
 
 def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
     """Rows that are newer in the server are counted and stay, whatever the order in which the versions came."""
     fresh = values_of(ITEMS, np.arange(500))["weights"] + 1
     np.savez(tmp_path / "new.npz", **{ITEMS.fqn: fresh})
-    maps = ("--tables", ITEMS.fqn, "--server", server.address)
+    maps = ("--table", ITEMS.fqn, "--server", server.address)
     _report(capsys, parquet, *maps)
     report = _report(capsys, tmp_path / "new.npz", *maps, "--zero-states", "--epoch", 3, "--step", 4)
     newer = [row for row in range(0, 500, 2) if row % 7 > 4]
-    assert (report[ITEMS.fqn]["kept"], report[ITEMS.fqn]["written"]) == (len(newer), 500 - len(newer))
+    assert (report[ITEMS.fqn]["num_kept"], report[ITEMS.fqn]["num_written"]) == (len(newer), 500 - len(newer))
     rows = _read(server, ITEMS.fqn, np.arange(500))
     assert rows.steps is not None
     for row in range(500):
@@ -110,7 +110,7 @@ def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest
     """A backfill that is killed with kill -9 goes on where it was, and in the end every row is there."""
     values = np.arange(400_000 * 4, dtype="<f4").reshape(-1, 4)
     np.savez(tmp_path / "t.npz", table=values)
-    arguments = [str(tmp_path / "t.npz"), "--tables", "table", "--server", server.address]
+    arguments = [str(tmp_path / "t.npz"), "--table", "table", "--server", server.address]
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", "backfill", *arguments, "--rows-per-s", "60000"],
         stdout=subprocess.DEVNULL,
@@ -127,7 +127,7 @@ def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest
         process.kill()
         process.wait()
     report = _report(capsys, *arguments)
-    assert 0 < report["table"]["earlier"] < 400_000
+    assert 0 < report["table"]["num_earlier"] < 400_000
     ids = np.arange(0, 400_000, 13)
     assert _read(server, "table", ids).weights.tobytes() == values[ids].tobytes()
 
@@ -139,8 +139,8 @@ def test_another_file_of_that_name_is_sent(server: ServerProcess, tmp_path: Path
         path.parent.mkdir()
         np.savez(path, table=np.full((10, 3), number, "<f4"))
         os.utime(path, ns=(0, 0))
-        report = _report(capsys, path, "--server", server.address, "--tables", "table")
-        assert (report["table"]["written"], report["table"]["earlier"]) == (10, 0)
+        report = _report(capsys, path, "--server", server.address, "--table", "table")
+        assert (report["table"]["num_written"], report["table"]["num_earlier"]) == (10, 0)
     assert (_read(server, "table", np.arange(10)).weights == 2).all()
 
 
@@ -166,16 +166,16 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytes
 
     def arguments(number: int) -> list[str]:
         place = ["--data", str(tmp_path / f"new-{number}")] if offline else ["--server", server.address]
-        return [str(tmp_path / "t.npz"), "--tables", "table", *place]
+        return [str(tmp_path / "t.npz"), "--table", "table", *place]
 
     assert cli.main(["backfill", *arguments(0)]) == 1
     assert "row 7 has a NaN" in capsys.readouterr().err
     assert not (tmp_path / "new-0").exists()
     assert asyncio.run(_acked(server.address)) == 0
     report = _report(capsys, *arguments(1), "--non-finite", "skip")
-    assert (report["table"]["refused"], report["table"]["written"]) == (2, 48)
+    assert (report["table"]["num_refused"], report["table"]["num_written"]) == (2, 48)
     report = _report(capsys, *arguments(2), "--non-finite", "keep")
-    assert (report["table"]["refused"], report["table"]["written"]) == (0, 50)
+    assert (report["table"]["num_refused"], report["table"]["num_written"]) == (0, 50)
     if not offline:
         assert _read(server, "table", np.arange(50)).weights.tobytes() == values.tobytes()
 
@@ -190,7 +190,7 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytes
         (["--data", "{new}", "--epoch", "0"], "--epoch 0"),
         (["--data", "{new}", "--step", "-1"], "--step -1"),
         (["--data", "{new}", "--map", "x"], "--map 'x'"),
-        (["--data", "{new}", "--tables", "nowhere"], "--tables 'nowhere'"),
+        (["--data", "{new}", "--table", "nowhere"], "--table 'nowhere'"),
         (["--data", "{new}", "--non-finite", "maybe"], "--non-finite 'maybe'"),
         (["--data", "{full}"], "there is something already"),
         (["--server", "127.0.0.1:1", "--timeout-s", "1"], "no connection to 127.0.0.1:1"),
@@ -225,7 +225,7 @@ def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: 
     """A table that the server knows otherwise is refused with what differs, before anything is sent."""
     np.savez(tmp_path / "a.npz", table=np.zeros((10, 3), "<f4"))
     np.savez(tmp_path / "b.npz", table=np.zeros((11, 3), "<f4"))
-    _report(capsys, tmp_path / "a.npz", "--server", server.address, "--tables", "table")
+    _report(capsys, tmp_path / "a.npz", "--server", server.address, "--table", "table")
     assert cli.main(["backfill", str(tmp_path / "b.npz"), "--server", server.address]) == 1
     assert "num_rows 10 ≠ 11" in capsys.readouterr().err
 
@@ -271,7 +271,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
         original(self, *arguments)
 
     monkeypatch.setattr(StoreBuilder, "add", add)
-    assert cli.main(["backfill", str(path), "--data", str(tmp_path / "new"), "--tables", "table"]) == 1
+    assert cli.main(["backfill", str(path), "--data", str(tmp_path / "new"), "--table", "table"]) == 1
     assert "changed while it was read" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["t.npz"]
 

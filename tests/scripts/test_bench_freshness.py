@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from headrace import cli
-from headrace.schemas.errors import ConfigError, ProtocolError, UnavailableError
-from headrace.scripts.bench_child import BenchChild
+from headrace.schemas.errors import ConfigError, ProtocolError
 from headrace.scripts.bench_freshness import FreshnessConfig, FreshnessResult, delays_of, run
 from headrace.scripts.bench_freshness_floor import Floor
 
@@ -72,7 +71,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_the_command_writes_its_file(tmp_path: Path) -> None:
     """All keys are in the file; the exit code says whether the bound was met."""
     path = tmp_path / "figures.json"
-    sizes = ["--rounds=1", "--steps=20", "--num-rows=1000", "--rows-per-step=100", "--rows-per-s=10000", "--dim=8"]
+    sizes = ["--rounds=1", "--steps=20", "--rows=1000", "--rows-per-step=100", "--rows-per-s=10000", "--dim=8"]
     exit_code = cli.main(["bench", "freshness", *sizes, f"--json={path}", f"--folder={tmp_path}"])
     figures = json.loads(path.read_text())
     assert exit_code == (0 if figures["p50_vs_floor"] <= 5 else 1)
@@ -98,12 +97,3 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--json=/absent/file", "--folder=/absent"):
         assert cli.main(["bench", "freshness", option]) == 1
         assert "/absent" in capsys.readouterr().err
-
-
-def test_a_child_that_ends_is_told() -> None:
-    """A process that has ended is an error that names it."""
-    with (
-        BenchChild("headrace.scripts.no_such_module", "trainer") as child,
-        pytest.raises(UnavailableError, match="the bench's trainer has ended"),
-    ):
-        child.ask({})

@@ -7,8 +7,9 @@ from headrace import cli
 from headrace.scripts import bench_ingest, bench_recovery
 from headrace.scripts.bench_child import peak_memory_bytes
 from headrace.scripts.bench_ingest import IngestConfig, IngestResult
-from headrace.scripts.bench_peers import has_redis
+from headrace.scripts.bench_peers import REDIS_HINT, has_redis
 from headrace.scripts.bench_recovery import RecoveryConfig
+from headrace.scripts.bench_report import say
 from headrace.scripts.bench_rows import BenchRows, RowsConfig
 from headrace.scripts.bench_writer import WriterProcess
 
@@ -80,6 +81,12 @@ def test_a_small_recovery_bench(tmp_path, capsys):
     assert figures["log_bytes"] >= 2 * MIB
     assert figures["machine"]["cores"] >= 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_left_out_is_told_as_it_is_typed(capsys):
+    """The extra in brackets is no markup of the console's."""
+    say(REDIS_HINT)
+    assert capsys.readouterr().err == f"{REDIS_HINT}\n"
 
 
 @pytest.mark.parametrize("option", ["--json=/absent/file", "--folder=/absent"])

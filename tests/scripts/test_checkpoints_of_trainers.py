@@ -53,7 +53,7 @@ def test_a_sharded_checkpoint_is_brought_in(tmp_path: Path) -> None:
     """Every row and state of a checkpoint that two ranks have saved is in the server, bit for bit."""
     results = run_ranks(save_on_rank, 2, str(tmp_path / "checkpoint"))
     expected = whole_tables(results)
-    tables = [argument for fqn in expected for argument in ("--tables", fqn)]
+    tables = [argument for fqn in expected for argument in ("--table", fqn)]
     assert cli.main(["backfill", str(tmp_path / "checkpoint"), "--data", str(tmp_path / "data"), *tables]) == 0
     with SnapshotReader(snapshot_of(tmp_path / "data", tmp_path / "snapshots")) as reader:
         for fqn, columns in expected.items():

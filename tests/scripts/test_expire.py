@@ -44,7 +44,7 @@ def test_a_dry_run_and_a_real_one(server: ServerProcess, capsys: pytest.CaptureF
     for arguments, expired in ((["--dry-run"], 1000), ([], 1000), ([], 0)):
         assert main(["expire", server.address, "--table", "item.*", "--json", *arguments]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["expired"], found["is_dry_run"], found["errors"]) == (expired, bool(arguments), [])
+        assert (found["num_expired"], found["is_dry_run"], found["errors"]) == (expired, bool(arguments), [])
         assert found["tables"][0]["by_policy"] == {"idle_steps": expired}
     assert _present(server.address) == []
     assert main(["status", server.address]) == 0

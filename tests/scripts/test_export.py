@@ -23,7 +23,7 @@ from headrace import cli
 from headrace.kernels.row_quantization import dequantize_rows, error_bound
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.snapshot_files import SnapshotFiles
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import export as export_module
 from headrace.scripts.bench_tables import snapshot_of
@@ -74,7 +74,7 @@ def test_safetensors(folder: Path, tmp_path: Path) -> None:
 
 def test_npz(folder: Path, tmp_path: Path) -> None:
     """numpy reads every array without pickles."""
-    _export(folder, tmp_path / "out.npz", "npz", "--tables", ITEMS.fqn, "--with-states")
+    _export(folder, tmp_path / "out.npz", "npz", "--table", ITEMS.fqn, "--with-states")
     with np.load(tmp_path / "out.npz", allow_pickle=False) as arrays:
         assert set(arrays) == {ITEMS.fqn, f"{ITEMS.fqn}/momentum1", f"{ITEMS.fqn}/exp_avg", "headrace"}
         assert arrays[ITEMS.fqn].tobytes() == _dense(ITEMS, "weights", LIVE).tobytes()
@@ -91,7 +91,7 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
     assert np.array(table["weights"].to_pylist()).tolist() == values_of(ITEMS, LIVE)["weights"].tolist()
     users = pq.read_table(tmp_path / "out" / f"{USERS.fqn}.parquet")
     assert users["identity"].to_pylist() == [31 * row + 5 for row in range(300)]
-    arguments = ("--with-deleted", "--since-step", "4", "--rows", "5:90", "--tables", ITEMS.fqn)
+    arguments = ("--with-deleted", "--since-step", "4", "--rows", "5:90", "--table", ITEMS.fqn)
     _export(folder, tmp_path / "some", "parquet", *arguments)
     some = pq.read_table(tmp_path / "some" / f"{ITEMS.fqn}.parquet")
     expected = [row for row in IDS.tolist() if 5 <= row < 90 and row % 7 >= 4]
@@ -126,8 +126,8 @@ def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
     source = ["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]
     if name == "dcp":
         # A checkpoint does not say which of its tensors are tables, nor has it a place for identities.
-        source += ["--tables", ITEMS.fqn]
-        _export(folder, tmp_path / "only.dcp", name, "--with-states", "--tables", ITEMS.fqn)
+        source += ["--table", ITEMS.fqn]
+        _export(folder, tmp_path / "only.dcp", name, "--with-states", "--table", ITEMS.fqn)
     assert cli.main(source) == 0
     again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
     _export(again, tmp_path / f"two.{name}", name, "--with-states")
@@ -180,6 +180,26 @@ def test_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert SnapshotFiles(tmp_path / "data" / "snapshots").list() == ([], [])
     assert _bytes(tmp_path / "one.npz") == _bytes(tmp_path / "two.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "one.npz", "snapshots", "two.npz"]
+
+
+def test_the_snapshot_of_a_killed_export_has_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an export could not remove the server does: it is nobody's newest, and counts for nothing in a prune."""
+    snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS)})
+
+    async def killed_here(*_: Any, **__: Any) -> None:
+        raise UnavailableError("killed here")
+
+    monkeypatch.setattr(export_module, "remove_snapshot", killed_here)
+    with ServerProcess.start(tmp_path / "data") as server:
+        assert cli.main(["snapshot", "create", server.address, "--now", "--name", "kept"]) == 0
+        to = ["--to", str(tmp_path / "a.npz"), "--format", "npz"]
+        assert cli.main(["export", "--server", server.address, *to]) == 0
+    files = SnapshotFiles(tmp_path / "data" / "snapshots")
+    assert sorted(manifest.lease_s for manifest in files.list()[0]) == [0, 3600]
+    assert cli.main(["snapshot", "prune", str(tmp_path / "data"), "--keep", "1"]) == 0
+    assert len(files.list()[0]) == 2
+    newest = files.newest()
+    assert newest is not None and newest.name == "kept"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -245,7 +265,7 @@ def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) ->
         (["--format", "npz", "--rows", "9:9"], "no rows are in there"),
         (["--format", "npz", "--rows", "0:501"], "has 500 rows"),
         (["--format", "npz", "--rows", f"0:{2**64}"], "row ids end below 2^63"),
-        (["--format", "npz", "--tables", "nowhere"], "no such table in the snapshot"),
+        (["--format", "npz", "--table", "nowhere"], "no such table in the snapshot"),
         (["--format", "npz", "--dtype", "fp8"], "fp32, fp16 or int8"),
         (["--format", "npz", "--since-step", "3"], "goes with --format parquet"),
         (["--format", "dcp", "--dtype", "int8"], "for trainers"),
@@ -329,11 +349,11 @@ def test_tensors_of_one_name_are_refused(tmp_path: Path, name: str, capsys: pyte
     ]
     folder = snapshot(tmp_path, {spec: chunk_of(spec, range(4)) for spec in tables})
     for fqns, taken in ((["a", "a/x"], "a/x"), ([own], own)):
-        chosen = [argument for fqn in fqns for argument in ("--tables", fqn)]
+        chosen = [argument for fqn in fqns for argument in ("--table", fqn)]
         _export(folder, tmp_path / "out", name, "--with-states", *chosen, code=1)
         assert f"needs the name {taken!r}, which something else" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    _export(folder, tmp_path / "out", name, "--tables", "a", "--tables", "a/x")
+    _export(folder, tmp_path / "out", name, "--table", "a", "--table", "a/x")
 
 
 def test_names_of_tables_are_no_paths() -> None:

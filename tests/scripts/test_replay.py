@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hellos import hello_of_writer
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
@@ -17,7 +18,7 @@ from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.paramserver.replay import Replay
 from headrace.paramserver.replay_source import ReplaySource, ReplaySummary
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=100, dim=2, dtype=DType.FLOAT32, states=(), has_identities=False)
@@ -28,16 +29,7 @@ VALUES = np.arange(80, dtype="<f4").reshape(40, 2)
 async def _fill(path: Path) -> None:
     async with serve_shards(path, 1) as (port,), await ParamServerClient.connect("127.0.0.1", port) as client:
         who = {"run": "run", "client": "rank0", "epoch": 3}
-        await client.hello(
-            idl.HelloRequest(
-                **who,
-                protocol_version=PROTOCOL_VERSION,
-                role=idl.Role.WRITER,
-                rank=0,
-                world_size=1,
-                tables=[spec_to_idl(SPEC)],
-            )
-        )
+        await client.hello(hello_of_writer(SPEC, **who))
         for seq in range(1, 5):
             rows = slice(10 * seq - 10, 10 * seq)
             delta = idl.TableDelta(
@@ -82,13 +74,13 @@ async def _read(address: str) -> tuple[list[int], bytes]:
 
 def test_into_a_new_directory(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory of another number of shards is made and holds all rows; the same replay again sends nothing."""
-    assert _run(source, "--into", tmp_path / "copy", "--shards", 2) == 0
+    assert _run(source, "--data", tmp_path / "copy", "--shards", 2) == 0
     assert "44 rows sent and durable" in capsys.readouterr().out
     with ServerProcess.start(tmp_path / "copy") as server:
         presence, weights = asyncio.run(_read(server.address))
         assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
         assert weights == VALUES.tobytes()
-        assert _run(source, "--to", server.address) == 0
+        assert _run(source, "--server", server.address) == 0
     out = capsys.readouterr().out
     assert "0 rows sent and durable" in out
     assert "44 rows were there from an earlier run of it" in out
@@ -130,11 +122,11 @@ def test_a_target_that_is_not_there_is_told_first(
 
     monkeypatch.setattr(ReplaySource, "summarize", note)
     address = f"127.0.0.1:{unused_tcp_port}"
-    assert _run(source, "--to", address) == 1
+    assert _run(source, "--server", address) == 1
     out, err = capsys.readouterr()
     assert f"no connection to {address}" in err and err.count("\n") == 1
     assert out == "" and not checked
-    assert _run(source, "--to", address, "--dry-run") == 0 and checked
+    assert _run(source, "--server", address, "--dry-run") == 0 and checked
 
 
 def test_a_target_that_goes_in_the_middle_is_named(
@@ -150,25 +142,25 @@ def test_a_target_that_goes_in_the_middle_is_named(
             return cut(self, *arguments)
 
         monkeypatch.setattr(Replay, "_cut", kill_first)
-        assert _run(source, "--to", server.address, "--timeout-s", 0.5) == 1
+        assert _run(source, "--server", server.address, "--timeout-s", 0.5) == 1
         err = capsys.readouterr().err
         assert f"{server.address} has taken nothing for 0.5 s" in err and err.count("\n") == 1
         assert "start the same replay again" in err
     monkeypatch.undo()
     with ServerProcess.start(tmp_path / "target") as server:
-        assert _run(source, "--to", server.address) == 0
+        assert _run(source, "--server", server.address) == 0
         assert asyncio.run(_read(server.address))[1] == VALUES.tobytes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{source}"], "say where to: --to HOST:PORT"),
-        (["{source}", "--to", "127.0.0.1:1", "--into", "x"], "say where to"),
-        (["{source}", "--to", "127.0.0.1:1", "--shards", "2"], "--shards goes with --into"),
-        (["{source}", "--to", "127.0.0.1:70000"], "'127.0.0.1:70000' is not an address such as 127.0.0.1:7601"),
-        (["{source}", "--to", "no-such-host.invalid"], "no connection to no-such-host.invalid:7601: "),
-        (["{source}", "--into", "{source}/copy"], "that is where the log to replay lies"),
+        (["{source}"], "say where to: --server HOST:PORT"),
+        (["{source}", "--server", "127.0.0.1:1", "--data", "x"], "say where to"),
+        (["{source}", "--server", "127.0.0.1:1", "--shards", "2"], "--shards goes with --data"),
+        (["{source}", "--server", "127.0.0.1:70000"], "'127.0.0.1:70000' is not an address such as 127.0.0.1:7601"),
+        (["{source}", "--server", "no-such-host.invalid"], "no connection to no-such-host.invalid:7601: "),
+        (["{source}", "--data", "{source}/copy"], "that is where the log to replay lies"),
         (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
         (["{source}", "--dry-run", "--from-seq", "90"], "nothing to replay"),
         (["{source}", "--dry-run", "--table", "item.weight"], "no such table in the log; there is items.weight"),

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_no_file_runs_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
     capsys.readouterr()
     for source in sources:
-        arguments = [str(source), "--data", str(tmp_path / "data"), "--tables", TABLE]
+        arguments = [str(source), "--data", str(tmp_path / "data"), "--table", TABLE]
         assert cli.main(["backfill", *arguments]) == 1, source
         error = capsys.readouterr().err
         assert error.startswith("headrace: error: "), error
@@ -110,6 +111,20 @@ def test_metadata_that_names_other_files_is_refused(tmp_path: Path) -> None:
         _all_rows(tmp_path / "checkpoint", tables=(TABLE,))
 
 
+def test_metadata_of_another_python_is_read(tmp_path: Path) -> None:
+    """Python 3.13 writes that its paths are of another module than those of all others."""
+    weights = torch.randn(4, 2)
+    dcp.save({TABLE: weights}, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
+    file = tmp_path / "checkpoint" / METADATA_NAME
+    # By protocol 2, which has no lengths that a longer name would change.
+    pickled = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    by_another = re.sub(rb"cpathlib(\._local)?\n", b"cpathlib._local\n", pickled)
+    assert b"cpathlib._local\nPosixPath\n" in by_another
+    file.write_bytes(by_another)
+    rows = _all_rows(tmp_path / "checkpoint", tables=(TABLE,))
+    assert rows["weights"].tobytes() == weights.numpy().tobytes()
+
+
 def test_state_dicts(tmp_path: Path) -> None:
     """Nested dicts, views and tied storage are read as they are, states found by their names or by rules."""
     weights, other = torch.randn(50, 6), torch.randn(90, 12)
@@ -129,6 +144,20 @@ def test_state_dicts(tmp_path: Path) -> None:
     torch.save({"t": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
     with pytest.raises(RequestError, match="'t' does not lie row after row"):
         _all_rows(tmp_path / "sparse.pt", tables=("t",))
+
+
+def test_a_tensor_that_cannot_be_read_is_an_error_for_who_wants_it(tmp_path: Path) -> None:
+    """What is not row after row, and is in the same file or checkpoint, keeps no other table out."""
+    matrix = torch.arange(16.0).reshape(4, 4)
+    others = {"turned": matrix.t(), "sparse": matrix.to_sparse()}
+    torch.save({TABLE: matrix, **others}, tmp_path / "a.pt")
+    dcp.save({TABLE: matrix, "turned": matrix.t()}, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    for source, names in ((tmp_path / "a.pt", others), (tmp_path / "a", ("turned",))):
+        assert _all_rows(source, tables=(TABLE,))["weights"].tolist() == matrix.tolist()
+        for name in names:
+            for rule, table in ((f"{name}=other", "other"), (f"{name}={TABLE}/sum", TABLE)):
+                with pytest.raises(RequestError, match=f"'{name}' does not lie row after row"):
+                    _all_rows(source, rule, tables=(table,))
 
 
 def test_checkpoint_in_parts(tmp_path: Path) -> None:

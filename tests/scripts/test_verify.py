@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hellos import hello_of_writer
 
 from headrace.cli import main
 from headrace.paramserver.address import parse_address
@@ -17,9 +19,10 @@ from headrace.paramserver.client import ParamServerClient
 from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.reader import EmbeddingReader
 from headrace.schemas.errors import RequestError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import digest_rows
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.scripts import verify as verify_module
 
 SPEC = TableSpec(
     fqn="items.weight",
@@ -65,18 +68,7 @@ async def write(
         deleted_row_ids=np.array(deleted, "<i8").tobytes() if deleted else None,
     )
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
-        await writer.hello(
-            idl.HelloRequest(
-                protocol_version=PROTOCOL_VERSION,
-                role=idl.Role.WRITER,
-                run=client,
-                client=client,
-                epoch=1,
-                rank=0,
-                world_size=1,
-                tables=[spec_to_idl(SPEC)],
-            )
-        )
+        await writer.hello(hello_of_writer(SPEC, run=client, client=client))
         await writer.set_embeddings(
             idl.SetEmbeddingsRequest(
                 run=client,
@@ -193,6 +185,27 @@ def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.Captur
         assert "no file that --save has made" in capsys.readouterr().err
     assert main(["verify", servers[0], "--table", SPEC.fqn[:-1]]) == 1
     assert f"no table {SPEC.fqn[:-1]!r} on this server; there is {SPEC.fqn!r}" in capsys.readouterr().err
+
+
+def test_digests_are_saved_whole_or_not_at_all(
+    servers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk leaves the digests that were saved before; a link is followed, a device is written to."""
+    file, link = tmp_path / "digests.json", tmp_path / "link"
+    link.symlink_to(file)
+    assert main(["verify", servers[0], "--save", str(link)]) == 0
+    before = file.read_bytes()
+    assert link.is_symlink() and main(["verify", servers[2], "--save", "/dev/null"]) == 0
+
+    def fail(path: Path) -> None:
+        assert file.read_bytes() == before and path.read_bytes() != before
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(verify_module, "fsync_path", fail)
+    assert main(["verify", servers[2], "--save", str(link)]) == 1
+    assert f"--save {link}: No space left on device" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
 
 
 def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:

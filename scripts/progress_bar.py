@@ -1,0 +1,71 @@
+"""How far a command is: one bar on stderr, only where that is a terminal, and gone at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+__all__ = ["ProgressBar", "show_bytes", "show_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressBar:
+    """A bar, as `show_bytes` and `show_rows` yield it."""
+
+    _progress: Progress
+    _task: TaskID
+
+    def advance(self, count: int) -> None:
+        """Go on by so many."""
+        self._progress.advance(self._task, count)
+
+    def update(self, done: int, total: int) -> None:
+        """Show so many of all."""
+        self._progress.update(self._task, completed=done, total=total)
+
+
+def show_bytes(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
+    """Show a bar of bytes for the block.
+
+    Args:
+        what: What is done, in a word or two.
+        total: Of all; None where `update` tells it.
+    """
+    return _show(what, total, DownloadColumn(), TransferSpeedColumn())
+
+
+def show_rows(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
+    """Show a bar of rows for the block; see `show_bytes`."""
+    return _show(what, total, MofNCompleteColumn(), _RowRate())
+
+
+class _RowRate(ProgressColumn):
+    """Rows a second, lately."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} rows/s")
+
+
+@contextmanager
+def _show(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[ProgressBar]:
+    console = Console(stderr=True)
+    described = (TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*described, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield ProgressBar(progress, progress.add_task(what, total=total))
