@@ -155,7 +155,8 @@ class ShardFollower:
             reply = await self._ask(record.seq, at)
             if not reply.records or reply.records[0].seq != record.seq:
                 raise ProtocolError(f"{self._link.address}: the rest of record {record.seq} has not come")
-            self._check_mark(record.seq, mark, reply.mark)
+            if len(reply.records) == 1:  # else it is another record's
+                self._check_mark(record.seq, mark, reply.mark)
             part = reply.records[0]
 
     async def _ask(self, from_seq: int, body_offset: int, *, is_fetch: bool = True) -> Any:

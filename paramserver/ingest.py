@@ -224,7 +224,8 @@ class Ingest:
         if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
             raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
         session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
-        acking = self._acking.get((request.run, request.client))
+        client = request.run, request.client
+        acking = self._acking.get(client)
         if not is_new:
             # Not before the first one's ack: a client that heard of the duplicate first would think of an impostor.
             if acking is not None:
@@ -245,17 +246,22 @@ class Ingest:
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
-        acked = self._acking[request.run, request.client] = asyncio.get_running_loop().create_future()
+        acked = self._acking[client] = asyncio.get_running_loop().create_future()
         try:
             await self._durable(append.durable)
             # The ack waits while the store is behind: this is how a client learns to send less.
             await self._applier.wait_below(self._max_backlog_bytes)
         finally:
             if acking is None or acking.done():
-                acked.set_result(None)
+                self._acked(client, acked)
             else:
-                acking.add_done_callback(lambda _: acked.set_result(None))
+                acking.add_done_callback(lambda _: self._acked(client, acked))
         return append.seq, False
+
+    def _acked(self, client: tuple[str, str], acked: asyncio.Future[None]) -> None:
+        acked.set_result(None)
+        if self._acking.get(client) is acked:  # no later batch is on its way
+            del self._acking[client]
 
     def _decode(self, request: Any, *, reject_non_finite: bool = False) -> tuple[RowDelta, ...]:
         return tuple(decode_delta(self.catalog, delta, reject_non_finite=reject_non_finite) for delta in request.deltas)

@@ -14,7 +14,7 @@ rows' versions say what is newer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgpack
@@ -128,7 +128,7 @@ class Sessions:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._runs: dict[str, _Run] = {}
         self._ranks: dict[int, list[Session]] | None = None  # trainers by epoch; None after a change
-        self._removed: dict[bytes, bytes] = {}  # metadata
+        self._changed: dict[bytes, bytes] = {}  # metadata, besides that of the session which a record came of
         self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
         self._forgotten_epoch = int(meta.get(_META_FORGOTTEN_EPOCH, b"0"))
         sessions = []
@@ -148,8 +148,12 @@ class Sessions:
         """Add a session of the epoch that holds its run, or of a newer one: then those of the older one go."""
         run = self._runs.setdefault(session.run, _Run(session.epoch))
         if session.epoch > run.epoch:
-            for client in run.clients - {session.client}:
-                self._remove(self._sessions[session.run, client])
+            older = [self._sessions[session.run, client] for client in run.clients]
+            for other in older:
+                if other.client != session.client:
+                    self._remove(other)
+            if not session.is_trainer:  # the epoch that holds the run may go with it, and is none of a trainer's
+                self._forget_trainers(older)
             run.epoch = session.epoch
         run.clients.add(session.client)
         self._sessions[session.run, session.client] = session
@@ -157,7 +161,14 @@ class Sessions:
     def _remove(self, session: Session) -> None:
         del self._sessions[session.run, session.client]
         self._runs[session.run].clients.remove(session.client)
-        self._removed[session.meta_key] = _REMOVED
+        self._changed[session.meta_key] = _REMOVED
+
+    def _forget_trainers(self, sessions: Iterable[Session]) -> None:
+        """Let no trainer begin anew in the epochs of those that are trainers."""
+        forgotten = max((session.epoch for session in sessions if session.is_trainer), default=0)
+        if forgotten > self._forgotten_epoch:
+            self._forgotten_epoch = forgotten
+            self._changed[_META_FORGOTTEN_EPOCH] = b"%d" % forgotten
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -265,6 +276,8 @@ class Sessions:
         if session is None or session.epoch != epoch:
             session = Session(run, client, epoch, rank, world_size)
             self._keep(session)
+        if not world_size:
+            self._forget_trainers([session])
         session.rank, session.world_size = rank, world_size
         self._ranks = None
         return session
@@ -326,18 +339,15 @@ class Sessions:
         """
         session.last_seq = seq
         self._sessions.move_to_end((session.run, session.client))
-        meta: dict[bytes, bytes] = {}
         while len(self._sessions) > MAX_SESSIONS:
             oldest = next(iter(self._sessions.values()))
             self._remove(oldest)
+            self._forget_trainers([oldest])
             self._ranks = None
             if not self._runs[oldest.run].clients:
                 del self._runs[oldest.run]
-            if oldest.is_trainer:
-                self._forgotten_epoch = max(self._forgotten_epoch, oldest.epoch)
-                meta[_META_FORGOTTEN_EPOCH] = b"%d" % self._forgotten_epoch
-        meta |= self._removed | session.pack()
-        self._removed = {}
+        meta = self._changed | session.pack()
+        self._changed = {}
         return meta
 
     def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:

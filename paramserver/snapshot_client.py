@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ async def fetch_snapshot(
 ) -> SnapshotManifest:
     """Bring a published snapshot into a directory, checked, and return its manifest.
 
-    What an interrupted call has brought already is not fetched again.
+    What an interrupted call has brought already is not fetched again. The copy has no lease: it is the caller's.
 
     Args:
         address: `host:port` of any shard.
@@ -143,9 +144,9 @@ async def fetch_snapshot(
     link = ShardLink(dial, host, port)
     try:
         await link.refresh()
-        manifest = SnapshotManifest.decode(await _fetch_manifest(link, name))
+        manifest = replace(SnapshotManifest.decode(await _fetch_manifest(link, name)), lease_s=0)
         if (published := await asyncio.to_thread(_published, files, manifest.name)) is not None:
-            if published != manifest:
+            if replace(published, lease_s=0) != manifest:
                 raise ConfigError(
                     f"{files.folder_of(manifest.name)} is another snapshot of that name: remove it, or fetch elsewhere"
                 )

@@ -209,7 +209,7 @@ class SnapshotFiles:
                         shutil.rmtree(path, ignore_errors=True)
         expired = []
         for manifest in self.list()[0]:
-            with contextlib.suppress(GoneError, FileNotFoundError):
+            with _mapped_errors(self.path), contextlib.suppress(GoneError, FileNotFoundError):
                 if manifest.lease_s and _idle_s(self.folder_of(manifest.name)) > manifest.lease_s:
                     self.remove(manifest.name)
                     expired.append(manifest.name)

@@ -91,11 +91,12 @@ def _begin_store_anew(path: Path, directory: NewDataDir, run: str) -> None:
         sessions = Sessions(store.read_meta())
         changed = sessions.raise_version_epoch(min(sessions.highest_epoch + _EPOCHS_PASSED_OVER, MAX_EPOCH - 1))
         for session in sessions:
+            session.last_seq = 0  # places in the log that was mean nothing in the new one
             if session.is_trainer:
                 if not session.is_at_exact_cut:
                     session.exact_step = -1
                 session.last_client_seq = session.ended_client_seq = 0
-                changed |= session.pack()
+            changed |= session.pack()
         changed |= directory.open_session(sessions, run).pack()
         store.write([], [], meta=changed, applied_seq=FIRST_SEQ)
     finally:

@@ -30,6 +30,7 @@ TRAILER_BYTES = 5
 TAG_BYTES = 8
 """Behind each key: sequence number and type."""
 _INNER_KEY_BYTES = KEY_BYTES + TAG_BYTES
+_PUT = 1  # the type; the tag's first byte
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
@@ -125,7 +126,7 @@ def any_entries(
 
     Raises:
         IndexError: An entry does not end within the data.
-        ValueError: A block is none, or a value is no record.
+        ValueError: A block is none, a value is no record, or a row has an entry that is no value.
     """
     num_restarts = _u32_at(data, starts + sizes - 4)
     ends = starts + sizes - 4 * (num_restarts + 1)
@@ -186,6 +187,9 @@ def _gather(
     _, keys, value_at, length = entries
     wanted = (keys[:, : len(prefix)] == np.frombuffer(prefix, np.uint8)).all(axis=1)
     keys, value_at, length = keys[wanted], value_at[wanted], length[wanted]
+    is_other = keys[:, KEY_BYTES] != _PUT
+    if is_other.any():
+        raise ValueError(_other_type(int(keys[is_other][0, KEY_BYTES])))
     is_whole, is_header = length == record_bytes, length == header_bytes
     if not (is_whole | is_header).all():
         raise ValueError(f"a value of {int(length[~(is_whole | is_header)][0])} bytes, records have {record_bytes}")
@@ -206,6 +210,8 @@ def _gather_odd(raw: bytes, prefix: bytes, record_bytes: int, header_bytes: int)
     ids, values = [], []
     for key, value in read_entries(raw):
         if len(key) == _INNER_KEY_BYTES and key.startswith(prefix):
+            if key[KEY_BYTES] != _PUT:
+                raise ValueError(_other_type(key[KEY_BYTES]))
             if len(value) not in (record_bytes, header_bytes):
                 raise ValueError(f"a value of {len(value)} bytes, records have {record_bytes}")
             ids.append(int.from_bytes(key[8:16], "big"))
@@ -213,6 +219,10 @@ def _gather_odd(raw: bytes, prefix: bytes, record_bytes: int, header_bytes: int)
     return np.array(ids, np.int64), np.frombuffer(b"".join(values), f"V{record_bytes}") if values else np.empty(
         0, f"V{record_bytes}"
     )
+
+
+def _other_type(kind: int) -> str:
+    return f"a row's entry of type {kind}, which is no value: rows are never deleted so"
 
 
 def _u32_at(data: _Array, at: _Ids) -> _Ids:

@@ -4,9 +4,10 @@ An iterator of RocksDB costs Python 1.4 µs a row. Here the blocks of a file are
 against their checksums, and their entries found for many blocks at once: in numpy, one step an entry of a block. Blocks
 in which every entry is equally long (`table_file.py` writes no others) need not even that.
 
-What is read: block-based tables of format version 5 without compression, deletions and merges, with crc32c or XXH3
-checksums and an index of one level; so all that a store writes unless it compresses. For anything else
-`TableFileReader.open` returns None, and the caller has RocksDB's iterator.
+What is read: block-based tables of format version 5 without compression, merges and deletions of ranges, with crc32c or
+XXH3 checksums and an index of one level; so all that a store writes unless it compresses. For anything else
+`TableFileReader.open` returns None, and the caller has RocksDB's iterator. Metadata may be deleted; a row's key never
+is, and a file that says so is damaged.
 
 Source: RocksDB's table/block_based (block.cc, format.cc) and table/table_properties.cc.
 """
@@ -135,7 +136,7 @@ class TableFileReader:
             int64[n] row ids, and `V{record_bytes}`[n] records, deleted ones padded with zeros.
 
         Raises:
-            CorruptionError: A block is damaged, or a value is no record of the table.
+            CorruptionError: A block is damaged, a value is no record of the table, or a row's key is deleted.
             StorageError: The file cannot be read.
         """
         if not self._separators:
@@ -308,7 +309,7 @@ def _is_plain(properties: dict[bytes, bytes]) -> bool:
         return False
     if int.from_bytes(properties.get(b"rocksdb.block.based.table.index.type", bytes(4)), "little"):
         return False
-    return not any(_number(properties, name) for name in (b"deleted.keys", b"merge.operands", b"num.range-deletions"))
+    return not any(_number(properties, name) for name in (b"merge.operands", b"num.range-deletions"))
 
 
 def _number(properties: dict[bytes, bytes], name: bytes) -> int:

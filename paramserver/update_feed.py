@@ -150,7 +150,8 @@ def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int, most_by
         records.append(struct)
         left -= size_bytes
         offset = 0
-        if left <= 0 or len(records) == _MAX_RECORDS:
+        # Nothing follows a part: the reply's mark is its record's, by which the parts are known to be of one record.
+        if left <= 0 or struct.body_size_bytes is not None or len(records) == _MAX_RECORDS:
             break
     return records
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -184,7 +185,7 @@ def run(config: OverheadConfig, *, on_stage: OnStage) -> OverheadResult:
     with bench_folder(config.folder) as folder:
         with _on(server_cpu):
             server = ServerProcess.start(folder / "data", shards=1)
-        with server:
+        with server, _continued_at_end(server):
             with _on(trainer_cpu):
                 trainer = TrainerProcess(config.model)
             with trainer:
@@ -286,3 +287,15 @@ def _on(processor: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _continued_at_end(server: ServerProcess) -> Iterator[None]:
+    """Let the server run again at the end: a trainer that was killed has left it stopped, and so it would not end."""
+    pids = [server.pid, *server.shard_pids]
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

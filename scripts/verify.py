@@ -238,8 +238,8 @@ def _save(path: Path, results: list[_TableResult]) -> None:
         if result.digest is not None
     ]
     text = json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION, "bucket_rows": BUCKET_ROWS, "tables": tables})
-    target = path.resolve()
-    is_device = target.exists() and not target.is_file()
+    is_device = path.exists() and not path.is_file()  # or a pipe, whose name in /proc leads nowhere
+    target = path if is_device else path.resolve()
     new = target if is_device else target.with_name(target.name + ".new")
     try:
         new.write_text(text + "\n", "utf-8")

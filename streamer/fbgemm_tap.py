@@ -3,7 +3,8 @@
 A forward hook keeps the batch's row ids with the output's node of the autograd graph. A hook on that node runs right
 after the fused update, and marks them: a forward without a backward marks nothing, and a backward that runs twice
 marks twice. The ids are those that the module itself looks up, after its bounds check, kept by autograd anyway.
-A backward whose forward no hook has seen (a pipeline's lookup before `attach`) marks all rows.
+A backward of lookups that no hook has seen (a pipeline's, before `attach`) marks all rows; one that has lookups of both
+kinds marks those that were seen.
 
 Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 1.8.0.
 """
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnsupportedModelError
@@ -135,9 +135,10 @@ class FbgemmTap:
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward)),
         ]
-        self._end_of_backward = _gradient_node(self._values.stores())
-        if self._end_of_backward is not None:
-            self._handles.append(self._end_of_backward.register_prehook(self._after_backward))
+        # Every fused lookup depends on it, on a GPU too, where weights are buffers. It has no elements and gets no
+        # gradient, but torch calls its hooks all the same: once a backward, when all its lookups are behind.
+        if module.placeholder_autograd_tensor.requires_grad:
+            self._handles.append(module.placeholder_autograd_tensor.register_hook(self._after_backward))
 
     def sweep(self) -> None:
         """Mark all rows if the tables were written by something else than the fused optimizer, which torch counts."""
@@ -266,20 +267,6 @@ class FbgemmTap:
             if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
                 table.dirty.mark(indices[starts[first] : starts[end]])
         self._note_update()
-
-
-def _gradient_node(stores: list[torch.Tensor]) -> Node | None:
-    """Return where a backward ends for the weights, once for all its lookups; None when they have no rows.
-
-    A fused update leaves no gradient there, but torch calls the node all the same. It is made anew when nobody has it.
-    """
-    trained = next((store for store in stores if store.requires_grad), None)
-    if trained is None:
-        return None
-    with torch.enable_grad():
-        view = trained.view_as(trained).grad_fn
-    assert view is not None, "it requires a gradient"
-    return view.next_functions[0][0]
 
 
 class _Calls:

@@ -97,6 +97,7 @@ class RawEmbeddingStreamer:
         self._inherited: list[str] = []
         self._is_closed = False
         self._is_paused = False
+        self._resumed: RunState | None = None
         self._world = world or current_world()
         self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
         self._inquiry = StoreInquiry(address, self._config, self._delivery.writer.token)
@@ -317,7 +318,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._delivery.settle()
             stats = self.stats()
-            return RunState(
+            state = RunState(
                 run=self._delivery.writer.run,
                 epoch=self.epoch,
                 step=self._step,
@@ -327,7 +328,8 @@ class RawEmbeddingStreamer:
                 client=self._delivery.writer.client,
                 places=self._delivery.sender.places,
                 evicted=unused_rows(self._tables, self._delivery.sender.deletions_on_their_way()),
-            ).to_dict()
+            )
+            return state.with_places_of(self._resumed).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float | None = None) -> int:
         """Go on where a checkpoint was made: call it after the model's and the optimizer's state are loaded.
@@ -362,6 +364,7 @@ class RawEmbeddingStreamer:
                 flusher.mark_all()
             else:
                 has_lost = self.epoch < saved.epoch or not self._inquiry.has_acked(saved, timeout_s)
+                self._resumed = None if has_lost else saved
                 if has_lost:
                     _log.warning("the store was set back since the checkpoint: sending the rows that it has lost")
                 # In a run that evicts, the store may lack rows that were evicted after the checkpoint.

@@ -12,7 +12,7 @@ more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from headrace.schemas.errors import ConfigError
@@ -36,6 +36,7 @@ class RunState:
         server_ids: Identities of the shards.
         client: Name of the rank within the run.
         places: By shard, client seq and place in its log of a batch that was acked, as of `ShardChannel.place`.
+        writers: By shard, epoch and client of that batch; of the state itself where it names none.
         evicted: By fqn, global ids of this rank's rows that were evicted and not used since.
     """
 
@@ -47,12 +48,32 @@ class RunState:
     server_ids: tuple[str, ...]
     client: str = ""
     places: tuple[tuple[int, int], ...] = ()
+    writers: tuple[tuple[int, str], ...] = ()
     evicted: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as `torch.save(weights_only=True)` and JSON take them."""
-        values = {"server_ids": list(self.server_ids), "places": list(map(list, self.places))}
+        values = {
+            "server_ids": list(self.server_ids),
+            "places": list(map(list, self.places)),
+            "writers": list(map(list, self.writers)),
+        }
         return {"version": _VERSION, **asdict(self), **values, "evicted": dict(self.evicted)}
+
+    def writer_of(self, shard: int) -> tuple[int, str]:
+        """Return who has written the batch at a shard's place: epoch and client."""
+        return self.writers[shard] if shard < len(self.writers) else (self.epoch, self.client)
+
+    def with_places_of(self, resumed: RunState | None) -> Self:
+        """Return this with the places of the state that it goes on from, of shards that have acked nothing since."""
+        if resumed is None or resumed.server_ids != self.server_ids or len(resumed.places) != len(self.places):
+            return self
+        states = [self if log_seq else resumed for _, log_seq in self.places]
+        return replace(
+            self,
+            places=tuple(state.places[shard] for shard, state in enumerate(states)),
+            writers=tuple(state.writer_of(shard) for shard, state in enumerate(states)),
+        )
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -73,6 +94,7 @@ class RunState:
                 server_ids=tuple(map(str, state["server_ids"])),
                 client=str(state.get("client", "")),
                 places=tuple((int(client_seq), int(log_seq)) for client_seq, log_seq in state.get("places", ())),
+                writers=tuple((int(epoch), str(client)) for epoch, client in state.get("writers", ())),
                 evicted={str(fqn): list(map(int, rows)) for fqn, rows in state.get("evicted", {}).items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as exc:

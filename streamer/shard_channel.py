@@ -191,8 +191,10 @@ class ShardChannel:
                 self._disconnected_s = time.monotonic()
 
     def _note_failure(self, exc: HeadraceError) -> None:
-        # Once an outage, not once an attempt: the rest is in the statistics.
-        level = logging.DEBUG if self.last_error else logging.WARNING
+        # Once an outage, not once an attempt: the rest is in the statistics. That we are let in no more is another
+        # thing than the end of the connection that came before it, and waits for somebody to do something.
+        is_refusal = isinstance(exc, UnauthorizedError) and not isinstance(self.last_error, UnauthorizedError)
+        level = logging.WARNING if self.last_error is None or is_refusal else logging.DEBUG
         _log.log(level, "%s: %s; trying again", self.shard, exc)
         self.last_error = exc
 

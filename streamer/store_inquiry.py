@@ -114,13 +114,13 @@ class StoreInquiry:
 
 
 async def _has_acked(saved: RunState, reader: EmbeddingReader) -> bool:
-    for link, (client_seq, log_seq) in zip(reader.links, saved.places, strict=False):
-        if log_seq and not await _has_batch(link, saved, client_seq, log_seq):
+    for shard, (link, (client_seq, log_seq)) in enumerate(zip(reader.links, saved.places, strict=False)):
+        if log_seq and not await _has_batch(link, saved.run, *saved.writer_of(shard), client_seq, log_seq):
             return False
     return True
 
 
-async def _has_batch(link: ShardLink, saved: RunState, client_seq: int, log_seq: int) -> bool:
+async def _has_batch(link: ShardLink, run: str, epoch: int, client: str, client_seq: int, log_seq: int) -> bool:
     """Return whether a shard's log has a batch at the place that it had been told to have."""
     request = idl.FetchUpdatesRequest(server_id=link.hello.server_id, from_seq=log_seq, max_bytes=1, wait_ms=0)
     try:
@@ -134,4 +134,4 @@ async def _has_batch(link: ShardLink, saved: RunState, client_seq: int, log_seq:
     record = reply.records[0]
     header = unpack_header(record.header)
     found = record.epoch, header.get("run"), header.get("client"), header.get("client_seq")
-    return found == (saved.epoch, saved.run, saved.client, client_seq)
+    return found == (epoch, run, client, client_seq)

@@ -22,7 +22,14 @@ from headrace.paramserver.replica.storage import Storage, memory_needed
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import fetch_snapshot, newest_snapshot
 from headrace.paramserver.snapshot_files import read_manifest, verify_snapshot
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, UnavailableError, UnknownTableError
+from headrace.schemas.errors import (
+    ConfigError,
+    GoneError,
+    HeadraceError,
+    SetBackError,
+    UnavailableError,
+    UnknownTableError,
+)
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -214,9 +221,10 @@ class CopyBuilder:
                 return folder
             except GoneError as exc:  # it was removed, or its log: perhaps there is a newer one by now
                 if manifest.name == tried:
-                    raise GoneError(
-                        f"snapshot {tried!r} cannot be followed from: {exc}; headrace snapshot create makes another"
-                    ) from exc
+                    advice = "headrace snapshot create makes another"
+                    if isinstance(exc, SetBackError):  # its place may be beyond that of the other, which is newer
+                        advice = f"remove snapshots/{tried} from the server's directory by hand; then {advice}"
+                    raise GoneError(f"snapshot {tried!r} cannot be followed from: {exc}; {advice}") from exc
                 tried = manifest.name
 
     @property

@@ -181,6 +181,9 @@ def _tail_of(before: Any, specs: Iterable[TableSpec], after: Any, mark: int | No
         if client.epoch < sessions.epoch_of(client.run):
             continue
         _learn(sessions.open(client.run, client.client, client.epoch, client.rank, client.world_size), client)
+    for client in after.clients:  # told in the order in which the shard has heard of them, and would forget them
+        if (session := sessions.find(client.run, client.client)) is not None:
+            sessions.settle(session, before.log_seq)
     return ShardTail(
         before.shard, seq=before.log_seq, catalog=catalog, sessions=sessions, exact_from=after.accepted_seq, mark=mark
     )

@@ -279,6 +279,25 @@ async def test_a_record_of_which_a_part_has_come_is_not_mixed_with_another() -> 
         await ShardFollower(Link(), from_seq=1).fetch()  # type: ignore[arg-type]
 
 
+async def test_the_last_part_of_a_record_may_bring_others() -> None:
+    """A server that sends records behind it tells the mark of the last of them: it is not taken for the part's."""
+    replies = iter([([(1, b"abc")], 7), ([(1, b"def"), (2, b"ghi")], 8)])
+
+    class Link:
+        address = "somewhere:1"
+        hello = idl.HelloReply(server_id="s")
+
+        async def fetch_updates(self, request: Any) -> Any:
+            parts, mark = next(replies)
+            fields = {"epoch": 1, "kind": 1, "header": b"\x80", "body_size_bytes": 6}
+            records = [idl.UpdateRecord(seq=seq, body=memoryview(body), **fields) for seq, body in parts]
+            return idl.FetchUpdatesReply(records=records, first_seq=1, last_seq=2, mark=mark)
+
+    follower = ShardFollower(Link(), from_seq=1)  # type: ignore[arg-type]
+    (update,) = await follower.fetch()
+    assert (update.body, follower.next_seq) == (b"abcdef", 2)
+
+
 async def test_a_server_that_tells_no_marks_is_followed() -> None:
     """A server of before there were marks, and one that has removed the record before, are believed."""
     replies = iter([(None, 5, [1]), (None, None, [2]), (6, 6, [3]), (None, 7, [4]), (8, None, [])])
@@ -348,6 +367,24 @@ async def test_a_record_larger_than_a_reply_comes_in_parts(tmp_path: Path) -> No
         async with served.follow(2, max_bytes=10_000) as follower:
             (update,) = await follower.fetch()
     assert len(update.body) > 62_000 and values_of(update.body) == (rows, 1.5)
+
+
+async def test_records_before_and_behind_one_that_comes_in_parts(tmp_path: Path) -> None:
+    """The last part of a record comes alone, wherever the next one lies: its reply's mark is of its own segment."""
+    sizes = [10, 40_000, 6_000, 10]
+    async with serving(shard_config(tmp_path, log_segment_bytes=1 << 20)) as served:
+        for i, size in enumerate(sizes):
+            await served.write(list(range(size)), float(i))
+        log = served.shard.log
+        assert log.mark_of(3) != log.mark_of(4)
+        size_bytes = next(log.read(3)).body.nbytes
+        reply = await served.client.fetch_updates(fetch_request(3, body_offset=size_bytes - 10))
+        assert [record.seq for record in reply.records] == [3]
+        async with served.follow(2, max_bytes=600_000) as follower:
+            updates = []
+            while follower.next_seq <= 5:
+                updates += await follower.fetch()
+    assert [values_of(update.body) for update in updates] == [(list(range(size)), i) for i, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("change", [{"from_seq": 0}, {"max_bytes": 0}, {"wait_ms": -1}, {"body_offset": -1}])

@@ -238,6 +238,7 @@ async def test_writers_without_end_are_no_memory_without_end(
             await ingest.write(_batch(1, **of), *_logged(1, **of), lambda: lambda: None)
         before = [dataclasses.replace(session) for session in ingest.sessions]
         assert [session.run for session in before] == ["run6", "run7", "run8"]
+        assert not ingest._acking
     if store_is_lost:
         shutil.rmtree(tmp_path / "store")
     async with _reopen(tmp_path) as (ingest, store):

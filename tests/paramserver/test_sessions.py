@@ -249,6 +249,22 @@ def test_what_a_forgotten_trainer_sends_again_is_not_taken_for_new(monkeypatch: 
             one.check_remembered("replay", "log", 1, 1)
 
 
+@pytest.mark.parametrize("epoch", [7, 8], ids=["in its own epoch", "in a newer one"])
+def test_a_trainer_in_whose_place_another_writer_came_is_not_taken_for_new(
+    epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the writer is forgotten too, nothing else tells that the trainer has been there."""
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    sessions = Sessions({})
+    meta = _hello(sessions, 1, "run", "rank0", 7, 1) | _hello(sessions, 2, "run", "rank0", epoch, 0)
+    for seq in (3, 4):
+        meta |= _hello(sessions, seq, f"another {seq}", "log", 1, 0)
+    for one in (sessions, Sessions({key: value for key, value in meta.items() if value})):
+        assert one.epoch_of("run") == 0
+        with pytest.raises(FencedError, match="start it again"):
+            one.check_remembered("run", "rank0", 7, 1)
+
+
 _RECORDS = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from(["rank0", "rank1"]), st.integers(1, 3), st.booleans()),
     max_size=40,

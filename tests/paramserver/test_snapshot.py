@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import socket
 import sys
 import threading
@@ -376,6 +377,20 @@ async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: 
         server.files.remove("one")
         with pytest.raises(GoneError):
             await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
+
+
+async def test_a_fetched_copy_has_no_lease(tmp_path: Path) -> None:
+    """A copy of an export's own snapshot is not removed when nobody has read of it for long; nor fetched again."""
+    async with serving(tmp_path / "server") as server:
+        made = await server.snapshot(name="export", at_step=False, lease_s=3600)
+        copy = SnapshotFiles(tmp_path / "copy")
+        for _ in range(2):
+            got = await fetch_snapshot(server.address, copy.path, dial=READER, name="export")
+            assert got == dataclasses.replace(made, lease_s=0) == verify_snapshot(copy.folder_of("export"))
+        os.utime(copy.folder_of("export"), (0, 0))
+        assert copy.sweep() == () and copy.newest() == got
+        # Where the server's own lies it is the same snapshot, which is there.
+        assert await fetch_snapshot(server.address, server.files.path, dial=READER, name="export") == made
 
 
 async def test_another_snapshot_of_that_name_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.paramserver import snapshot_files
 from headrace.paramserver.snapshot_files import SnapshotFiles, check_file, hash_folder, verify_snapshot
-from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError, StorageError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 
@@ -214,6 +215,21 @@ def test_what_nobody_reads_is_removed_when_its_lease_has_run_out(tmp_path: Path)
     files.read("read", "shard-0000/CURRENT", 0, 1)
     assert files.sweep() == ("left",)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["read", "stays"]
+
+
+def test_a_disk_that_fails_under_a_lease_is_an_error_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot whose age cannot be read is told of as any failure of the disk: who sweeps goes on."""
+    files = SnapshotFiles(tmp_path)
+    files.publish(dataclasses.replace(make(files, "left"), lease_s=60))
+
+    def fail(path: Path) -> float:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(snapshot_files, "_idle_s", fail)
+    with pytest.raises(StorageError, match=f"{tmp_path}: Input/output error"):
+        files.sweep()
 
 
 def test_a_removal_and_a_sweep_may_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,15 +79,19 @@ def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
 
 
 def test_writers_begin_anew_and_keep_what_they_stand_at(tmp_path: Path) -> None:
-    """Batches are counted from 1 again; a trainer that was amid a step at the cut stands at no exact step after it."""
+    """Batches and places in the log count from 1 again; a trainer that was amid a step stands at no exact step."""
     amid = Session("run", "rank0", 3, 0, 2, last_client_seq=9, step=5, exact_step=5, time_us=1, ended_client_seq=7)
     at_step = Session("run", "rank1", 3, 1, 2, last_client_seq=7, step=5, exact_step=5, time_us=1, ended_client_seq=7)
     data = build(tmp_path / "data", ROWS, num_shards=1)
     store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
-    store.write([], [], meta=amid.pack() | at_step.pack(), applied_seq=store.applied_seq)
+    bringer = Session("fill", "log", 1, 0, 0, last_client_seq=4, last_seq=1002)
+    amid.last_seq, at_step.last_seq = 1000, 1001
+    meta = amid.pack() | at_step.pack() | bringer.pack()
+    store.write([], [], meta=meta, applied_seq=store.applied_seq)
     store.close()
     restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
     sessions = Sessions(_meta_of(tmp_path / "restored" / "shard-0000" / "store"))
+    assert max(session.last_seq for session in sessions) <= 1, "or who comes now would be forgotten before them"
     found = [sessions.find("run", client) for client in ("rank0", "rank1")]
     assert [(s.last_client_seq, s.ended_client_seq, s.step) for s in found if s] == [(0, 0, 5)] * 2
     assert [(s.exact_step, s.is_at_exact_cut) for s in found if s] == [(-1, False), (5, True)]

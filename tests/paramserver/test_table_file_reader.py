@@ -14,7 +14,7 @@ from headrace.paramserver.store import RowStore
 from headrace.paramserver.store_config import StoreConfig, rocks_options
 from headrace.paramserver.table_file_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, StorageError
-from headrace.schemas.row_keys import encode_keys, key_prefix
+from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SHARD = ColumnShard(offset=0, width=4)
@@ -108,19 +108,51 @@ def test_a_flipped_byte_of_a_value_is_found(tmp_path: Path) -> None:
 
 
 def test_other_kinds_are_left_to_rocksdb(tmp_path: Path) -> None:
-    """A compressed file, and one with deletions, are not read here; one that is not there is an error."""
+    """A compressed file, and one with deletions of ranges, are not read here; one that is not there is an error."""
     path, _ = _make(tmp_path / "lz4", compression="lz4")
     assert TableFileReader.open(path) is None
     db = rocksdict.Rdict(str(tmp_path / "gone"), rocks_options(StoreConfig(block_cache_bytes=4 << 20)))
     db[b"x" * 16] = b"y"
+    db.delete_range(b"a", b"b")
     db.flush()
-    del db[b"x" * 16]
-    db.flush()
-    files = [tmp_path / "gone" / file["name"].lstrip("/") for file in db.live_files()]
-    assert None in [TableFileReader.open(file) for file in files]
+    (file,) = db.live_files()
     db.close()
+    assert TableFileReader.open(tmp_path / "gone" / file["name"].lstrip("/")) is None
     with pytest.raises(StorageError, match="No such file"):
         TableFileReader.open(tmp_path / "nowhere.sst")
+
+
+def _make_with_deletion(path: Path, key: bytes, *, beside: bytes | None = None) -> Path:
+    """Make a file of rows and a deletion of a key, with another key beside them or without."""
+    db = rocksdict.Rdict(str(path), rocks_options(StoreConfig(block_cache_bytes=4 << 20)))
+    rows = np.arange(300)
+    for row_key, value in zip(encode_keys(2, SHARD, rows), _values(rows), strict=True):
+        db[row_key] = value
+    if beside is not None:
+        db[beside] = b"y"
+    del db[key]
+    db.flush()
+    (file,) = db.live_files()
+    db.close()
+    return path / file["name"].lstrip("/")
+
+
+@pytest.mark.parametrize(
+    "name", [b"session/x", b"session/long-ago", b"session/1234"], ids=["short", "long", "as a row's"]
+)
+def test_rows_beside_deleted_metadata(tmp_path: Path, name: bytes) -> None:
+    """A file in which metadata is deleted is read as any other, also where its key is as long as a row's."""
+    path = _make_with_deletion(tmp_path / "db", META_PREFIX + name)
+    assert _read(path, 2) == (list(range(300)), [v.ljust(RECORD_BYTES, b"\0") for v in _values(np.arange(300))])
+
+
+@pytest.mark.parametrize("beside", [None, META_PREFIX + b"session/x"], ids=["rows alone", "beside metadata"])
+def test_a_row_that_rocksdb_has_deleted_is_damage(tmp_path: Path, beside: bytes | None) -> None:
+    """No store deletes a row's key: what lies below it in older files must not be taken for its value."""
+    key = bytes(encode_keys(2, SHARD, np.array([7]))[0])
+    path = _make_with_deletion(tmp_path / "db", key, beside=beside)
+    with pytest.raises(CorruptionError, match=r"\.sst: .* a row's entry of type 0, which is no value"):
+        _read(path, 2)
 
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
 from headrace.schemas.errors import ConfigError
+from headrace.scripts import bench_overhead
 from headrace.scripts.bench_overhead import OverheadConfig, OverheadResult, describe, run
-from headrace.scripts.bench_overhead_trainer import Block, ModelConfig
+from headrace.scripts.bench_overhead_trainer import Block, BlockConfig, ModelConfig
 
 TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
 
@@ -39,6 +44,40 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert [len(memory[kind]) for kind in ("off", "on", "outage")] == [1, 1, 1]
     assert figures["extra_bytes"] == memory["on"][0] - memory["off"][0]
     assert figures["outage_extra_bytes"] == memory["outage"][0] - memory["off"][0]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C kills a trainer that has stopped the server's processes, and nobody else would let them go on."""
+    stopped: list[int] = []
+
+    class Interrupted(contextlib.nullcontext[Any]):
+        def train(self, block: BlockConfig) -> Block:
+            for pid in block.stopped_pids:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+            if stopped:
+                raise KeyboardInterrupt
+            return _block(1.0, 0.0, 0)
+
+        def __enter__(self) -> Self:
+            return self
+
+    monkeypatch.setattr(bench_overhead, "TrainerProcess", lambda *_, **__: Interrupted())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(OverheadConfig(model=TINY, folder=tmp_path), on_stage=lambda _: None)
+    finally:
+        left = [pid for pid in stopped if _is_stopped(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGCONT)
+    assert len(stopped) == 2 and not left
 
 
 def test_settings_are_checked_before_anything_starts() -> None:

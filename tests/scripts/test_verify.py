@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,6 +207,18 @@ def test_digests_are_saved_whole_or_not_at_all(
     assert f"--save {link}: No space left on device" in capsys.readouterr().err
     assert file.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
+
+
+def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path) -> None:
+    """A shell's `>(…)` and a piped `/dev/stdout` are names in /proc that lead to no file."""
+    end, other_end = os.pipe()
+    with open(end, encoding="utf-8") as pipe:
+        try:
+            assert main(["verify", servers[0], "--save", f"/dev/fd/{other_end}"]) == 0
+        finally:
+            os.close(other_end)
+        (tmp_path / "digests.json").write_text(pipe.read())
+    assert main(["verify", servers[1], "--against", str(tmp_path / "digests.json")]) == 0
 
 
 def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,12 @@ def test_a_forward_that_runs_no_hook_is_noticed() -> None:
     assert called.mirror.taken == [{"m.t": ALL}] * 2
 
 
-def test_a_lookup_before_attach_is_noticed() -> None:
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["on the CPU", "as on a GPU"])
+def test_a_lookup_before_attach_is_noticed(requires_grad: bool) -> None:
     """Its backward comes after `attach`, and nobody has kept its batch: all rows go, that one time."""
     called = Called()
+    for name in ("weights_host", "momentum1_host"):  # buffers on a GPU
+        getattr(called.module, name).requires_grad_(requires_grad)
     losses = [look_up(called.module, 1, 2), look_up(called.module, 3)]
     tap = called.tap()
     for loss in losses:
@@ -82,7 +85,7 @@ def test_a_lookup_before_attach_is_noticed() -> None:
 
 
 def test_a_tap_that_nobody_has_is_not_kept() -> None:
-    """The node at the end of each backward, which the tap has, does not have the tap."""
+    """The hook at the end of each backward, which the module keeps, keeps neither alive."""
     called = Called()
     tap = called.tap()
     look_up(called.module, 1).backward()

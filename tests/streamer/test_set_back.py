@@ -95,3 +95,40 @@ def test_a_resumed_run_sends_what_was_lost(
             # Of a checkpoint that names no places: epochs only rise.
             streamer.load_state_dict({**of_before, "places": [], "epoch": streamer.epoch + 1})
             assert "set back" in caplog.text
+
+
+def test_a_checkpoint_before_the_first_ack_knows_what_was_acked_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resumed run that has sent nothing yet saves the places that it was resumed from, over several runs too."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports(2)
+    trainer, resumed = Trainer(), Trainer()
+    with ServerProcess.start(data, shards=2, port=port) as server:
+        streamer = RawEmbeddingStreamer(server.address, run="run")
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step(0, 100)
+        streamer.flush()
+    shutil.copytree(data, older)
+    with ServerProcess.start(data, port=port) as server:
+        trainer.step(50, 150)
+        streamer.flush()
+        saved, state = trainer.save(), streamer.state_dict()
+        streamer.close()
+        resumed.load(saved)
+        for _ in range(2):
+            with RawEmbeddingStreamer(server.address, run="run") as streamer:
+                streamer.attach(resumed.model, resumed.optimizer)
+                assert streamer.load_state_dict(state) == 0
+                state = json.loads(json.dumps(streamer.state_dict()))
+                assert state["is_drained"]
+    assert "set back" not in caplog.text
+    put_back(older, data)
+    with ServerProcess.start(data) as server:
+        # Other trainers have taken as many epochs since.
+        for _ in range(2):
+            RawEmbeddingStreamer(server.address, run="run").close()
+        with RawEmbeddingStreamer(server.address, run="run") as streamer:
+            streamer.attach(resumed.model, resumed.optimizer)
+            assert streamer.epoch >= state["epoch"]
+            assert streamer.load_state_dict(state) == ROWS - 50
+            assert "the store was set back since the checkpoint" in caplog.text

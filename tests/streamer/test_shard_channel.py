@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -261,24 +262,38 @@ async def test_outage_and_return() -> None:
         assert to.sent_steps() == [1, 2]
 
 
-async def test_credentials_that_have_served_are_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server whose token was changed, or whose certificate has expired, is away until it takes them again."""
+async def test_credentials_that_have_served_are_shown_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server whose token was changed, or whose certificate has expired, is away until it takes them again.
+
+    The log warns of it once, also where it has warned of the lost connection already.
+    """
+    num_refused = 0
 
     async def refuse(*_: Any) -> Any:
+        nonlocal num_refused
+        num_refused += 1
         raise UnauthorizedError("the token is wrong for role writer")
 
     async with channel_to(FakeStore()) as to:
         to.send(1)
         await to.until(lambda: to.durable == [1])
         await to.shard.stop()
+        to.send(2)
+        await to.until(lambda: isinstance(to.channel.last_error, UnavailableError))
         with monkeypatch.context() as patched:
             patched.setattr(to.shard, "hello", refuse)
             await to.shard.start()
-            to.send(2)
-            await to.until(lambda: "the token is wrong" in str(to.channel.last_error))
+            await to.until(lambda: num_refused > 2)
+            assert "the token is wrong" in str(to.channel.last_error)
             await to.shard.stop()
         await to.shard.start()
         await to.until(lambda: to.durable == [1, 2])
+    ours = [record for record in caplog.records if record.name == "headrace.streamer.shard_channel"]
+    warnings = [record.getMessage() for record in ours if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "the token is wrong" in warnings[1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -28,7 +29,7 @@ from headrace.paramserver.shard import Shard
 from headrace.paramserver.shard_link import Dial
 from headrace.paramserver.snapshot_client import create_snapshot
 from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import GoneError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
@@ -194,6 +195,34 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
         replica = await asyncio.to_thread(EmbeddingReplica, server.address, snapshot_dir=tmp_path / "kept")
         try:
             assert fetched == ["one", "two"] and _names(tmp_path / "kept") == ["two"]
+            assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+async def test_a_server_s_snapshot_of_the_time_that_is_gone_is_to_be_removed(tmp_path: Path) -> None:
+    """What a server that was set back still has of before is its newest, whatever is made now: what helps is told."""
+    data, older = tmp_path / "data", tmp_path / "older"
+    async with serving(data) as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+    shutil.copytree(data, older)
+    async with serving(data) as server:
+        trainer = await server.writer(VIRTUAL, epoch=2)
+        for step in range(5):
+            await trainer.write(step, range(100))
+        await server.snapshot("lost")
+    shutil.copytree(data / "snapshots", older / "snapshots")
+    shutil.rmtree(data)
+    older.rename(data)
+    async with serving(data) as server:
+        await server.snapshot("made-since")
+        advice = r"'lost' cannot be followed from: .*; remove snapshots/lost from the server's directory by hand"
+        with pytest.raises(GoneError, match=advice):
+            await asyncio.to_thread(EmbeddingReplica, server.address)
+        shutil.rmtree(data / "snapshots" / "lost")
+        replica = await asyncio.to_thread(EmbeddingReplica, server.address)
+        try:
             assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
         finally:
             await asyncio.to_thread(replica.close)

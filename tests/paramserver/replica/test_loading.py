@@ -34,6 +34,7 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.removed_at = -1
+        self.clients: list[Any] = []
         self.links = [
             SimpleNamespace(hello=SimpleNamespace(server_id="s"), fetch_updates=self.fetch, address="nowhere")
         ]
@@ -41,7 +42,9 @@ class Server:
 
     async def status(self) -> list[Any]:
         table = SimpleNamespace(spec=spec_to_idl(SPEC))
-        return [SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=[])]
+        return [
+            SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=self.clients)
+        ]
 
     async def fetch(self, request: Any) -> Any:
         if self.asked and self.asked[-1] == self.removed_at:
@@ -106,6 +109,18 @@ def test_no_more_tables_are_read_together_than_come_in_time(monkeypatch: pytest.
     monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 65_536)
     specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=1) for number in range(600)]
     assert [len(part) for part in loading._live_parts(specs)] == [256, 256, 88]
+
+
+def test_writers_are_forgotten_in_the_order_of_the_shard() -> None:
+    """A copy of a running shard keeps the order in which the shard has heard of its writers, whatever their epochs."""
+    server = Server()
+    columns = {"last_client_seq": 1, "step": 1, "is_connected": True, "rank": 0, "world_size": 1, "exact_step": 1}
+    server.clients = [
+        idl.ClientStatus(run=run, client="rank0", epoch=epoch, **columns, ended_client_seq=1)
+        for run, epoch in (("b", 9), ("c", 4), ("a", 5))
+    ]
+    (tail,) = server.load().tails
+    assert [session.run for session in tail._sessions] == ["b", "c", "a"]
 
 
 def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
