@@ -309,30 +309,21 @@ async def test_one_copy_is_begun_at_a_time() -> None:
     assert first.num_closed == second.num_closed == 1
 
 
-async def test_a_server_that_was_set_back_is_taken_up() -> None:
-    """A server whose log ends before what lookups see is not waited for: it will never come to the same records."""
+@pytest.mark.parametrize(
+    ("seq", "step", "loss"),
+    [(60, 4, GoneError("the log ends at record 60")), (120, 5, SetBackError("record 100 is another"))],
+    ids=["its log ends before", "it has overtaken"],
+)
+async def test_a_server_that_was_set_back_is_taken_up(seq: int, step: int, loss: HeadraceError) -> None:
+    """It may never come to the records and the step that lookups see, which are gone there: what it has is enough."""
     first = FakeCopy(seq=100, visible=(5, 100))
-    copies, builder = made(first, FakeCopy(seq=50, target_seq=60, visible=(4, 50)))
+    copies, builder = made(first, FakeCopy(seq=50, target_seq=seq, visible=(step, 10)))
     await switch(copies)
-    first.lose()
+    first.lose(loss)
     await until(lambda: len(builder.given) == 2)
     assert copies.current is first.generation
     second = builder.given[1]
-    second.move(60, (4, 60))
-    await until(lambda: copies.current is second.generation)
-    await copies.close()
-
-
-async def test_a_server_that_was_set_back_and_has_overtaken_is_taken_up() -> None:
-    """It may never come to the step that lookups see, of the time that is gone: what it has is enough."""
-    first = FakeCopy(seq=100, visible=(5, 100))
-    copies, builder = made(first, FakeCopy(seq=50, target_seq=120, visible=(5, 10)))
-    await switch(copies)
-    first.lose(SetBackError("record 100 is another"))
-    await until(lambda: len(builder.given) == 2)
-    assert copies.current is first.generation
-    second = builder.given[1]
-    second.move(120, (5, 20))
+    second.move(seq, (step, 20))
     await until(lambda: copies.current is second.generation)
     await copies.close()
 
