@@ -53,12 +53,12 @@ class _Entry:
 _COMMANDS = (
     _Entry(
         name="serve",
-        target="headrace.paramserver.serve_command:serve",
+        target="headrace.paramserver.supervisor.serve_command:serve",
         help="Run a parameter server: a supervisor and one process a shard.",
     ),
     _Entry(
         name="status",
-        target="headrace.paramserver.status_command:status",
+        target="headrace.paramserver.metrics.status_command:status",
         help="Show what a running server holds.",
     ),
     _Entry(
@@ -114,7 +114,7 @@ _COMMANDS = (
     ),
     _Entry(
         name="bench",
-        target="headrace.scripts.bench:bench",
+        target="headrace.scripts.benches.bench:bench",
         help="Measure Headrace on this machine, beside limits and peers.",
         extras=("torchrec", "bench"),
     ),

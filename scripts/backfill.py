@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.config import MAX_SHARDS
-from headrace.paramserver.new_data_dir import check_target
-from headrace.paramserver.store_builder import StoreBuilder
+from headrace.paramserver.config.server_config import MAX_SHARDS
+from headrace.paramserver.snapshots.new_data_dir import check_target
+from headrace.paramserver.snapshots.store_builder import StoreBuilder
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
 from headrace.scripts.backfill_send import BackfillCounts, BackfillSender, RowPace, ask_server

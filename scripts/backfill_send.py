@@ -17,11 +17,11 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.address import format_address
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.replay import ReplayTarget, ShardWriter, pack_deltas, route_delta
-from headrace.paramserver.row_chunk import RowChunk
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.replay import ReplayTarget, ShardWriter, pack_deltas, route_delta
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.row_records import RecordLayout

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.scripts.demo_model import ITEM_FQN, USER_FQN, DemoModel, ModelConfig, process_group
 from headrace.scripts.demo_ranking import Replay, is_hit
 from headrace.scripts.demo_reader import ReaderConfig

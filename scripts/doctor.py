@@ -17,11 +17,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.config import ENV_PREFIX, ServerConfig
-from headrace.paramserver.metrics_problems import Severity, find_problems
-from headrace.paramserver.process_flags import settings_sources
-from headrace.paramserver.status_client import StatusAccess, ask_shards
+from headrace.paramserver.config.process_flags import settings_sources
+from headrace.paramserver.config.server_config import ENV_PREFIX, ServerConfig
+from headrace.paramserver.metrics.metrics_problems import Severity, find_problems
+from headrace.paramserver.metrics.status_client import StatusAccess, ask_shards
+from headrace.paramserver.rpc.address import parse_address
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.scripts.doctor_checks import (
     Finding,

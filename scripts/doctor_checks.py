@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-from headrace.paramserver.config import ServerConfig
-from headrace.paramserver.data_dir import is_in_use
-from headrace.paramserver.machine_memory import machine_memory_bytes
-from headrace.paramserver.protection import Protection
-from headrace.paramserver.status_command import show_size
+from headrace.paramserver.config.data_dir import is_in_use
+from headrace.paramserver.config.protection import Protection
+from headrace.paramserver.config.server_config import ServerConfig
+from headrace.paramserver.metrics.status_command import show_size
+from headrace.paramserver.process.machine_memory import machine_memory_bytes
 from headrace.schemas.errors import HeadraceError
 
 __all__ = [

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.expiry_policy import ExpiryPolicy
-from headrace.paramserver.shard_link import ShardLink
-from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess
+from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy
+from headrace.paramserver.metrics.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess
+from headrace.paramserver.reading.shard_link import ShardLink
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.scripts.progress_bar import show_rows

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
-from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.import_with_extra import import_with_extra

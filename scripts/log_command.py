@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.log_inspect import LogReport, SegmentReport, find_logs, inspect_log, size_of_log
+from headrace.paramserver.log.log_inspect import LogReport, SegmentReport, find_logs, inspect_log, size_of_log
 from headrace.schemas.errors import CorruptionError
 from headrace.scripts.progress_bar import show_bytes
 

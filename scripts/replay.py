@@ -17,12 +17,12 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.config import MAX_SHARDS
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.log_inspect import size_of_log
-from headrace.paramserver.replay import Replay, ReplayTarget
-from headrace.paramserver.replay_source import ReplayRange, ReplaySource, ReplaySummary
-from headrace.paramserver.status_client import StatusAccess
+from headrace.paramserver.config.server_config import MAX_SHARDS
+from headrace.paramserver.log.log_inspect import size_of_log
+from headrace.paramserver.metrics.status_client import StatusAccess
+from headrace.paramserver.reading.replay import Replay, ReplayTarget
+from headrace.paramserver.reading.replay_source import ReplayRange, ReplaySource, ReplaySummary
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.log_command import show_range, show_time
 from headrace.scripts.progress_bar import show_bytes

@@ -7,8 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.status_client import (
+from headrace.paramserver.metrics.status_client import (
     AuthorityFlag,
     CertificateFlag,
     KeyFlag,
@@ -16,6 +15,7 @@ from headrace.paramserver.status_client import (
     TlsFlag,
     TokenFlag,
 )
+from headrace.paramserver.reading.shard_link import Dial
 
 __all__ = ["Access", "dial_of", "with_server_flags"]
 

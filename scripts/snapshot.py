@@ -16,12 +16,12 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.paramserver.config import MAX_SHARDS
-from headrace.paramserver.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
-from headrace.paramserver.snapshot_client import create_snapshot, fetch_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
-from headrace.paramserver.snapshot_restore import restore_snapshot
-from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
+from headrace.paramserver.config.server_config import MAX_SHARDS
+from headrace.paramserver.metrics.status_client import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetch_snapshot
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshots.snapshot_restore import restore_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest

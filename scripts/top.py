@@ -21,12 +21,18 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from headrace.paramserver.metrics_families import ShardState
-from headrace.paramserver.metrics_problems import find_problems
-from headrace.paramserver.metrics_sample import ShardSample
-from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess, TimeoutFlag, ask_shards
-from headrace.paramserver.status_command import show_duration, show_problem, show_size
-from headrace.paramserver.status_document import merge_tables, merge_writers
+from headrace.paramserver.metrics.metrics_families import ShardState
+from headrace.paramserver.metrics.metrics_problems import find_problems
+from headrace.paramserver.metrics.metrics_sample import ShardSample
+from headrace.paramserver.metrics.status_client import (
+    DEFAULT_ADDRESS,
+    AddressArgument,
+    StatusAccess,
+    TimeoutFlag,
+    ask_shards,
+)
+from headrace.paramserver.metrics.status_command import show_duration, show_problem, show_size
+from headrace.paramserver.metrics.status_document import merge_tables, merge_writers
 from headrace.schemas.errors import HeadraceError
 from headrace.scripts.server_flags import Access, with_server_flags
 

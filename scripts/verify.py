@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from headrace.paramserver.digest_groups import for_each_table
-from headrace.paramserver.reach_log import ReachLog
-from headrace.paramserver.reader import EmbeddingReader, Rows
-from headrace.paramserver.snapshot_files import fsync_path
-from headrace.paramserver.status_client import DEFAULT_ADDRESS, AddressArgument
-from headrace.paramserver.table_digest import TableDigest
+from headrace.paramserver.files.durable_files import fsync_path
+from headrace.paramserver.metrics.status_client import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.reading.digest_groups import for_each_table
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.table_digest import TableDigest
+from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.digest_groups import for_each_table
-from headrace.paramserver.reader import EmbeddingReader, Rows
-from headrace.paramserver.table_digest import TableDigest
+from headrace.paramserver.reading.digest_groups import for_each_table
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.tables import StateKind
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs", "table_columns"]
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.schemas.idl import idl
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Comparison", "TableComparison", "compare_tables", "compare_with_store"]
 

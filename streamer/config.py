@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.settings import Kind, check, merge, setting
+from headrace.paramserver.config.settings import Kind, check, merge, setting
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["ENV_PREFIX", "StreamerConfig"]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnknownTableError
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Evictor", "unused_rows"]
 

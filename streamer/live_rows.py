@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.schemas.errors import RowRangeError, UnknownTableError
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["LiveRows", "fetch_rows"]
 

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.config import DEFAULT_PORT
-from headrace.paramserver.tracing import span
+from headrace.paramserver.config.server_config import DEFAULT_PORT
+from headrace.paramserver.process.tracing import span
+from headrace.paramserver.rpc.address import parse_address
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.streamer.audit import AuditReport
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.delivery import Delivery
+from headrace.streamer.delivery.delivery import Delivery
 from headrace.streamer.eviction import Evictor, unused_rows
 from headrace.streamer.live_rows import LiveRows, fetch_rows
 from headrace.streamer.metrics import MetricsPort, serve_streamer
 from headrace.streamer.run_state import RunState
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.store_inquiry import StoreInquiry
-from headrace.streamer.tap import Tap, tap_model
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tap import Tap, tap_model
+from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World, current_world
 
 __all__ = ["RawEmbeddingStreamer"]

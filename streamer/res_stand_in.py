@@ -27,10 +27,10 @@ import torch
 
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
-from headrace.streamer.fbgemm_tap import is_table_batched, table_parts
 from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
-from headrace.streamer.row_meta import RowMeta, check_meta
-from headrace.streamer.tapped_table import TablePart, TappedTable, dtype_of
+from headrace.streamer.taps.fbgemm_tap import is_table_batched, table_parts
+from headrace.streamer.taps.row_meta import RowMeta, check_meta
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, dtype_of
 
 __all__ = ["ResStandIn", "install"]
 

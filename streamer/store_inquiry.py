@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.security import Token
-from headrace.paramserver.shard_link import ShardLink, retry
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.shard_link import ShardLink, retry
+from headrace.paramserver.rpc.security import Token
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import GoneError, HeadraceError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import unpack_header
 from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.takeover import tls_context
 from headrace.streamer.run_state import RunState
-from headrace.streamer.takeover import tls_context
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World
 
 __all__ = ["StoreInquiry"]

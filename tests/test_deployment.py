@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from headrace import __version__, cli
-from headrace.paramserver.config import ServerConfig
+from headrace.paramserver.config.server_config import ServerConfig
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.lazy_command import load_command
 

@@ -118,8 +118,8 @@ def test_reference_is_of_the_docstrings(site: Path) -> None:
         "headrace.paramserver.replica.embedding_replica.EmbeddingReplica.lookup",
         "headrace.paramserver.replica.config.ReplicaConfig",
         "headrace.paramserver.replica.embedding_bags.ReplicaEmbeddingBagCollection",
-        "headrace.paramserver.reader.EmbeddingReader.get",
-        "headrace.paramserver.launch.ServerProcess.start",
+        "headrace.paramserver.reading.reader.EmbeddingReader.get",
+        "headrace.paramserver.supervisor.launch.ServerProcess.start",
         "headrace.schemas.errors.HeadraceError",
     ):
         assert f'id="{name}"' in text, name

@@ -106,7 +106,7 @@ def test_commands_have_the_flags_that_a_page_names(page: str) -> None:
 @pytest.mark.torchrec
 def test_advice_names_commands_that_there_are() -> None:
     """What the status page and `headrace status` advise has no word behind a command that the command does not know."""
-    text = (ROOT / "paramserver/metrics_problems.py").read_text()
+    text = (ROOT / "paramserver/metrics/metrics_problems.py").read_text()
     named = re.findall(r"`headrace ([a-z][^`]*)`", text)
     assert named
     assert _wrong(text) == []

@@ -17,9 +17,9 @@ import torch
 from hellos import hello_of_writer
 from torch import nn
 
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.streamer import RawEmbeddingStreamer

@@ -11,9 +11,9 @@ import pytest
 from collision_training import ROWS, train_collisions_on_rank
 from ranks import run_ranks
 
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]

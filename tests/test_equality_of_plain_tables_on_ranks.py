@@ -26,8 +26,8 @@ from replicated_training import (
     train_fsdp_on_rank,
 )
 
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = pytest.mark.slow

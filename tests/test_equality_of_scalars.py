@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.paramserver.catalog import Catalog, Scalar
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.store.catalog import Catalog, Scalar
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 

@@ -16,11 +16,12 @@ import torch
 from fake_device import FakeDevice
 from torch import nn
 
-from headrace.paramserver.launch import ServerProcess
-from headrace.streamer import RawEmbeddingStreamer, delivery
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.device_dirty_rows import DeviceDirtyRows
-from headrace.streamer.flusher import Flusher
+from headrace.streamer.delivery import delivery
+from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.flush.flusher import Flusher
 
 NUM_STEPS = 12
 BATCH = 16

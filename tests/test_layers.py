@@ -21,6 +21,14 @@ ALLOWED = {
     "scripts": {"scripts", "streamer", "paramserver", "kernels", "schemas", "headrace"},
     "headrace": {"scripts", "streamer", "paramserver", "kernels", "schemas", "headrace"},
 }
+# The rooms of the two large folders, from the ground up: each may import itself and those before it.
+ROOMS = {
+    "paramserver": (
+        *("files", "process", "rpc", "log", "store", "ingest", "expiry", "config"),
+        *("reading", "snapshots", "metrics", "shard", "supervisor", "replica"),
+    ),
+    "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
+}
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 FOREIGN_TO_SCHEMAS = TORCH | {"asyncio", "rocksdict"}
 
@@ -60,6 +68,16 @@ def folder_of(name: str) -> str:
     return second if second in ALLOWED else "headrace"
 
 
+def opens_upwards(module: str, name: str) -> bool:
+    """Return whether a module of a room imports one of its folder that lies in a room above it, or in none."""
+    _, folder, room, *_ = [*module.split("."), "", ""]
+    _, other_folder, other, *_ = [*name.split("."), "", ""]
+    rooms = ROOMS.get(folder, ())
+    if room not in rooms or folder != other_folder:
+        return False
+    return other not in rooms or rooms.index(other) > rooms.index(room)
+
+
 def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Return one line for each import in the source that its layer forbids."""
     folder = folder_of(module)
@@ -73,6 +91,8 @@ def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[
             found.append(f"{where}: say headrace.{name}, or the file is loaded twice")
         elif top == "headrace" and folder_of(name) not in (allowed := ALLOWED[folder] | of_replica):
             found.append(f"{where}: {folder} may only import {', '.join(sorted(allowed))}")
+        elif top == "headrace" and opens_upwards(module, name):
+            found.append(f"{where}: rooms are {', '.join(ROOMS[folder])}, and import those before them")
         elif folder == "schemas" and top in FOREIGN_TO_SCHEMAS:
             found.append(f"{where}: schemas are formats, without I/O and tensors")
         elif folder == "paramserver" and not in_replica and top in TORCH:
@@ -105,7 +125,7 @@ def test_imports_point_down() -> None:
         ("headrace.schemas.bad", "from ..kernels import pack"),
         ("headrace.schemas.bad", "import headrace"),
         ("headrace.schemas.bad", "import asyncio.events"),
-        ("headrace.kernels.bad", "from headrace.paramserver.client import Client"),
+        ("headrace.kernels.bad", "from headrace.paramserver.rpc.client import Client"),
         ("headrace.kernels.bad", "from headrace import streamer"),
         ("headrace.paramserver.bad", "import torch"),
         ("headrace.paramserver.bad", "if TYPE_CHECKING:\n    from torch import Tensor"),
@@ -116,6 +136,9 @@ def test_imports_point_down() -> None:
         ("headrace.paramserver.bad", "from . import replica"),
         ("headrace.paramserver.replica.bad", "from headrace.streamer import tap"),
         ("headrace.paramserver.replica.bad", "from ...streamer import tap"),
+        ("headrace.paramserver.log.bad", "from headrace.paramserver.store.applier import Applier"),
+        ("headrace.paramserver.store.bad", "from ..shard import shard"),
+        ("headrace.streamer.taps.bad", "from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer"),
         ("headrace.streamer.bad", "from headrace.scripts.demo import demo"),
         ("headrace.streamer.bad", "from headrace import HeadraceError"),
         ("headrace.scripts.bad", "from schemas.errors import HeadraceError"),
@@ -133,9 +156,11 @@ def test_checker_finds_a_broken_layer(module: str, source: str) -> None:
         ("headrace.schemas.good", "from .errors import HeadraceError\nfrom . import errors"),
         ("headrace.kernels.good", "import torch\nfrom headrace.schemas import row_keys"),
         ("headrace.paramserver.good", "import asyncio\nimport rocksdict\nfrom ..schemas import errors"),
-        ("headrace.paramserver.replica.good", "import torch\nfrom ..client import Client"),
+        ("headrace.paramserver.replica.good", "import torch\nfrom ..rpc.client import Client"),
+        ("headrace.paramserver.store.good", "from ..log import update_log\nfrom .catalog import Catalog"),
+        ("headrace.streamer.taps.good", "from headrace.streamer.config import StreamerConfig"),
         ("headrace.paramserver.replica.good", "from headrace.kernels.row_quantization import quantize_rows"),
-        ("headrace.streamer.good", "from headrace.paramserver.client import Client\nimport torchrec"),
+        ("headrace.streamer.good", "from headrace.paramserver.rpc.client import Client\nimport torchrec"),
         ("headrace.scripts.good", "from headrace.streamer import RawEmbeddingStreamer\nimport headrace"),
     ],
 )

@@ -14,7 +14,7 @@ from fake_replica import FakeReplica
 from metric_samples import state
 from prometheus_client.metrics_core import Metric
 
-from headrace.paramserver.metrics_families import server_families
+from headrace.paramserver.metrics.metrics_families import server_families
 from headrace.paramserver.replica.metrics import ReplicaCollector
 from headrace.streamer.metrics import StreamerCollector
 from headrace.streamer.stats import StreamerStats

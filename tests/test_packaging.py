@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headrace import __version__
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 _ROOMS = ("kernels", "paramserver", "schemas", "scripts", "streamer")
@@ -74,7 +74,7 @@ def test_wheel_has_every_file_and_no_link(built: Path) -> None:
     assert _sources() - names == set()
     for name in ("py.typed", "schemas/paramserver.thrift", "scripts/sample_interactions.csv.gz"):
         assert f"headrace/{name}" in names
-    assert "headrace/paramserver/status_page/index.html" in names
+    assert "headrace/paramserver/metrics/status_page/index.html" in names
     rest = {name.partition("/")[0] for name in names} - {"headrace"}
     assert rest == {f"headrace-{__version__}.dist-info"}
 

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.digest_groups import for_each_table, table_groups
+from headrace.paramserver.reading.digest_groups import for_each_table, table_groups
+from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.precision import precision_of
 from headrace.paramserver.replica.table import ReplicaTable
-from headrace.paramserver.table_digest import TableDigest
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.tables import TableSpec

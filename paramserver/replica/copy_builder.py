@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from headrace.paramserver.machine_memory import free_memory_bytes
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.process.machine_memory import free_memory_bytes
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copy_folders import CopyFolders
 from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots, snapshot_in_use
@@ -19,9 +20,8 @@ from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.loading import load_live, load_snapshot
 from headrace.paramserver.replica.log_hold import CopyLease, LogHold
 from headrace.paramserver.replica.storage import Storage, memory_needed
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import fetch_snapshot, newest_snapshot
-from headrace.paramserver.snapshot_files import read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.snapshot_client import fetch_snapshot, newest_snapshot
+from headrace.paramserver.snapshots.snapshot_files import read_manifest, verify_snapshot
 from headrace.schemas.errors import (
     ConfigError,
     GoneError,

@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.snapshot_files import link_or_copy, part_folder
-from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig
+from headrace.paramserver.snapshots.snapshot_files import link_or_copy, part_folder
+from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import HeadraceError, StorageError, UnavailableError
 from headrace.schemas.snapshot_manifest import SnapshotManifest, shard_folder
 from headrace.schemas.tables import TableSpec

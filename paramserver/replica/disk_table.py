@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.pending import Batch, Part, RowDelta, Run, coalesce
 from headrace.paramserver.replica.disk_stores import DiskStores
 from headrace.paramserver.replica.hot_rows import HotRows, HotRowStats, capacity_for
 from headrace.paramserver.replica.table import default_row
-from headrace.paramserver.row_reader import ShardSource, read_rows, settle
-from headrace.paramserver.store import RowStore
+from headrace.paramserver.store.pending import Batch, Part, RowDelta, Run, coalesce
+from headrace.paramserver.store.row_reader import ShardSource, read_rows, settle
+from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import encode_keys

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.reach_log import ReachLog
+from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_copy, digest_copy
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copies import Copies
@@ -27,9 +28,8 @@ from headrace.paramserver.replica.hot_rows import HotRowStats
 from headrace.paramserver.replica.identity_lookup import look_by_identity
 from headrace.paramserver.replica.loop_thread import LoopThread
 from headrace.paramserver.replica.table import ReplicaTable, as_ids, default_row
-from headrace.paramserver.security import Token
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.table_digest import TableDigest
+from headrace.paramserver.rpc.reach_log import ReachLog
+from headrace.paramserver.rpc.security import Token
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
     ConfigError,

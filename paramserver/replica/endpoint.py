@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.admission import ServerLimits
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.freshness import Freshness
 from headrace.paramserver.replica.table import TORCH_DTYPES, ReplicaTable
-from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
-from headrace.paramserver.security import role_name
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
+from headrace.paramserver.rpc.security import role_name
 from headrace.schemas.errors import (
     ProtocolMismatchError,
     RequestError,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.admission import ServerLimits
-from headrace.paramserver.config import DEFAULT_PORT, ServerConfig, ShardSettings
+from headrace.paramserver.config.server_config import DEFAULT_PORT, ServerConfig, ShardSettings
+from headrace.paramserver.config.settings import REQUIRED, Kind, check, merge, setting
 from headrace.paramserver.replica.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.precision import PRECISIONS
-from headrace.paramserver.security import client_tls_context
-from headrace.paramserver.settings import REQUIRED, Kind, check, merge, setting
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.security import client_tls_context
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["DEFAULT_REPLICA_PORT", "ENV_PREFIX", "EndpointConfig"]

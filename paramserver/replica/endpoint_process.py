@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from headrace.paramserver.address import format_address
-from headrace.paramserver.listeners import bind_listener
-from headrace.paramserver.log_format import fact
-from headrace.paramserver.metrics_http import HttpServer, Page, Reply, Request
-from headrace.paramserver.protection import Protection
-from headrace.paramserver.ready_file import ReadyFile
+from headrace.paramserver.config.protection import Protection
+from headrace.paramserver.metrics.metrics_http import HttpServer, Page, Reply, Request
+from headrace.paramserver.process.log_format import fact
+from headrace.paramserver.process.ready_file import ReadyFile
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint import ReplicaService
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.metrics import replica_metrics
-from headrace.paramserver.rpc_server import ThriftServer
-from headrace.paramserver.security import load_token
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.rpc_server import ThriftServer
+from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.supervisor.listeners import bind_listener
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 

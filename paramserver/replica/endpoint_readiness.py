@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.paramserver.reach_log import ReachLog
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import UnavailableError
 

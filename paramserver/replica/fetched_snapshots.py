@@ -18,7 +18,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
 from headrace.schemas.errors import ConfigError, GoneError, StorageError
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from headrace.paramserver.follower import ShardFollower, Update
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.log_hold import CopyLease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.paramserver.follower import Update
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.freshness import Freshness
 from headrace.paramserver.replica.identity_map import IdentityMap

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 
-from headrace.paramserver.catalog import Table
 from headrace.paramserver.replica.identity_map import IdentityMap
-from headrace.paramserver.store import RowStore
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
 
 __all__ = ["load_identities"]

@@ -1,8 +1,8 @@
 """Identities to rows, in a replica: which row of a table has a raw id, kept beside the table's rows.
 
-As in the store (`paramserver/identity_index.py`) an identity belongs to the row that was last written with it, and to
-none when that row has another identity by now or is deleted. Each shard's log comes on its own, so what was written
-last is told by the version: the newest (epoch, step), and of equals the one that came later.
+As in the store (`paramserver/store/identity_index.py`) an identity belongs to the row that was last written with it,
+and to none when that row has another identity by now or is deleted. Each shard's log comes on its own, so what was
+written last is told by the version: the newest (epoch, step), and of equals the one that came later.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.pending import RowDelta
 from headrace.paramserver.replica.id_map import IdMap
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.identity_claims import NO_IDENTITY
 from headrace.schemas.tables import ColumnShard, TableSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.ingest.sessions import Session, Sessions
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.identity_loading import load_identities
@@ -19,8 +19,8 @@ from headrace.paramserver.replica.identity_map import IdentityMap
 from headrace.paramserver.replica.log_hold import CopyLease, LogHold
 from headrace.paramserver.replica.shard_tail import ShardTail
 from headrace.paramserver.replica.table import ReplicaTable
-from headrace.paramserver.sessions import Session, Sessions
-from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
+from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import spec_from_idl
 from headrace.schemas.row_records import FLAG_DELETED

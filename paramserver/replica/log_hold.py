@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from headrace.paramserver.follower import ShardFollower
+from headrace.paramserver.reading.follower import ShardFollower
+from headrace.paramserver.reading.shard_link import ShardLink
 from headrace.paramserver.replica.config import ReplicaConfig
-from headrace.paramserver.shard_link import ShardLink
 from headrace.schemas.errors import HeadraceError
 
 __all__ = ["CopyLease", "LogHold"]

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.pending import RowDelta
 from headrace.paramserver.replica.id_map import IdMap
 from headrace.paramserver.replica.precision import Precision, stored_row_bytes
 from headrace.paramserver.replica.slot_rows import make_slot_rows, pool_rows
 from headrace.paramserver.replica.slot_versions import DELETED, PRESENT, VERSION_SIZE_BYTES, SlotVersions
 from headrace.paramserver.replica.table import default_row
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, TableSpec
 

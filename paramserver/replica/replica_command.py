@@ -7,18 +7,18 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from headrace.paramserver.log_format import configure_logging
-from headrace.paramserver.process_flags import (
+from headrace.paramserver.config.process_flags import (
     ReadyFileFlag,
     WatchStdinFlag,
     config_option,
     settings_sources,
 )
-from headrace.paramserver.ready_file import ReadyFile
+from headrace.paramserver.config.setting_flags import with_setting_flags
+from headrace.paramserver.process.log_format import configure_logging
+from headrace.paramserver.process.ready_file import ReadyFile
+from headrace.paramserver.process.short_pauses import shorten_pauses
 from headrace.paramserver.replica.endpoint_config import ENV_PREFIX, EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
-from headrace.paramserver.setting_flags import with_setting_flags
-from headrace.paramserver.short_pauses import shorten_pauses
 
 __all__ = ["replica"]
 

@@ -9,12 +9,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.paramserver.catalog import Catalog, unpack_spec
-from headrace.paramserver.deltas import decode_delta
-from headrace.paramserver.follower import Update
-from headrace.paramserver.pending import RowDelta
+from headrace.paramserver.ingest.deltas import decode_delta
+from headrace.paramserver.ingest.sessions import Sessions
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.freshness import Histogram
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.pending import RowDelta
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.catalog import pack_spec
-from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
+from headrace.paramserver.store.catalog import pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import FLAG_DELETED, MAX_EPOCH, RecordLayout
 from headrace.schemas.tables import DType, TableSpec

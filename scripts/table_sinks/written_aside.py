@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.paramserver.snapshot_files import fsync_path
+from headrace.paramserver.files.durable_files import fsync_path
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 
 __all__ = ["check_place", "work_folder", "written_aside"]

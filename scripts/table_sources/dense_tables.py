@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.paramserver.catalog import unpack_spec
-from headrace.paramserver.row_chunk import RowChunk
+from headrace.paramserver.store.catalog import unpack_spec
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import StateKind, StateSpec, TableSpec

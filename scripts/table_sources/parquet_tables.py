@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.paramserver.catalog import unpack_spec
-from headrace.paramserver.row_chunk import RowChunk
+from headrace.paramserver.store.catalog import unpack_spec
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from headrace.paramserver.row_chunk import RowChunk
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, SpecMismatchError
 from headrace.schemas.tables import TableSpec
 

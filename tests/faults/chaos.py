@@ -34,12 +34,12 @@ from chaos_trainer_process import ChaosError, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headrace.paramserver.log_inspect import find_logs, inspect_log
-from headrace.paramserver.log_segments import list_segments
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.segment_file import SegmentFile
-from headrace.paramserver.shard_channel import EXIT_STORAGE
-from headrace.paramserver.store import RowStore
+from headrace.paramserver.log.log_inspect import find_logs, inspect_log
+from headrace.paramserver.log.log_segments import list_segments
+from headrace.paramserver.log.segment_file import SegmentFile
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.shard.shard_channel import EXIT_STORAGE
+from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.log_records import RecordKind
 
 __all__ = ["FAULTS", "Chaos", "ChaosError", "deck", "main"]

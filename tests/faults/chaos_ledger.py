@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.reader import Rows
+from headrace.paramserver.reading.reader import Rows
 
 __all__ = ["AckedDelta", "Findings", "Ledger"]
 

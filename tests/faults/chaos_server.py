@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 from held_ports import hold_ports
 
-from headrace.paramserver.config import ServerConfig
-from headrace.paramserver.data_dir import DataDir, is_in_use
-from headrace.paramserver.listeners import bind_listeners
-from headrace.paramserver.log_format import configure_logging
-from headrace.paramserver.ready_file import ReadyFile
-from headrace.paramserver.supervisor import Supervisor
+from headrace.paramserver.config.data_dir import DataDir, is_in_use
+from headrace.paramserver.config.server_config import ServerConfig
+from headrace.paramserver.process.log_format import configure_logging
+from headrace.paramserver.process.ready_file import ReadyFile
+from headrace.paramserver.supervisor.listeners import bind_listeners
+from headrace.paramserver.supervisor.supervisor import Supervisor
 
 HOST = "127.0.0.1"
 PROXY_HOST = "127.0.0.2"

@@ -26,22 +26,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.paramserver import (
-    applier,
-    ingest,
-    log_retention,
-    rpc_connection,
-    rpc_server,
-    sessions,
-    shard,
-    shard_process,
-)
-from headrace.paramserver.applier import ApplierConfig
-from headrace.paramserver.buffer_pool import BufferPool
-from headrace.paramserver.file_ops import SystemFileOps
-from headrace.paramserver.file_update_log import FileUpdateLog
-from headrace.paramserver.frames import FrameReader
-from headrace.paramserver.update_log import Append, DurableFuture
+from headrace.paramserver.files.file_ops import SystemFileOps
+from headrace.paramserver.ingest import ingest, sessions
+from headrace.paramserver.log.file_update_log import FileUpdateLog
+from headrace.paramserver.log.update_log import Append, DurableFuture
+from headrace.paramserver.rpc import rpc_connection, rpc_server
+from headrace.paramserver.rpc.buffer_pool import BufferPool
+from headrace.paramserver.rpc.frames import FrameReader
+from headrace.paramserver.shard import log_retention, shard, shard_process
+from headrace.paramserver.store import applier
+from headrace.paramserver.store.applier import ApplierConfig
 from headrace.schemas.messages import Segment
 
 _SYNCED = struct.Struct("<QQ")

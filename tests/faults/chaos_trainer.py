@@ -27,17 +27,17 @@ import torch
 from chaos_ledger import acked_deltas
 from torch import nn
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush import Message
-from headrace.streamer.rendezvous import Writer, find_store, open_session
-from headrace.streamer.shard_channel import ShardChannel
+from headrace.streamer.delivery.rendezvous import Writer, find_store, open_session
+from headrace.streamer.delivery.shard_channel import ShardChannel
+from headrace.streamer.flush.flush import Message
 
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
 RAW_SPECS = (

@@ -18,7 +18,7 @@ import torch
 from soak_rows import FREE, PAIR, TABLES, Watch, read_stamps
 from soak_trainer import Settled
 
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.replica.generation import Generation

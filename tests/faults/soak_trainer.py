@@ -16,7 +16,7 @@ from torch import nn
 
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Settled", "run_trainer"]
 

@@ -8,7 +8,7 @@ import chaos_shard
 import pytest
 from chaos import FAULTS, Chaos, ChaosError, deck
 
-from headrace.paramserver import log_retention, shard
+from headrace.paramserver.shard import log_retention, shard
 
 # One of each sort: the network, a process on either side, a disk that loses what it may. The long run has all.
 SHORT = ("bad_network", "kill_shard", "kill_trainer", "lost_unsynced")

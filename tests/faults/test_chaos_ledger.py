@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from chaos_ledger import AckedDelta, Ledger
 
-from headrace.paramserver.reader import Rows
+from headrace.paramserver.reading.reader import Rows
 
 ROW_IDS = np.array([3, 8], np.int64)
 

@@ -14,7 +14,7 @@ from held_ports import hold_ports
 from torch import nn
 
 from headrace import RawEmbeddingStreamer
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import UnavailableError
 from headrace.streamer.compare import compare_with_store
 

@@ -16,9 +16,9 @@ import pytest
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
 from headrace import cli
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader, Rows
-from headrace.paramserver.store_builder import StoreBuilder
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.snapshots.store_builder import StoreBuilder
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.scripts.backfill_send import RowPace
 
 

@@ -11,10 +11,10 @@ from sharded_training import whole_tables
 from table_rows import build
 
 from headrace import cli
-from headrace.paramserver.row_chunk import RowChunk
-from headrace.paramserver.snapshot_reader import SnapshotReader
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.scripts.bench_tables import snapshot_of
+from headrace.scripts.benches.bench_tables import snapshot_of
 
 pytest.importorskip("torchrec")
 from checkpoint_training import resume_on_rank, save_on_rank, start_on_rank

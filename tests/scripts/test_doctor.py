@@ -16,8 +16,8 @@ from held_ports import hold_ports
 from watched_server import watched_server
 
 from headrace.cli import main
-from headrace.paramserver.config import ServerConfig
-from headrace.paramserver.data_dir import DataDir
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.server_config import ServerConfig
 from headrace.scripts import doctor_checks
 from headrace.scripts.doctor import check_clock
 from headrace.scripts.doctor_checks import (

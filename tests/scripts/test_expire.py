@@ -14,9 +14,9 @@ import pytest
 from expiry_training import SPEC, train
 
 from headrace.cli import main
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.shard_link import Dial, ShardLink
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.shard_link import Dial, ShardLink
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 ROWS = range(1000)

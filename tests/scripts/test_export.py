@@ -21,12 +21,12 @@ from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot, values_of
 
 from headrace import cli
 from headrace.kernels.row_quantization import dequantize_rows, error_bound
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import export as export_module
-from headrace.scripts.bench_tables import snapshot_of
+from headrace.scripts.benches.bench_tables import snapshot_of
 from headrace.scripts.table_sinks import written_aside as written_aside_module
 from headrace.scripts.table_sinks.export_table import file_name_of
 from headrace.scripts.table_sinks.written_aside import work_folder, written_aside

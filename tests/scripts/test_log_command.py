@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.paramserver.file_update_log import FileUpdateLog
-from headrace.paramserver.update_log import UpdateLogConfig
+from headrace.paramserver.log.file_update_log import FileUpdateLog
+from headrace.paramserver.log.update_log import UpdateLogConfig
 
 _ENTRIES = (cli._Entry(name="log", target="headrace.scripts.log_command:log", help="Look into update logs."),)
 

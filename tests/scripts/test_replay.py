@@ -13,11 +13,11 @@ from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
 from headrace import cli
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.replay import Replay
-from headrace.paramserver.replay_source import ReplaySource, ReplaySummary
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.replay import Replay
+from headrace.paramserver.reading.replay_source import ReplaySource, ReplaySummary
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 

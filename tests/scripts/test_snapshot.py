@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 

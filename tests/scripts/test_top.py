@@ -21,8 +21,8 @@ from rich.console import Console
 from watched_server import say_hello
 
 from headrace.cli import main
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.metrics_families import ShardState
+from headrace.paramserver.metrics.metrics_families import ShardState
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.top import Frame, render
 

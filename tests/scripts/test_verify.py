@@ -15,10 +15,10 @@ import pytest
 from hellos import hello_of_writer
 
 from headrace.cli import main
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import digest_rows

@@ -11,7 +11,7 @@ from audited_training import audit_on_rank
 from ranks import run_ranks
 from torch import nn
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
 

@@ -10,7 +10,7 @@ import torch
 from fake_shard import FakeShard, FakeStore, Row
 from trainer_tables import POINTWISE, ROWWISE, Trained
 
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import ColumnShard, DType
 from headrace.streamer import compare

@@ -16,7 +16,7 @@ from held_ports import hold_ports
 from ranks import run_ranks
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer

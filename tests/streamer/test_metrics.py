@@ -14,7 +14,7 @@ from held_ports import hold_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import RawEmbeddingStreamer
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.metrics import StreamerCollector, serve_streamer

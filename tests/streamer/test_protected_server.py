@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from headrace.cli import main  # noqa: E402 (these need torch)
-from headrace.paramserver.launch import ServerProcess  # noqa: E402
-from headrace.paramserver.reader import EmbeddingReader  # noqa: E402
-from headrace.paramserver.security import Token, client_tls_context, load_token  # noqa: E402
+from headrace.paramserver.reading.reader import EmbeddingReader  # noqa: E402
+from headrace.paramserver.rpc.security import Token, client_tls_context, load_token  # noqa: E402
+from headrace.paramserver.supervisor.launch import ServerProcess  # noqa: E402
 from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError  # noqa: E402
 from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer  # noqa: E402
 

@@ -17,15 +17,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from headrace.paramserver.follower import ShardFollower
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.follower import ShardFollower
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.streamer import RawEmbeddingStreamer, install
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.tapped_table import TablePart
+from headrace.streamer.taps.tapped_table import TablePart
 
 FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": 5.0, "flush_timeout_s": WAIT_S}
 

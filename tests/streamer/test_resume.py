@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RowRangeError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 

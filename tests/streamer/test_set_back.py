@@ -12,7 +12,7 @@ import pytest
 from held_ports import hold_ports
 from set_back_training import ROWS, Trainer, put_back
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import StorageError
 from headrace.streamer import RawEmbeddingStreamer
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.paramserver.reader import EmbeddingReader, Rows
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 
 __all__ = ["Evicting", "VirtualTap", "evict_on_rank", "read_rows"]
 

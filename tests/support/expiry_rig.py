@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.paramserver.applier import Applier
-from headrace.paramserver.catalog import Table
-from headrace.paramserver.expiry_policy import ExpiryPolicy
-from headrace.paramserver.expiry_run import RunContext, TableReport, TableRun
-from headrace.paramserver.expiry_writer import TombstoneWriter
-from headrace.paramserver.ingest import Ingest
-from headrace.paramserver.memory_update_log import MemoryUpdateLog
-from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig
+from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy
+from headrace.paramserver.expiry.expiry_run import RunContext, TableReport, TableRun
+from headrace.paramserver.expiry.expiry_writer import TombstoneWriter
+from headrace.paramserver.ingest.ingest import Ingest
+from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hellos import hello_of_nobody, hello_of_writer
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec

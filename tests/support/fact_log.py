@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.paramserver import log_format
+from headrace.paramserver.process import log_format
 
 
 class FactLog(logging.Handler):

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from held_ports import hold_ports
 
-from headrace.paramserver.admission import ServerLimits
-from headrace.paramserver.rpc_server import Call, Peer, ThriftServer
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.schemas.errors import (
     FencedError,
     HeadraceError,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.paramserver.file_ops import SystemFileOps
+from headrace.paramserver.files.file_ops import SystemFileOps
 from headrace.schemas.messages import Segment
 
 __all__ = ["FaultyFileOps"]

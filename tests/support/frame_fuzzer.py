@@ -21,7 +21,7 @@ import numpy as np
 from hellos import hello_of_nobody
 from thrift_values import METHODS, call, example, nasty_messages
 
-from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from row_batches import SPEC, make_batch
 
-from headrace.paramserver.applier import Applier
-from headrace.paramserver.pending import Run
-from headrace.paramserver.row_reader import RowsRead
-from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.pending import Run
+from headrace.paramserver.store.row_reader import RowsRead
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import StorageError
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)

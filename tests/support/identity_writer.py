@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hellos import hello_of_writer
 
-from headrace.paramserver.client import ParamServerClient
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec

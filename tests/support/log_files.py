@@ -8,9 +8,9 @@ from pathlib import Path
 
 from faulty_file_ops import FaultyFileOps
 
-from headrace.paramserver.file_update_log import FileUpdateLog
-from headrace.paramserver.log_reader import LogReader
-from headrace.paramserver.update_log import UpdateLogConfig
+from headrace.paramserver.log.file_update_log import FileUpdateLog
+from headrace.paramserver.log.log_reader import LogReader
+from headrace.paramserver.log.update_log import UpdateLogConfig
 from headrace.schemas.log_records import (
     RECORD_HEADER_BYTES,
     SEAL_BYTES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from headrace.paramserver.metrics_families import ShardState
-from headrace.paramserver.metrics_sample import (
+from headrace.paramserver.metrics.metrics_families import ShardState
+from headrace.paramserver.metrics.metrics_sample import (
     CacheSample,
     ExpirySample,
     HistogramSample,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.streamer.tap import Tap
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.taps.tap import Tap
+from headrace.streamer.taps.tapped_table import TappedTable
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fake_service import WAIT_S, Served
 
-from headrace.paramserver.admission import ServerLimits
+from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, Segment, encode_message
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.paramserver.pending import Batch, RowDelta
-from headrace.paramserver.row_reader import RowsRead
+from headrace.paramserver.store.pending import Batch, RowDelta
+from headrace.paramserver.store.row_reader import RowsRead
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 

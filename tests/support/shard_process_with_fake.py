@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from headrace.paramserver import shard, shard_process
+from headrace.paramserver.shard import shard, shard_process
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, UnavailableError
 
 BEHAVIOUR = sys.argv[1]

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.admission import ServerLimits
-from headrace.paramserver.rpc_server import ThriftServer
-from headrace.paramserver.shard import Shard, open_shard
-from headrace.paramserver.shard_config import ShardConfig
+from headrace.paramserver.config.shard_config import ShardConfig
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_server import ThriftServer
+from headrace.paramserver.shard.shard import Shard, open_shard
 
 
 @contextlib.asynccontextmanager

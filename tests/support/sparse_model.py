@@ -14,7 +14,7 @@ from mirror import Mirror
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from headrace.streamer.tap import Tap, tap_model
+from headrace.streamer.taps.tap import Tap, tap_model
 
 torchrec = pytest.importorskip("torchrec")
 parallel = pytest.importorskip("torchrec.distributed.model_parallel")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.paramserver.row_chunk import RowChunk
-from headrace.paramserver.store_builder import StoreBuilder
+from headrace.paramserver.snapshots.store_builder import StoreBuilder
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.scripts.bench_tables import snapshot_of
+from headrace.scripts.benches.bench_tables import snapshot_of
 
 ITEMS = TableSpec(
     fqn="sparse.items.weight",

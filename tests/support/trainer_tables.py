@@ -10,11 +10,11 @@ import torch
 
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush import Flush
-from headrace.streamer.flusher import Flusher
-from headrace.streamer.rendezvous import Writer
-from headrace.streamer.staging import TORCH_DTYPES, StagingPool
-from headrace.streamer.tapped_table import TappedTable
+from headrace.streamer.delivery.rendezvous import Writer
+from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.flusher import Flusher
+from headrace.streamer.flush.staging import TORCH_DTYPES, StagingPool
+from headrace.streamer.taps.tapped_table import TappedTable
 
 POINTWISE = StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
 ROWWISE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)

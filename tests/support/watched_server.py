@@ -13,9 +13,9 @@ from typing import Any
 from hellos import hello_of_writer
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.tables import TableSpec
 
 WAIT_S = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from counted_training import Training
 
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.supervisor.launch import ServerProcess
 
 
 @pytest.fixture

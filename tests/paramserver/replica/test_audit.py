@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.audit import _audit_tables, why_left_out
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.memory_table import MemoryTable
-from headrace.paramserver.table_digest import TableDigest
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer

@@ -14,13 +14,13 @@ from counted_training import STORAGE, WAIT_S, Training, assert_equal, make_snaps
 from held_ports import hold_ports
 from watched_server import wait_until
 
-from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.replica.embedding_replica import Looked
 from headrace.paramserver.replica.table import ReplicaTable
-from headrace.paramserver.snapshot_files import verify_snapshot
-from headrace.paramserver.store import RowStore
+from headrace.paramserver.snapshots.snapshot_files import verify_snapshot
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
     ConfigError,
     CorruptionError,

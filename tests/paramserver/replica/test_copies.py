@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.ingest.sessions import Sessions
 from headrace.paramserver.replica import copies as copies_module
 from headrace.paramserver.replica.copies import Copies
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import ShardTail
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, SetBackError, StorageError
 from headrace.schemas.tables import DType, TableSpec
 

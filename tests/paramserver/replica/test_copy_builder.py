@@ -17,18 +17,18 @@ import pytest
 from hellos import hello_of_writer
 from shard_servers import serve_shards
 
-from headrace.paramserver import snapshot_client
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.replica import EmbeddingReplica, copy_builder
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots
 from headrace.paramserver.replica.storage import Storage
-from headrace.paramserver.shard import Shard
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot
-from headrace.paramserver.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.shard import Shard
+from headrace.paramserver.snapshots import snapshot_client
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, verify_snapshot
 from headrace.schemas.errors import GoneError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from row_batches import make_delta
 
-from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.pending import Batch, Part, coalesce
 from headrace.paramserver.replica.disk_stores import DiskStores
 from headrace.paramserver.replica.disk_table import DiskTable
-from headrace.paramserver.snapshot_files import hash_folder, part_folder
-from headrace.paramserver.store import RowStore
-from headrace.paramserver.store_config import StoreConfig
+from headrace.paramserver.snapshots.snapshot_files import hash_folder, part_folder
+from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.store.pending import Batch, Part, coalesce
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import StorageError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from row_batches import make_delta
 
-from headrace.paramserver.pending import RowDelta
 from headrace.paramserver.replica.disk_stores import DiskStores
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.version_gate import VersionGate
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.errors import StorageError, UnavailableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, TableSpec

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import BagTable, EmbeddingReplica, ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.config import DiskStorage
 from headrace.paramserver.replica.memory_table import MemoryTable
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer

@@ -16,10 +16,10 @@ from held_ports import hold_ports
 from torch import nn
 from watched_server import wait_until
 
-from headrace.paramserver.launch import ServerProcess
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
-from headrace.paramserver.security import Token
+from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
     ConfigError,
     RequestError,

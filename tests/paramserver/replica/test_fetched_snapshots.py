@@ -19,7 +19,7 @@ import pytest
 
 from headrace.paramserver.replica import fetched_snapshots
 from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots, snapshot_in_use
-from headrace.paramserver.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, hash_folder, verify_snapshot
 from headrace.schemas.errors import ConfigError, GoneError, StorageError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.paramserver.catalog import Catalog
+from headrace.paramserver.ingest.sessions import Sessions
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import Change, ShardTail
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import (
     GoneError,
     HeadraceError,

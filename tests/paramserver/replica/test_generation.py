@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from headrace.paramserver.catalog import Catalog, pack_spec
-from headrace.paramserver.follower import Update
+from headrace.paramserver.ingest.sessions import Sessions
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.freshness import Histogram
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.shard_tail import ShardTail
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.schemas.errors import CorruptionError, OverloadedError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message

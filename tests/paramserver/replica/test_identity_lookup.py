@@ -14,9 +14,9 @@ import torch
 from identity_writer import IdentityWriter, identity_spec, weights_of
 from shard_servers import serve_shards
 
+from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot
 from headrace.schemas.errors import RequestError, UnknownTableError
 from headrace.schemas.idl import idl
 

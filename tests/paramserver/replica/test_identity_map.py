@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_batches import SPEC, make_delta
 
-from headrace.paramserver.pending import RowDelta
 from headrace.paramserver.replica.identity_map import IdentityMap, size_of_identity_map
+from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.identity_claims import NO_IDENTITY
 from headrace.schemas.tables import ColumnShard, TableSpec
 

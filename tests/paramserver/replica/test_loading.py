@@ -18,7 +18,7 @@ from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.loading import load_live, load_snapshot
 from headrace.paramserver.replica.log_hold import CopyLease
 from headrace.paramserver.replica.memory_table import MemoryTable
-from headrace.paramserver.snapshot_files import verify_snapshot
+from headrace.paramserver.snapshots.snapshot_files import verify_snapshot
 from headrace.schemas.errors import CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.row_records import RecordLayout

@@ -18,16 +18,16 @@ from replica_endpoint import Endpoint, get, replica_endpoint
 from watched_server import WAIT_S, wait_until
 
 from headrace.cli import main
-from headrace.paramserver.address import parse_address
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
-from headrace.paramserver.ready_file import ReadyFile
+from headrace.paramserver.config.settings import flag_of, settings_of, show_default
+from headrace.paramserver.process.ready_file import ReadyFile
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import endpoint_process
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
-from headrace.paramserver.security import Token, client_tls_context
-from headrace.paramserver.settings import flag_of, settings_of, show_default
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.security import Token, client_tls_context
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolMismatchError,

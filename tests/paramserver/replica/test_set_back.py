@@ -14,10 +14,10 @@ from held_ports import hold_ports
 from set_back_training import ROWS, Trainer, put_back
 from watched_server import wait_until
 
-from headrace.paramserver.launch import ServerProcess
-from headrace.paramserver.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import SetBackError
 from headrace.streamer import RawEmbeddingStreamer
 

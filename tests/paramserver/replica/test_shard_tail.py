@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.paramserver import sessions as sessions_module
-from headrace.paramserver.catalog import Catalog
-from headrace.paramserver.follower import Update
+from headrace.paramserver.ingest import sessions as sessions_module
+from headrace.paramserver.ingest.sessions import Sessions
+from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.shard_tail import ShardTail
-from headrace.paramserver.sessions import Sessions
+from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.idl import idl
 
 

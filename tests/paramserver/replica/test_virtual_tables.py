@@ -12,12 +12,12 @@ import pytest
 import torch
 from hellos import hello_of_writer
 
-from headrace.paramserver.client import ParamServerClient
-from headrace.paramserver.launch import ServerProcess
+from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.config import DiskStorage
-from headrace.paramserver.shard_link import Dial
-from headrace.paramserver.snapshot_client import create_snapshot
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot
+from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import GoneError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed

@@ -1,0 +1,1 @@
+"""Expiry: which rows go, and their tombstones in the log."""

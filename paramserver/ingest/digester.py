@@ -1,0 +1,245 @@
+"""Digests of a shard's rows, for audits: as they are at one position of the log, in chunks, beside everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.ingest.ingest import Ingest
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.row_reader import ShardSource, read_rows
+from headrace.paramserver.store.row_store import RowStore
+from headrace.schemas.errors import RequestError
+from headrace.schemas.idl import idl
+from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
+from headrace.schemas.row_keys import decode_row_ids, key_prefix
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
+
+__all__ = ["Digester"]
+
+# Rows that are read at once: Python's other threads wait while rocksdict makes objects of them, about 1 µs a row.
+_ROWS_AT_ONCE = 2048
+# At first fewer: behind a small table's rows come those of others, which are read for nothing.
+_FIRST_ROWS_AT_ONCE = 64
+_MAX_BUCKETS = 256
+_MAX_ROW = 2**63 - 1
+_PRESENT = 1
+
+_Ids = npt.NDArray[np.int64]
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    table: Table
+    columns: ColumnShard
+    first_row: int
+    end_row: int
+    max_buckets: int
+    with_presence: bool
+    only_weights: bool
+
+
+class Digester:
+    """Answers `digestRows`. Thread: the loop's."""
+
+    def __init__(self, ingest: Ingest, applier: Applier, store: RowStore) -> None:
+        """Look at `store`, of which `applier` says which position of the log it is at."""
+        self._ingest, self._applier, self._store = ingest, applier, store
+        # One scan after the other: an audit may be slow, and reads have threads of their own.
+        self._turn = asyncio.Lock()
+
+    async def digest(self, request: Any) -> Any:
+        """Answer a `DigestRowsRequest`.
+
+        Raises:
+            RequestError: The request names what the table has not.
+            StorageError: RocksDB could not be read.
+
+        Cancellation: harmless.
+        """
+        query = self._check(request)
+        async with self._turn:
+            seq = self._ingest.accepted_seq
+            chunks: list[_Scan] = []
+            # Applying stands only while the iterators are made; they go on to see what there is now.
+            await self._applier.run_at(seq, lambda: chunks.append(_Scan(self._store, query)))
+            return await asyncio.to_thread(self._store.map_errors, lambda: chunks[0].run(seq))
+
+    def _check(self, request: Any) -> _Query:
+        table = self._ingest.catalog.find(request.fqn)
+        spec = table.spec
+        end_row = min(request.end_row, spec.num_rows or _MAX_ROW)
+        columns = ColumnShard(offset=request.column_offset, width=request.width)
+        if not request.first_row >= 0 or request.max_buckets < 1:
+            raise RequestError(f"rows from {request.first_row} on in {request.max_buckets} buckets: out of range")
+        if columns.offset < 0 or columns.width < 1 or columns.offset + columns.width > spec.dim:
+            raise RequestError(
+                f"table {spec.fqn!r} has {spec.dim} columns, not {columns.offset} to {columns.offset + columns.width}"
+            )
+        max_buckets = min(request.max_buckets, _MAX_BUCKETS)
+        return _Query(
+            table,
+            columns,
+            request.first_row,
+            end_row,
+            max_buckets,
+            request.with_presence,
+            bool(request.only_weights),
+        )
+
+
+class _Scan:
+    """One pass over a table, from the first row asked for on."""
+
+    def __init__(self, store: RowStore, query: _Query) -> None:
+        self._query = query
+        table_id = query.table.table_id
+        self._streams = [
+            _Stream(
+                store, prefix, query.first_row, query.end_row, ShardSource(query.table.layout_of(shard), None, True)
+            )
+            for shard in store.layouts(table_id)
+            for prefix in (key_prefix(table_id, shard),)
+        ]
+
+    def run(self, seq: int) -> Any:
+        """Return the reply. Thread: any; blocking."""
+        query, spec = self._query, self._query.table.spec
+        buckets: dict[int, tuple[int, int]] = {}
+        presence: dict[int, npt.NDArray[np.uint8]] = {}
+        next_row = query.end_row
+        for ids, weights, states in self._chunks(seq):
+            states = {} if query.only_weights else states
+            digests = digest_rows(ids, list(_columns(spec, weights, states, query.columns)))
+            for bucket, digest, count in zip(*(part.tolist() for part in bucket_digests(ids, digests)), strict=True):
+                if bucket not in buckets and len(buckets) == query.max_buckets:
+                    next_row = bucket * BUCKET_ROWS
+                    break
+                known = buckets.get(bucket, (0, 0))
+                buckets[bucket] = ((known[0] + digest) % 2**64, known[1] + count)
+                if query.with_presence:
+                    flags = presence.setdefault(bucket, np.zeros(BUCKET_ROWS, np.uint8))
+                    flags[ids[ids // BUCKET_ROWS == bucket] % BUCKET_ROWS] = 1
+            if next_row < query.end_row:
+                break
+        order = sorted(buckets)
+        return idl.DigestRowsReply(
+            buckets=np.array(order, "<i8").tobytes(),
+            digests=np.array([buckets[bucket][0] for bucket in order], "<u8").tobytes(),
+            counts=np.array([buckets[bucket][1] for bucket in order], "<i8").tobytes(),
+            presence=b"".join(np.packbits(presence[bucket], bitorder="little").tobytes() for bucket in order)
+            if query.with_presence
+            else None,
+            next_row=next_row,
+            seq=seq,
+        )
+
+    def _chunks(self, seq: int) -> Iterator[tuple[_Ids, _Array, dict[str, _Array]]]:
+        """Yield row ids, ascending, each once, with weights and states of whole rows; deleted ones are left out."""
+        query, streams = self._query, self._streams
+        spec, sources = query.table.spec, [stream.source for stream in streams]
+        while any([stream.fill() for stream in streams]):  # every one, so no generator
+            # Up to here every stream has all of its rows.
+            last_row = min(stream.last_row for stream in streams)
+            taken = [stream.take_up_to(last_row) for stream in streams]
+            if len(sources) == 1 and sources[0].layout.shard == spec.whole:
+                yield _whole_rows(spec, sources[0].layout, *taken[0])
+                continue
+            ids = np.unique(np.concatenate([ids for ids, _ in taken]))
+            values = dict(itertools.chain.from_iterable(pairs for _, pairs in taken))
+            # Values come from the scan; the reader, which puts column shards together, asks for them by key.
+            get = functools.partial(_get_all, values)
+            rows = read_rows(query.table.table_id, spec, sources, ids, get, seq=seq)
+            is_there = rows.presence == _PRESENT
+            yield ids[is_there], rows.weights[is_there], {name: state[is_there] for name, state in rows.states.items()}
+
+
+def _get_all(values: dict[bytes, bytes], keys: list[bytes]) -> list[bytes | None]:
+    return [*map(values.get, keys)]
+
+
+def _whole_rows(
+    spec: TableSpec, layout: RecordLayout, ids: _Ids, pairs: list[tuple[bytes, bytes]]
+) -> tuple[_Ids, _Array, dict[str, _Array]]:
+    """Return ids, weights and states of records that hold all columns."""
+    records, presence = layout.decode([value for _, value in pairs])
+    if not (is_there := presence == _PRESENT).all():
+        ids, records = ids[is_there], records[is_there]
+
+    def column(name: str) -> _Array:
+        of = layout.columns[name]
+        return np.ascontiguousarray(records[name]).view(of.dtype.numpy).reshape(ids.size, of.width)
+
+    return ids, column("weights"), {state.name: column(f"state:{state.name}") for state in spec.states}
+
+
+class _Stream:
+    """The records of one column shard, in the order of their rows."""
+
+    def __init__(self, store: RowStore, prefix: bytes, first_row: int, end_row: int, source: ShardSource) -> None:
+        self.source = source
+        self._store, self._prefix, self._end_row = store, prefix, end_row
+        self._last_key = prefix + first_row.to_bytes(8, "big")
+        self._pairs = store.scan_now(prefix, start=self._last_key)
+        self._held: list[tuple[bytes, bytes]] = []
+        self._ids: _Ids = np.empty(0, np.int64)
+        self._has_ended = False
+        self._rows_at_once = _FIRST_ROWS_AT_ONCE
+
+    @property
+    def last_row(self) -> int:
+        """Rows up to here are held, and none is missing."""
+        return _MAX_ROW if self._has_ended else int(self._ids[-1])
+
+    def fill(self) -> bool:
+        """Hold at least one row, if there is one."""
+        if not self._held and not self._has_ended:
+            held = list(itertools.islice(self._pairs, self._rows_at_once))
+            if held:
+                self._last_key = held[-1][0]
+            self._has_ended = len(held) < self._rows_at_once
+            if self._has_ended:
+                self._store.check_end(self._last_key)
+            self._rows_at_once = min(2 * self._rows_at_once, _ROWS_AT_ONCE)
+            if held and not held[-1][0].startswith(self._prefix):
+                self._has_ended = True
+                del held[bisect.bisect_left(held, True, key=self._is_beyond) :]
+            ids = decode_row_ids([key for key, _ in held])
+            num_wanted = int(np.searchsorted(ids, self._end_row))
+            self._has_ended |= num_wanted < ids.size
+            self._held, self._ids = held[:num_wanted], ids[:num_wanted]
+        return bool(self._held)
+
+    def _is_beyond(self, pair: tuple[bytes, bytes]) -> bool:
+        return not pair[0].startswith(self._prefix)
+
+    def take_up_to(self, last_row: int) -> tuple[_Ids, list[tuple[bytes, bytes]]]:
+        """Return and let go of the rows up to one."""
+        count = int(np.searchsorted(self._ids, last_row, side="right"))
+        taken = self._ids[:count], self._held[:count]
+        self._ids, self._held = self._ids[count:], self._held[count:]
+        return taken
+
+
+def _columns(spec: TableSpec, weights: _Array, states: dict[str, _Array], columns: ColumnShard) -> Iterator[_Array]:
+    """Yield the columns that count, as the trainer has them that holds these columns; of states, those given."""
+    part = slice(columns.offset, columns.offset + columns.width)
+    yield weights[:, part]
+    for state in spec.states:
+        if state.name not in states:
+            continue
+        if state.kind is StateKind.POINTWISE:
+            yield states[state.name][:, part]
+        elif columns == spec.whole:
+            yield states[state.name]

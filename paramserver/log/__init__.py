@@ -1,0 +1,1 @@
+"""The update log: the truth that the store is a view of."""

@@ -1,0 +1,248 @@
+"""What an update log holds, segment by segment, with every checksum checked. Read-only: safe beside a running server.
+
+Unlike `LogReader`, which stops at the first damage, this goes on and gathers all there is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.log.log_segments import fail_storage, list_segments
+from headrace.paramserver.log.segment_file import SegmentFile, damage
+from headrace.schemas.errors import ConfigError, CorruptionError
+from headrace.schemas.log_records import RecordHeader, RecordKind
+
+__all__ = ["LogReport", "SegmentReport", "find_logs", "inspect_log", "size_of_log"]
+
+# Server directory, shard directory, log directory.
+_MAX_DEPTH = 2
+
+Range = tuple[int, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class SegmentReport:
+    """What a segment holds. Ranges are (least, greatest), None without any.
+
+    Attributes:
+        path: The file.
+        log_id: In hex; None if the header cannot be read, as the next two.
+        first_seq: Of the first record.
+        created_us: Microseconds since 1970.
+        sealed_us: Microseconds since 1970; None for a segment without a seal: the newest, while it is written or
+            after a crash.
+        last_seq: Of the last record; first seq − 1 without any.
+        num_records: Intact ones.
+        size_bytes: Of the file.
+        record_bytes: In intact records.
+        epochs: Trainer runs.
+        steps: The field `step` of the records' headers.
+        times_us: Their field `time_us`, microseconds since 1970.
+        damage: One line for each damage, with file and offset.
+    """
+
+    path: Path
+    size_bytes: int
+    log_id: str | None = None
+    first_seq: int | None = None
+    last_seq: int | None = None
+    created_us: int | None = None
+    sealed_us: int | None = None
+    num_records: int = 0
+    record_bytes: int = 0
+    epochs: Range | None = None
+    steps: Range | None = None
+    times_us: Range | None = None
+    damage: list[str] = field(default_factory=list)
+
+    def count(self, record: RecordHeader, fields: dict[str, Any]) -> None:
+        """Take an intact record into account."""
+        self.num_records += 1
+        self.record_bytes += record.size_bytes
+        self.last_seq = record.seq
+        self.epochs = _widen(self.epochs, record.epoch)
+        self.steps = _widen(self.steps, fields.get("step"))
+        self.times_us = _widen(self.times_us, fields.get("time_us"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogReport:
+    """What a log holds.
+
+    Attributes:
+        path: Its directory.
+        segments: Oldest first.
+        damage: One line for each damage, with the file; all segments' and what is wrong between them.
+    """
+
+    path: Path
+    segments: list[SegmentReport]
+    damage: list[str]
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Return the directories of update logs at or below a path: that of a log, a shard or a server.
+
+    Raises:
+        ConfigError: It is not a directory, or there is none in it.
+        StorageError: A directory cannot be read.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: not a directory")
+    found: list[Path] = []
+    level = [path]
+    try:
+        for _ in range(_MAX_DEPTH + 1):
+            found += [directory for directory in level if list_segments(directory)]
+            level = [Path(entry) for directory in level for entry in os.scandir(directory) if entry.is_dir()]
+    except OSError as exc:
+        fail_storage(path, exc, doing="listing")
+    if not found:
+        raise ConfigError(f"{path}: holds no update log; name the directory of a server, of a shard or of its log")
+    return sorted(found)
+
+
+def size_of_log(path: Path) -> int:
+    """Return the bytes in a log's segments: what `inspect_log` has to read.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    size_bytes = 0
+    try:
+        for segment in list_segments(path):
+            if segment.exists():  # it may be trimmed meanwhile
+                size_bytes += segment.stat().st_size
+    except OSError as exc:
+        fail_storage(path, exc, doing="listing")
+    return size_bytes
+
+
+def inspect_log(path: Path, *, on_progress: Callable[[int], None] = lambda _: None) -> LogReport:
+    """Read a log from end to end and check it.
+
+    Args:
+        path: The log's directory.
+        on_progress: Called now and then with the number of bytes done since the last call.
+
+    Raises:
+        StorageError: A file cannot be read.
+
+    Thread: any. It blocks.
+    """
+    try:
+        paths = list_segments(path)
+    except OSError as exc:
+        fail_storage(path, exc, doing="listing")
+    segments: list[SegmentReport] = []
+    for segment in paths:
+        try:
+            segments.append(_inspect_segment(segment, on_progress, is_last=segment == paths[-1]))
+        except FileNotFoundError:
+            continue  # trimmed since it was listed
+    found = [line for report in segments for line in report.damage]
+    for before, after in pairwise(segments):
+        found += _between(before, after)
+    return LogReport(path=path, segments=segments, damage=found)
+
+
+def _inspect_segment(path: Path, on_progress: Callable[[int], None], *, is_last: bool) -> SegmentReport:
+    report = SegmentReport(path=path, size_bytes=path.stat().st_size)
+    try:
+        file = SegmentFile(path)
+    except CorruptionError as exc:
+        report.damage.append(str(exc))
+        on_progress(report.size_bytes)
+        return report
+    with file:
+        seal = file.read_seal()
+        if seal is None and not is_last:
+            report.damage.append(str(damage(path, file.limit, "no seal, and not the last segment")))
+        report.sealed_us = None if seal is None else seal.sealed_us
+        if seal is None:
+            _walk_open(file, report, on_progress)
+        else:
+            _walk_sealed(file, report, on_progress)
+    return report
+
+
+def _begin(file: SegmentFile, report: SegmentReport) -> None:
+    header = file.header
+    report.log_id, report.created_us = header.log_id.hex(), header.created_us
+    report.first_seq, report.last_seq = header.first_seq, header.first_seq - 1
+    report.num_records = report.record_bytes = 0
+    report.epochs = report.steps = report.times_us = None
+
+
+def _walk_open(file: SegmentFile, report: SegmentReport, on_progress: Callable[[int], None]) -> None:
+    """Walk a segment that may be written to meanwhile: damage is what is still there at a second look."""
+    damaged_at = -1
+    done = 0
+
+    def visit(record: RecordHeader, fields: dict[str, Any]) -> None:
+        nonlocal done
+        report.count(record, fields)
+        if file.offset > done:  # not twice, at a second look
+            on_progress(file.offset - done)
+            done = file.offset
+
+    while True:
+        _begin(file, report)
+        try:
+            file.scan_tail(visit)
+            break
+        except CorruptionError as exc:
+            if file.offset == damaged_at:
+                report.damage.append(str(exc))
+                break
+            damaged_at = file.offset
+            file.refresh()
+    on_progress(max(0, report.size_bytes - done))
+
+
+def _walk_sealed(file: SegmentFile, report: SegmentReport, on_progress: Callable[[int], None]) -> None:
+    """Walk a segment that does not change: on behind a damaged record, up to the first damaged header."""
+    _begin(file, report)
+    start = 0
+    expected = file.header.first_seq
+    try:
+        while (record := file.peek()) is not None and record.kind is RecordKind.DATA:
+            if record.seq != expected:
+                raise damage(file.path, file.offset, f"seq {record.seq} where {expected} should be")
+            try:
+                fields, _ = file.read_data(record)
+                report.count(record, fields)
+            except CorruptionError as exc:
+                report.damage.append(str(exc))
+                report.last_seq = record.seq
+            expected += 1
+            file.offset += record.size_bytes
+            on_progress(file.offset - start)
+            start = file.offset
+        if record is None or record.kind is not RecordKind.SEAL or record.seq != expected - 1:
+            raise damage(file.path, file.offset, f"neither record {expected} nor the seal")
+    except CorruptionError as exc:
+        report.damage.append(str(exc))
+    on_progress(max(0, report.size_bytes - start))
+
+
+def _between(before: SegmentReport, after: SegmentReport) -> list[str]:
+    """Return what is wrong between two segments, as far as they can be read."""
+    found = []
+    if None not in (before.log_id, after.log_id) and before.log_id != after.log_id:
+        found.append(f"{after.path}: a segment of another log than {before.path.name}")
+    # What ends in damage has said so; where it would have ended is not known.
+    if before.last_seq is not None and after.first_seq not in (None, before.last_seq + 1) and not before.damage:
+        found.append(f"{after.path}: a segment is missing before it: {before.path.name} ends at seq {before.last_seq}")
+    return found
+
+
+def _widen(found: Range | None, value: Any) -> Range | None:
+    if not isinstance(value, int):
+        return found
+    return (value, value) if found is None else (min(found[0], value), max(found[1], value))

@@ -1,0 +1,1 @@
+"""What every process of ours has: log lines, pauses kept short, a ready file."""

@@ -1,0 +1,63 @@
+"""Keeps a log readable when something goes wrong a thousand times a second.
+
+Of warnings and errors that say the same, a burst is let through and the rest of a window counted; then one line says
+how many there were. Info is never held back: each of its facts is one event.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from headrace.paramserver.process.log_format import fact
+
+__all__ = ["RepeatFilter", "limit_repeats"]
+
+_log = logging.getLogger(__name__)
+_MAX_KINDS = 256
+
+
+class RepeatFilter(logging.Filter):
+    """Lets a burst of each kind of record through in a window of time. Kinds differ by logger, level and message.
+
+    Thread: any; a handler's lock is held while it is asked.
+    """
+
+    def __init__(
+        self, *, burst: int = 20, window_s: float = 10.0, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Hold nothing back yet.
+
+        Args:
+            burst: Records of one kind in a window.
+            window_s: Its length, seconds.
+            clock_s: Monotonic seconds.
+        """
+        super().__init__()
+        self._burst, self._window_s, self._clock_s = burst, window_s, clock_s
+        self._began_s = clock_s()
+        self._counts: dict[tuple[str, int, str], int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether a record goes out; tell first what was held back in a window that has ended."""
+        if record.name == _log.name:
+            return True
+        now_s = self._clock_s()
+        if now_s - self._began_s >= self._window_s or len(self._counts) >= _MAX_KINDS:
+            held_back = [(*kind, count - self._burst) for kind, count in self._counts.items() if count > self._burst]
+            self._counts.clear()
+            seconds, self._began_s = round(now_s - self._began_s, 1), now_s
+            for name, level, message, count in held_back:
+                fact(_log, level, "repeated", what=message, of=name, times=count, within_s=seconds)
+        if not logging.WARNING <= record.levelno < logging.CRITICAL:
+            return True
+        kind = (record.name, record.levelno, record.getMessage())
+        self._counts[kind] = count = self._counts.get(kind, 0) + 1
+        return count <= self._burst
+
+
+def limit_repeats() -> None:
+    """Put a `RepeatFilter` before each handler of the root logger, as `configure_logging` has made them."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RepeatFilter())

@@ -1,0 +1,308 @@
+"""What of a server's update logs a replay takes: which records, their rows, and what their tables are.
+
+Reads only, and takes no lock: the server may be running. Records are checked as they are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.ingest.ingest import KIND_BATCH, KIND_HELLO
+from headrace.paramserver.log.log_inspect import find_logs
+from headrace.paramserver.log.log_reader import LogReader
+from headrace.paramserver.log.update_log import LogRecord
+from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.paramserver.store.row_store import RowStore
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, ProtocolError, UnknownTableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
+
+_Range = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRange:
+    """Which records, and which tables of them. Bounds are inclusive; None leaves a side open.
+
+    Attributes:
+        from_seq: First position in the log; only with the log of one shard, as the next.
+        to_seq: Last position.
+        from_step: First step of the trainer.
+        to_step: Last step.
+        since_us: Earliest wall clock of the trainer, microseconds since 1970.
+        until_us: Latest.
+        tables: Fully qualified names; empty takes all.
+    """
+
+    from_seq: int | None = None
+    to_seq: int | None = None
+    from_step: int | None = None
+    to_step: int | None = None
+    since_us: int | None = None
+    until_us: int | None = None
+    tables: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for first, last, names in (
+            (self.from_seq, self.to_seq, "--from-seq is above --to-seq"),
+            (self.from_step, self.to_step, "--from-step is above --to-step"),
+            (self.since_us, self.until_us, "--since is later than --until"),
+        ):
+            if first is not None and last is not None and first > last:
+                raise ConfigError(f"{names}: nothing can be in between")
+
+    def takes(self, header: dict[str, Any]) -> bool:
+        """Say whether a batch's record is within steps and times, and has one of the tables."""
+        return (
+            _is_within(header["step"], self.from_step, self.to_step)
+            and _is_within(header["time_us"], self.since_us, self.until_us)
+            and (not self.tables or not self.tables.isdisjoint(header["tables"]))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBatch:
+    """One record's part in a replay.
+
+    Attributes:
+        seq: Position in its log.
+        epoch: First half of the version of all rows.
+        step: Second half.
+        time_us: The trainer's wall clock, microseconds since 1970.
+        deltas: `idl.TableDelta` structs of the tables that are taken; their columns are views.
+        size_bytes: Of the record's body.
+    """
+
+    seq: int
+    epoch: int
+    step: int
+    time_us: int
+    deltas: list[Any]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class TableSummary:
+    """What a replay takes of one table. Ranges are (least, greatest).
+
+    Attributes:
+        num_rows: Rows with values, each as often as it was written.
+        num_deleted: Rows that are deleted.
+        epochs: Trainer runs.
+        steps: Steps.
+    """
+
+    num_rows: int = 0
+    num_deleted: int = 0
+    epochs: _Range | None = None
+    steps: _Range | None = None
+
+
+@dataclass(slots=True)
+class ReplaySummary:
+    """What a replay takes.
+
+    Attributes:
+        num_records: Records of the logs.
+        size_bytes: Of their bodies.
+        tables: By name.
+        times_us: (earliest, latest) wall clock of the trainer, microseconds since 1970.
+    """
+
+    num_records: int = 0
+    size_bytes: int = 0
+    tables: dict[str, TableSummary] = field(default_factory=dict)
+    times_us: _Range | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables, deleted ones included."""
+        return sum(table.num_rows + table.num_deleted for table in self.tables.values())
+
+    def add(self, batch: ReplayBatch) -> None:
+        """Take a batch into account."""
+        self.num_records += 1
+        self.size_bytes += batch.size_bytes
+        self.times_us = _widen(self.times_us, batch.time_us)
+        for delta in batch.deltas:
+            table = self.tables.setdefault(delta.fqn, TableSummary())
+            table.num_rows += len(delta.row_ids) // 8
+            table.num_deleted += len(delta.deleted_row_ids or b"") // 8
+            table.epochs = _widen(table.epochs, batch.epoch)
+            table.steps = _widen(table.steps, batch.step)
+
+
+class SourceLog:
+    """One shard's log, and the records of it that are looked at.
+
+    Attributes:
+        path: Its directory.
+        log_id: In hex; tells it from every other log.
+        first_seq: First record that is looked at.
+        last_seq: Last one.
+    """
+
+    def __init__(self, path: Path, wanted: ReplayRange) -> None:
+        """Take stock.
+
+        Raises:
+            GoneError: `from_seq` has been removed.
+            StorageError: A file cannot be read.
+            CorruptionError: A segment is damaged or missing.
+        """
+        self.path = path
+        self._reader = LogReader(path)
+        segments = self._reader.segments
+        self.log_id = segments[0].header.log_id.hex() if segments else ""
+        self.first_seq = self._reader.first_seq if wanted.from_seq is None else wanted.from_seq
+        self.last_seq = min(self._reader.last_seq, self._reader.last_seq if wanted.to_seq is None else wanted.to_seq)
+        if self.first_seq < self._reader.first_seq:
+            raise GoneError(
+                f"{path}: --from-seq {self.first_seq}: the log begins at seq {self._reader.first_seq}, what was before "
+                "has been removed"
+            )
+
+    def read(self, from_seq: int | None = None, to_seq: int | None = None) -> Iterator[LogRecord]:
+        """Yield the records that are looked at, or those of another range, checked."""
+        last_seq = self.last_seq if to_seq is None else to_seq
+        first_seq = self.first_seq if from_seq is None else from_seq
+        if first_seq > last_seq:
+            return
+        for record in self._reader.read(first_seq):
+            if record.seq > last_seq:
+                return
+            yield record
+
+    def read_before(self) -> Iterator[LogRecord]:
+        """Yield the records before those that are looked at."""
+        return self.read(self._reader.first_seq, self.first_seq - 1)
+
+
+class ReplaySource:
+    """The logs of a replay, and what is taken of them.
+
+    Attributes:
+        logs: In the order of their shards.
+        wanted: Which records and tables.
+        specs: Of the tables that were met; complete after `summarize`.
+
+    Thread: any; everything blocks.
+    """
+
+    def __init__(self, path: Path, wanted: ReplayRange) -> None:
+        """Find the logs at or below a path: the directory of a server, of a shard or of a log.
+
+        Raises:
+            ConfigError: There is none, or there are several and the range is one of seqs.
+            GoneError: `from_seq` has been removed.
+            StorageError: A file cannot be read.
+            CorruptionError: A segment is damaged or missing.
+        """
+        paths = find_logs(path)
+        if len(paths) > 1 and (wanted.from_seq is not None or wanted.to_seq is not None):
+            raise ConfigError(
+                f"--from-seq and --to-seq count in one shard's log, and {path} holds {len(paths)}: name one of them, "
+                f"such as {paths[0]}"
+            )
+        self.wanted = wanted
+        self.logs = [SourceLog(log, wanted) for log in paths]
+        self.specs: dict[str, TableSpec] = {}
+
+    def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
+        """Read all of the range once, check it, and learn what the tables are.
+
+        Args:
+            on_progress: Called with the number of bytes that were read since the last call.
+
+        Raises:
+            ConfigError: There is nothing in the range.
+            UnknownTableError: A table that was asked for is not in the logs.
+            CorruptionError: A record is damaged, naming file and offset, or is none of a shard's.
+        """
+        summary = ReplaySummary()
+        for log in self.logs:
+            for batch in self.batches(log, on_progress=on_progress):
+                summary.add(batch)
+        self._complete_specs(self.wanted.tables | summary.tables.keys())
+        if unknown := sorted(self.wanted.tables - self.specs.keys()):
+            near = difflib.get_close_matches(unknown[0], self.specs, n=3) or sorted(self.specs)[:8]
+            raise UnknownTableError(
+                f"--table {unknown[0]!r}: no such table in the log; there is {', '.join(near) or 'none'}"
+            )
+        if not summary.num_records:
+            seqs = ", ".join(f"{log.path}: seq {log.first_seq} to {log.last_seq}" for log in self.logs)
+            raise ConfigError(f"nothing to replay: no record with rows is in that range ({seqs})")
+        if lost := sorted(summary.tables.keys() - self.specs.keys()):
+            raise CorruptionError(f"what table {lost[0]!r} is stands neither in the log nor in the store beside it")
+        return summary
+
+    def batches(self, log: SourceLog, *, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[ReplayBatch]:
+        """Yield what is taken of one log, in its order.
+
+        Raises:
+            CorruptionError: A record is damaged, or is none of a shard's.
+        """
+        for record in log.read():
+            on_progress(record.body.nbytes)
+            batch = self._batch_of(log, record)
+            if batch is not None:
+                yield batch
+
+    def _batch_of(self, log: SourceLog, record: LogRecord) -> ReplayBatch | None:
+        header = record.header
+        try:
+            if header["kind"] == KIND_HELLO:
+                self._learn(header)
+                return None
+            if header["kind"] != KIND_BATCH:
+                raise ValueError(f"of kind {header['kind']!r}, which this version does not know")
+            if not self.wanted.takes(header):
+                return None
+            offset = decode_header(record.body).body_offset
+            request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
+        except (ProtocolError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"{log.path}: record {record.seq} is no batch of a shard: {exc}") from exc
+        tables = self.wanted.tables
+        deltas = [delta for delta in request.deltas if not tables or delta.fqn in tables]
+        if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
+            return None  # a step's end without rows
+        epoch = request.epoch if request.version_epoch is None else request.version_epoch
+        return ReplayBatch(record.seq, epoch, request.step, request.time_us, deltas, record.body.nbytes)
+
+    def _learn(self, header: dict[str, Any]) -> None:
+        for spec in map(unpack_spec, header["tables"]):
+            self.specs.setdefault(spec.fqn, spec)
+
+    def _complete_specs(self, needed: frozenset[str] | set[str]) -> None:
+        """Look for tables that were registered before the range: in the log, and in what the store has kept."""
+        for log in self.logs:
+            if needed <= self.specs.keys():
+                return
+            # Records that retention has removed are in the store's files: that is why they could be removed.
+            if (log.path.parent / "store" / "CURRENT").is_file():
+                store = RowStore.open_read_only(log.path.parent / "store")
+                try:
+                    for table in Catalog(store.read_meta()):
+                        self.specs.setdefault(table.spec.fqn, table.spec)
+                finally:
+                    store.close()
+            if needed <= self.specs.keys():
+                return
+            for record in log.read_before():
+                if record.header.get("kind") == KIND_HELLO:
+                    self._learn(record.header)
+
+
+def _is_within(value: int, first: int | None, last: int | None) -> bool:
+    return (first is None or value >= first) and (last is None or value <= last)
+
+
+def _widen(found: _Range | None, value: int) -> _Range:
+    return (value, value) if found is None else (min(found[0], value), max(found[1], value))

@@ -1,0 +1,416 @@
+"""A client of one shard: many calls in flight on one connection, answered in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import socket
+import ssl
+from types import TracebackType
+from typing import Any, Self, cast
+
+from thriftpy2.thrift import TApplicationException
+
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.frame_writer import FrameWriter
+from headrace.paramserver.rpc.frames import Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc.tcp import keep_alive
+from headrace.schemas.durations import format_seconds
+from headrace.schemas.errors import (
+    HeadraceError,
+    ProtocolError,
+    ProtocolMismatchError,
+    RequestError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from headrace.schemas.idl import error_from_idl, idl
+from headrace.schemas.messages import (
+    CALL,
+    EXCEPTION,
+    REPLY,
+    MessageHeader,
+    decode_header,
+    decode_struct,
+    encode_message,
+    size_of_segments,
+)
+
+__all__ = ["DEFAULT_MAX_FRAME_BYTES", "ParamServerClient"]
+
+DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
+_MAX_SEQID = 2**31 - 1
+# Calls whose caller has gone, for his deadline or by cancellation, and whose answer may still come. A server that owes
+# more than this is not answering at all.
+_MAX_ABANDONED = 4096
+_CLOSE_TIMEOUT_S = 1.0
+_SCRATCH_BYTES = 128 * 2**10
+_SMALL_FRAME_BYTES = 32 * 2**10
+
+_Reply = tuple[MessageHeader, memoryview]
+
+
+class ParamServerClient:
+    """One connection to one shard. Use it on one event loop; calls may overlap.
+
+    Calls raise the server's errors as the classes of `headrace.schemas.errors`, and `UnavailableError` when the
+    connection is lost or a deadline passes; then the request may have taken effect or not. Their replies' `binary`
+    fields are read-only views that stay valid as long as they are referred to.
+
+    Cancellation: a call that is cancelled while its frame is being written closes the connection; at any other moment
+    the connection and the other calls go on.
+
+    Attributes:
+        address: Host and port it connected to.
+        max_frame_bytes: Longest request that the server takes, as its hello told; 64 MiB before.
+    """
+
+    def __init__(self, protocol: _ClientProtocol, address: str) -> None:
+        """Made by `connect`."""
+        self.address = address
+        self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
+        self._protocol = protocol
+        self._last_seqid = 0
+
+    @classmethod
+    async def connect(
+        cls,
+        host: str,
+        port: int,
+        *,
+        timeout_s: float = 10.0,
+        ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+        max_reply_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    ) -> ParamServerClient:
+        """Connect; say `hello` next.
+
+        Args:
+            host: Name or address.
+            port: TCP port.
+            timeout_s: For the connection and its TLS handshake, seconds.
+            ssl_context: For TLS, as `client_tls_context` makes it.
+            server_hostname: Name that the server's certificate must have; `host` when None.
+            max_reply_bytes: A server that announces a longer reply is cut off.
+
+        Raises:
+            UnavailableError: Nobody answers there in time.
+            UnauthorizedError: The server's certificate, or for it ours, is not good.
+
+        Cancellation: atomic; nothing stays open.
+        """
+        address = format_address(host, port)
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, protocol = await asyncio.get_running_loop().create_connection(
+                    lambda: _ClientProtocol(address, max_reply_bytes),
+                    host,
+                    port,
+                    ssl=ssl_context,
+                    server_hostname=(server_hostname or host) if ssl_context is not None else None,
+                )
+        except TimeoutError as exc:
+            raise UnavailableError(
+                f"no connection to {address} within {format_seconds(timeout_s)}: the host is down, or a firewall is in "
+                "between"
+            ) from exc
+        except ssl.SSLCertVerificationError as exc:
+            raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
+        except OSError as exc:
+            raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
+        return cls(protocol, address)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is gone, by `close` or by itself: every further call fails."""
+        return self._protocol.lost is not None
+
+    async def hello(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `hello` with an `idl.HelloRequest`; note the limits in its `idl.HelloReply`."""
+        reply = await self._call("hello", request, timeout_s)
+        self.max_frame_bytes = reply.limits.max_frame_bytes
+        return reply
+
+    async def set_embeddings(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `setEmbeddings` with an `idl.SetEmbeddingsRequest`; return its `idl.SetEmbeddingsReply`.
+
+        The request's columns are not copied: they must not change before this returns or raises.
+        """
+        return await self._call("setEmbeddings", request, timeout_s)
+
+    async def get_embeddings(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `getEmbeddings` with an `idl.GetEmbeddingsRequest`; return its `idl.GetEmbeddingsReply`."""
+        return await self._call("getEmbeddings", request, timeout_s)
+
+    async def find_rows(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `findRows` with an `idl.FindRowsRequest`; return its `idl.FindRowsReply`."""
+        return await self._call("findRows", request, timeout_s)
+
+    async def status(self, *, timeout_s: float = 10.0) -> Any:
+        """Call `status`; return its `idl.StatusReply`."""
+        return await self._call("status", None, timeout_s)
+
+    async def fetch_updates(self, request: Any, *, timeout_s: float = 10.0) -> Any:
+        """Call `fetchUpdates` with an `idl.FetchUpdatesRequest`; return its `idl.FetchUpdatesReply`.
+
+        Args:
+            request: Its `wait_ms` is how long the server may wait before it answers.
+            timeout_s: How long the answer may take beyond that, seconds.
+        """
+        return await self._call("fetchUpdates", request, request.wait_ms / 1000 + timeout_s)
+
+    async def digest_rows(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Add up digests of rows."""
+        return await self._call("digestRows", request, timeout_s)
+
+    async def create_snapshot(self, request: Any, *, timeout_s: float = 600.0) -> Any:
+        """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`."""
+        return await self._call("createSnapshot", request, request.wait_ms / 1000 + timeout_s)
+
+    async def finish_snapshot(self, request: Any, *, timeout_s: float = 60.0) -> Any:
+        """Call `finishSnapshot`."""
+        return await self._call("finishSnapshot", request, timeout_s)
+
+    async def fetch_snapshot(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `fetchSnapshot`."""
+        return await self._call("fetchSnapshot", request, timeout_s)
+
+    async def expire_rows(self, request: Any, *, timeout_s: float = 30.0) -> Any:
+        """Call `expireRows`; `timeout_s` comes on top of the request's `wait_ms`."""
+        return await self._call("expireRows", request, request.wait_ms / 1000 + timeout_s)
+
+    async def close(self) -> None:
+        """Close the connection; calls in flight fail with `UnavailableError`. Again is harmless.
+
+        Cancellation: the connection closes all the same.
+        """
+        await self._protocol.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
+        args_class, result_class = _CLASSES[name]
+        args = args_class(request=request) if request is not None else args_class()
+        seqid = self._next_seqid()
+        segments = encode_message(name, CALL, seqid, args)
+        size_bytes = size_of_segments(segments)
+        if size_bytes > self.max_frame_bytes:
+            raise RequestError(
+                f"{name} to {self.address}: a request of {size_bytes} bytes; the server reads {self.max_frame_bytes}"
+            )
+        try:
+            header, frame = await self._protocol.exchange(seqid, segments, timeout_s)
+        except TimeoutError as exc:
+            why = "" if self._protocol.has_answered else ": what listens there hangs, or is no Headrace server"
+            raise UnavailableError(
+                f"{name} to {self.address}: no answer within {format_seconds(timeout_s)}{why}"
+            ) from exc
+        try:
+            return _result_of(name, header, frame, result_class)
+        except ProtocolError as exc:
+            self._protocol.fail(exc)
+            raise
+
+    def _next_seqid(self) -> int:
+        self._last_seqid = self._last_seqid % _MAX_SEQID + 1
+        return self._last_seqid
+
+
+def _reason(exc: OSError) -> str:
+    # asyncio's own text names only the address, which is known; that of TLS and of name lookup says more than a number.
+    if isinstance(exc, ssl.SSLError) and exc.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS; turn TLS on or off on both sides"
+    if isinstance(exc, ConnectionResetError):  # amid the handshake: without TLS there is nothing to reset yet
+        return "it hung up on the TLS handshake; turn TLS on or off on both sides"
+    if isinstance(exc, socket.gaierror):
+        return f"{exc.strerror}; is the host's name right?"
+    # A name with several addresses: all that failed stand in one text.
+    numbers = {exc.errno} if exc.errno else {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(exc))}
+    if type(exc).__module__ != "builtins" or not numbers:
+        return exc.strerror or str(exc) or type(exc).__name__
+    text = ", ".join(os.strerror(number) for number in sorted(numbers))
+    return text + ("; is the server running, and is this its port?" if errno.ECONNREFUSED in numbers else "")
+
+
+_CLASSES = {
+    name: (getattr(idl.ParameterServer, f"{name}_args"), getattr(idl.ParameterServer, f"{name}_result"))
+    for name in idl.ParameterServer.thrift_services
+}
+
+
+def _result_of(name: str, header: MessageHeader, frame: memoryview, result_class: type[Any]) -> Any:
+    """Return what a reply holds, or raise the error that it reports."""
+    if header.name != name or header.kind not in (REPLY, EXCEPTION):
+        raise ProtocolError(f"the answer to {name} is a message of kind {header.kind} named {header.name!r}")
+    if header.kind == EXCEPTION:
+        error = decode_struct(TApplicationException, frame, header.body_offset)
+        if error.type == TApplicationException.UNKNOWN_METHOD:
+            raise ProtocolMismatchError(f"the server has no method {name}; it is older than this client")
+        raise HeadraceError(f"{name} failed in the server: {error.message}")
+    result = decode_struct(result_class, frame, header.body_offset)
+    if result.error is not None:
+        raise error_from_idl(result.error)
+    if result.success is None:
+        raise ProtocolError(f"the answer to {name} is empty")
+    return result.success
+
+
+def _expire(future: asyncio.Future[_Reply]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
+        future.exception()  # marks it as seen: its call may be writing yet, and then meets its own deadline
+
+
+def _again(error: HeadraceError) -> HeadraceError:
+    """Return a copy to raise: one instance raised in several tasks would mix their tracebacks."""
+    return type(error)(str(error))
+
+
+class _ClientProtocol(asyncio.BufferedProtocol):
+    """The connection under a client: matches replies to calls."""
+
+    def __init__(self, address: str, max_reply_bytes: int) -> None:
+        self.lost: HeadraceError | None = None  # why the connection is of no more use
+        self._address = address
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._is_tls = False
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._pending: dict[int, asyncio.Future[_Reply]] = {}
+        self._abandoned: set[int] = set()
+        # No deadline of its own: each call brings one.
+        self._writer = FrameWriter(timeout_s=None)
+        self._reader: FrameReader[bool] = FrameReader(
+            max_frame_bytes=max_reply_bytes,
+            # Of this connection alone, so it may be larger than a server's: many answers come with one system call.
+            scratch=new_scratch(_SCRATCH_BYTES),
+            small_frame_bytes=_SMALL_FRAME_BYTES,
+            pool=None,
+            admit=lambda length: True,
+            deliver=self._deliver,
+            refuse=lambda head, error: None,
+        )
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a message has come from the server."""
+        return self._reader.num_begun > 0
+
+    async def exchange(self, seqid: int, segments: list[Any], timeout_s: float) -> _Reply:
+        """Send a call and return its reply, or raise `TimeoutError`. Cancellation: as `ParamServerClient` says."""
+        if self.lost is not None:
+            raise _again(self.lost)
+        future: asyncio.Future[_Reply] = self._loop.create_future()
+        if seqid in self._pending or seqid in self._abandoned:
+            raise UnavailableError(f"{self._address} has not answered for 2^31 calls")
+        self._pending[seqid] = future
+        # A bare timer and not `asyncio.timeout`, which costs as much as encoding a small call.
+        timer = self._loop.call_later(timeout_s, _expire, future)
+        is_sent = False
+        try:
+            if not self._writer.try_send(segments):
+                async with asyncio.timeout(timeout_s):
+                    await self._writer.send(segments)
+            is_sent = True
+            return await future
+        except UnavailableError as exc:
+            lost: HeadraceError | None = self.lost
+            raise _again(lost or UnavailableError(f"{self._address}: {exc}")) from None
+        finally:
+            timer.cancel()
+            # Still there when no reply has come. A frame that was cut has closed the connection.
+            if self._pending.pop(seqid, None) is not None and is_sent:
+                self._abandon(seqid)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Give the connection up; every call in flight raises `error`."""
+        if self.lost is None:
+            self.lost = error
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(_again(self.lost))
+                future.exception()  # marks it as seen: its call may be writing yet, and then raises `lost` itself
+        self._reader.stop()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def close(self) -> None:
+        """Close in peace, or by force when the peer takes too long."""
+        if self._transport is not None:
+            if self.lost is None:
+                self.lost = UnavailableError(f"{self._address}: the connection is closed")
+            if self._pending:
+                self.fail(self.lost)
+            # Twice would be once too often: asyncio's TLS transport then forgets its connection and never ends.
+            elif not self._transport.is_closing():
+                self._writer.flush()
+                self._transport.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.shield(self._closed)
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+            await asyncio.shield(self._closed)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._writer.attach(self._transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            keep_alive(sock)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        reason = f": {exc}" if exc is not None else ""
+        if self._is_tls and not self.has_answered:
+            # The server's asyncio closes without TLS's own word for it.
+            reason += ", before any answer; it may ask for a client certificate of an authority that it trusts"
+        elif not self.has_answered:
+            reason += ", before any answer; it is stopping, speaks TLS, or is no Headrace server"
+        self.fail(self.lost or UnavailableError(f"{self._address} closed the connection{reason}"))
+        self._writer.detach()
+        self._closed.set_result(None)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            self._reader.buffer_updated(nbytes)
+        except ProtocolError as exc:
+            self.fail(ProtocolError(f"{self._address}: {exc}"))
+
+    def pause_writing(self) -> None:
+        self._writer.pause()
+
+    def resume_writing(self) -> None:
+        self._writer.resume()
+
+    def _deliver(self, frame: Frame[bool]) -> None:
+        header = decode_header(frame.data)  # its ProtocolError comes out of the reader's buffer_updated
+        if header.seqid in self._abandoned:
+            self._abandoned.remove(header.seqid)
+            return
+        future = self._pending.pop(header.seqid, None)
+        if future is None:
+            raise ProtocolError(f"an answer with seqid {header.seqid}, which no call has")
+        if not future.done():
+            future.set_result((header, frame.data))
+
+    def _abandon(self, seqid: int) -> None:
+        if self.lost is not None:
+            return
+        self._abandoned.add(seqid)
+        if len(self._abandoned) > _MAX_ABANDONED:
+            self.fail(UnavailableError(f"{self._address} owes {_MAX_ABANDONED} answers"))

@@ -1,0 +1,201 @@
+"""Frames into a transport: one at a time, long columns as they lie in memory, never more than the peer takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from headrace.paramserver.rpc.frames import PREFIX
+from headrace.schemas.durations import format_seconds
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.messages import Segment, size_of_segments
+
+__all__ = ["FrameWriter"]
+
+# A frame that is not longer is copied into one piece, which costs less than a second system call.
+_JOIN_BYTES = 64 * 2**10
+# In a longer frame, segments up to here are joined with their neighbours.
+_SHORT_SEGMENT_BYTES = 16 * 2**10
+# Long segments are written in pieces of this size. Python 3.11's transport copies what the kernel does not take at once
+# into a bytearray: with pieces, and a wait for the kernel between them, that is at most one piece.
+_PIECE_BYTES = 256 * 2**10
+
+
+class FrameWriter:
+    """Writes frames to one connection, in the order in which `send` was called.
+
+    The transport's buffer is kept empty: a frame's next piece is written when the kernel has taken the last one. Of the
+    short frames that are sent within one turn of the event loop the first goes out at once, so that a single call waits
+    for nothing, and the others together when the turn ends.
+
+    Holds at most 128 KiB of short frames, and the transport as much again, or one piece.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, *, timeout_s: float | None) -> None:
+        """Wait for `attach`.
+
+        Args:
+            timeout_s: A peer that does not take a frame within this time, seconds, is cut off; None leaves the
+                deadline to the callers of `send`.
+        """
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport | None = None
+        self._lock = asyncio.Lock()
+        self._num_waiting = 0  # senders that hold the lock or wait for it
+        self._drained: asyncio.Future[None] | None = None  # while the transport's buffer holds something
+        self._corked = bytearray()  # whole short frames that go out when this turn of the loop ends
+        self._is_corking = False  # a short frame has been written in this turn
+        self._has_ended = False
+
+    def attach(self, transport: asyncio.WriteTransport) -> None:
+        """Begin to write to `transport`, whose protocol calls `pause`, `resume` and `detach`."""
+        # At 0 the TLS transport would report a full buffer for good, since it compares with ≥.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0, low=0)
+        self._transport = transport
+
+    def detach(self) -> None:
+        """Note that the connection is lost; whoever waits is told."""
+        self._transport = None
+        self._corked.clear()
+        self.resume()
+
+    def pause(self) -> None:
+        """Note that the transport has bytes that the kernel does not take."""
+        if self._drained is None:
+            self._drained = self._loop.create_future()
+
+    def resume(self) -> None:
+        """Note that the kernel has taken everything."""
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def end(self) -> None:
+        """Hand the short frames that wait to the transport, and take no more; call it before the transport's end."""
+        self.flush()
+        self._has_ended = True
+
+    def flush(self) -> None:
+        """Hand the short frames that wait to the transport."""
+        if self._corked and self._transport is not None:
+            corked, self._corked = self._corked, bytearray()
+            self._write_short(self._transport, corked)
+
+    async def send(self, segments: Sequence[Segment]) -> None:
+        """Write one frame; return when its segments may change: its bytes are copied, or have left this process.
+
+        Args:
+            segments: The message, from `encode_message`.
+
+        Raises:
+            UnavailableError: The connection is lost, or the peer took too long and has been cut off.
+
+        Cancellation: before the frame's first byte nothing has happened; later the connection is aborted.
+        """
+        if self.try_send(segments):
+            return
+        self._num_waiting += 1
+        try:
+            async with self._lock:
+                await self._send_in_turn(segments)
+        finally:
+            self._num_waiting -= 1
+
+    def try_send(self, segments: Sequence[Segment]) -> bool:
+        """Write a frame if it is short and nothing is in its way, else do nothing and return False.
+
+        Raises:
+            UnavailableError: The connection is lost.
+        """
+        size_bytes = size_of_segments(segments)
+        if size_bytes > _JOIN_BYTES or self._num_waiting or self._drained is not None:
+            return False
+        transport = self._open_transport()
+        if self._is_corking:
+            self._corked += PREFIX.pack(size_bytes)
+            for segment in segments:
+                self._corked += segment
+            if len(self._corked) > _JOIN_BYTES:
+                self.flush()
+        else:
+            self._is_corking = True
+            self._loop.call_soon(self._end_turn)
+            self._write_short(transport, b"".join((PREFIX.pack(size_bytes), *segments)))
+        return True
+
+    def _end_turn(self) -> None:
+        self._is_corking = False
+        self.flush()
+
+    def _write_short(self, transport: asyncio.WriteTransport, frames: bytes | bytearray) -> None:
+        transport.write(frames)
+        if self._drained is not None and self._timeout_s is not None:
+            self._loop.call_later(self._timeout_s, self._check_drained, self._drained)
+
+    def _check_drained(self, drained: asyncio.Future[None]) -> None:
+        if not drained.done() and self._transport is not None:
+            self._transport.abort()
+
+    async def _send_in_turn(self, segments: Sequence[Segment]) -> None:
+        """Write a frame when all before it have left; the caller holds the lock."""
+        deadline_s = None if self._timeout_s is None else self._loop.time() + self._timeout_s
+        self.flush()
+        await self._drain(deadline_s)
+        transport = self._open_transport()
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        try:
+            for piece in _pieces(segments, size_of_segments(segments)):
+                self._open_transport().write(piece)
+                await self._drain(deadline_s)
+                if is_tls:
+                    # Python 3.11's TLS transport learns that the socket was lost a turn of the loop later, and what is
+                    # written until then is lost with a warning each.
+                    await asyncio.sleep(0)
+                if transport.is_closing() or self._transport is None:
+                    raise UnavailableError("the connection was lost")
+        except BaseException:
+            transport.abort()
+            raise
+
+    async def _drain(self, deadline_s: float | None) -> None:
+        if self._drained is None:
+            return
+        transport = self._transport
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                # Shielded: a cancelled sender must not end the wait of those behind it.
+                await asyncio.shield(self._drained)
+        except TimeoutError as exc:
+            if transport is not None:
+                transport.abort()
+            assert self._timeout_s is not None
+            raise UnavailableError(f"the peer did not take a frame within {format_seconds(self._timeout_s)}") from exc
+
+    def _open_transport(self) -> asyncio.WriteTransport:
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._has_ended:
+            raise UnavailableError("the connection is closed")
+        return transport
+
+
+def _pieces(segments: Sequence[Segment], size_bytes: int) -> Iterator[Segment | bytearray]:
+    """Yield a frame's bytes: its length and short segments joined, long ones as views of bounded length."""
+    short = bytearray(PREFIX.pack(size_bytes))
+    longest = _JOIN_BYTES if size_bytes <= _JOIN_BYTES else _SHORT_SEGMENT_BYTES
+    for segment in segments:
+        is_short = len(segment) <= longest
+        if is_short:
+            short += segment
+        if short and (not is_short or len(short) > _JOIN_BYTES + PREFIX.size):
+            yield short
+            short = bytearray()  # a new one: the transport may still hold the other
+        if is_short:
+            continue
+        view = memoryview(segment)
+        for start in range(0, len(view), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+    if short:
+        yield short

@@ -1,0 +1,1 @@
+"""One shard: its Thrift methods and its process."""

@@ -1,0 +1,1 @@
+"""Snapshots: cut, copied, published, fetched, read and restored."""

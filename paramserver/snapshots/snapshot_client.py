@@ -1,0 +1,313 @@
+"""Snapshots from outside: orders a cut of all shards at one step, and brings a snapshot to another machine.
+
+All shards are asked for the first step from S on at which the run stands exactly. A trainer ends each step on every
+shard, so they name the same one, unless some had passed S before they were asked: then their parts are dropped and all
+are asked again, for a step further on. Nothing has to stop for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+
+from headrace.paramserver.config.server_config import DEFAULT_PORT
+from headrace.paramserver.files.durable_files import fsync_path
+from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, check_file
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    OverloadedError,
+    StorageError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
+
+__all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
+
+# One attempt waits this long for the run; a trainer that flushes less often needs more of them.
+_ATTEMPT_S = 10.0
+_CHUNK_BYTES = 8 << 20
+# A server that is away for longer ends a fetch, which can be taken up again.
+_PATIENCE_S = 60.0
+_MAX_MANIFEST_BYTES = 1 << 30
+
+
+async def create_snapshot(
+    address: str,
+    *,
+    dial: Dial,
+    name: str | None = None,
+    run: str | None = None,
+    at_step: bool = True,
+    timeout_s: float,
+    lease_s: int = 0,
+) -> SnapshotManifest:
+    """Make a snapshot of a running server and return its manifest once it is published.
+
+    Args:
+        address: `host:port` of any shard.
+        dial: How to connect, as an admin.
+        name: Its name; None for the time of day.
+        run: Whose steps the cut is at; None for the run of the highest epoch.
+        at_step: False cuts each shard now, at no common step; for a store whose run has ended between steps.
+        timeout_s: Give up when the run has not stood exactly at a step on all shards by then.
+        lease_s: The server removes it when nobody has read of it for so long, seconds; 0 for one that stays.
+
+    Raises:
+        UnavailableError: A shard is away, or the run did not come to such a step.
+        ConfigError: There is no such run.
+        HeadraceError: A shard refuses, or its disk failed. Nothing is published.
+
+    Cancellation: nothing is published; what the shards have copied is swept after a day.
+    """
+    name = check_snapshot_name(name or datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ"))
+    links = await _connect(address, dial)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        parts = await _cut(links, name, run if at_step else None, at_step, deadline_s)
+        created_us = time.time_ns() // 1000
+        manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
+        finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode())
+        await links[0].finish_snapshot(finish)
+        return manifest
+    except BaseException:
+        await _discard(links[0], name)
+        raise
+    finally:
+        await asyncio.gather(*(link.close() for link in links))
+
+
+async def newest_snapshot(address: str, *, dial: Dial) -> SnapshotManifest:
+    """Return the manifest of a running server's newest snapshot.
+
+    Args:
+        address: `host:port` of any shard.
+        dial: How to connect.
+
+    Raises:
+        GoneError: There is none.
+        UnavailableError: The server is not there.
+        CorruptionError: What has come is no manifest.
+
+    Cancellation: harmless.
+    """
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    link = ShardLink(dial, host, port)
+    try:
+        await link.refresh()
+        return SnapshotManifest.decode(await _fetch_manifest(link, ""))
+    finally:
+        await link.close()
+
+
+async def fetch_snapshot(
+    address: str,
+    directory: Path,
+    *,
+    dial: Dial,
+    name: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SnapshotManifest:
+    """Bring a published snapshot into a directory, checked, and return its manifest.
+
+    What an interrupted call has brought already is not fetched again. The copy has no lease: it is the caller's.
+
+    Args:
+        address: `host:port` of any shard.
+        directory: Where `NAME/` goes; made when it is not there.
+        dial: How to connect.
+        name: Snapshot; empty for the newest.
+        on_progress: Called with (bytes so far, bytes in all).
+
+    Raises:
+        ConfigError: There is another snapshot of its name in the directory.
+        GoneError: There is no such snapshot, or it was removed meanwhile; then what has come is removed, too.
+        UnavailableError: The server is not there, or has gone for long.
+        CorruptionError: A file came damaged, twice.
+        StorageError: The disk failed.
+
+    Cancellation: what has come stays, and a later call goes on from there.
+    """
+    files = SnapshotFiles(directory)
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    link = ShardLink(dial, host, port)
+    try:
+        await link.refresh()
+        manifest = replace(SnapshotManifest.decode(await _fetch_manifest(link, name)), lease_s=0)
+        if (published := await asyncio.to_thread(_published, files, manifest.name)) is not None:
+            if replace(published, lease_s=0) != manifest:
+                raise ConfigError(
+                    f"{files.folder_of(manifest.name)} is another snapshot of that name: remove it, or fetch elsewhere"
+                )
+            return published
+        done, total = 0, manifest.size_bytes
+        folder = files.new_folder(manifest.name)
+        for path, file in manifest.files().items():
+            try:
+                await _fetch_file(link, manifest.name, path, file, folder)
+            except GoneError:  # and so is what a later call would go on from
+                await asyncio.to_thread(files.discard, manifest.name)
+                raise
+            done += file.size_bytes
+            if on_progress is not None:
+                on_progress(done, total)
+        await asyncio.to_thread(files.publish, manifest)
+        return manifest
+    finally:
+        await link.close()
+
+
+async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:
+    """Remove a published snapshot from a running server.
+
+    Args:
+        address: `host:port` of any shard.
+        name: Snapshot.
+        dial: How to connect, as an admin.
+
+    Raises:
+        GoneError: There is no such snapshot.
+        UnavailableError: The server is not there.
+        HeadraceError: The server refuses.
+
+    Cancellation: it is removed or not.
+    """
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    link = ShardLink(dial, host, port)
+    try:
+        await link.refresh()
+        await link.finish_snapshot(idl.FinishSnapshotRequest(name=check_snapshot_name(name), removes=True))
+    finally:
+        await link.close()
+
+
+async def _connect(address: str, dial: Dial) -> list[ShardLink]:
+    host, port = parse_address(address, default_port=DEFAULT_PORT)
+    first = ShardLink(dial, host, port)
+    try:
+        hello = await first.refresh()
+    finally:
+        await first.close()
+    links = []
+    for shard in sorted(hello.shards, key=lambda shard: shard.shard):
+        expected = idl.HelloReply(server_id=hello.server_id, shard=shard.shard, limits=hello.limits)
+        links.append(ShardLink(dial, shard.host or host, shard.port, expected))
+    return links
+
+
+async def _cut(links: list[ShardLink], name: str, run: str | None, at_step: bool, deadline_s: float) -> list[ShardPart]:
+    """Return the parts of all shards, all at one step."""
+    ahead = 0
+    while True:
+        epoch, step = await _where(links, run) if at_step else (0, -1)
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        request = idl.CreateSnapshotRequest(
+            name=name, epoch=epoch, min_step=step + ahead, wait_ms=round(min(left_s, _ATTEMPT_S) * 1000)
+        )
+        # Each is waited for, whatever the others say: a part that is still being made cannot be dropped.
+        results = await asyncio.gather(*(link.create_snapshot(request) for link in links), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, UnavailableError | OverloadedError) or time.monotonic() >= deadline_s:
+                raise error
+        parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
+        if not errors and len({part.step for part in parts}) == 1:
+            return parts
+        if time.monotonic() >= deadline_s:
+            raise UnavailableError("the shards did not come to one step in time: the run is too fast for it")
+        await _discard(links[0], name)
+        # Some had passed the step before they were asked, or the run stands still.
+        ahead = 0 if errors else min(2 * ahead + 1, 1 << 20)
+
+
+async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:
+    """Return (epoch, highest step that a shard has of it); epoch 0 for a store that nobody has written to."""
+    replies = await asyncio.gather(*(link.status() for link in links))
+    clients = [client for reply in replies for client in reply.clients if run is None or client.run == run]
+    if run is not None and not clients:
+        raise ConfigError(f"--run {run}: no writer of that run is known here")
+    epoch = max((client.epoch for client in clients if client.world_size != 0), default=0)
+    return epoch, max((client.step for client in clients if client.epoch == epoch), default=-1)
+
+
+async def _discard(link: ShardLink, name: str) -> None:
+    try:
+        await link.finish_snapshot(idl.FinishSnapshotRequest(name=name))
+    except HeadraceError:
+        return  # swept later; what went wrong before is what matters
+
+
+async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
+    data = b""
+    while True:
+        reply = await _piece(link, name, "", len(data))
+        name = reply.name
+        data += bytes(reply.data)
+        if len(data) >= reply.size_bytes:
+            return data
+        if not reply.data or reply.size_bytes > _MAX_MANIFEST_BYTES:
+            raise CorruptionError(f"{link.address}: the manifest of snapshot {name!r} does not come whole")
+
+
+async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotFile, folder: Path) -> None:
+    """Bring one file, going on where an earlier call has stopped; once more from the beginning if it is damaged."""
+    target = folder / path
+    for attempt in range(2):
+        await asyncio.to_thread(_make_folder, target.parent)
+        try:
+            async with aiofiles.open(target, "ab") as file:
+                while (size_bytes := await file.tell()) < expected.size_bytes:
+                    reply = await _piece(link, name, path, size_bytes)
+                    if not reply.data:
+                        raise CorruptionError(f"{link.address}: {path} of snapshot {name!r} ends at {size_bytes} bytes")
+                    await file.write(reply.data)
+        except OSError as exc:
+            raise StorageError(f"{target}: {exc.strerror or exc}") from exc
+        try:
+            await asyncio.to_thread(_settle, target, expected)
+            return
+        except CorruptionError:
+            if attempt:
+                raise
+            await asyncio.to_thread(target.unlink)
+
+
+async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:
+    request = idl.FetchSnapshotRequest(name=name, path=path, offset=offset, max_bytes=_CHUNK_BYTES)
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await retry(lambda: link.fetch_snapshot(request))
+    except TimeoutError as exc:
+        raise UnavailableError(f"{link.address}: no piece of snapshot {name!r} within {_PATIENCE_S:g} s") from exc
+
+
+def _published(files: SnapshotFiles, name: str) -> SnapshotManifest | None:
+    return files.manifest_of(name) if files.folder_of(name).exists() else None
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StorageError(f"{path}: {exc.strerror or exc}") from exc
+
+
+def _settle(path: Path, expected: SnapshotFile) -> None:
+    check_file(path, expected)
+    try:
+        fsync_path(path)
+        fsync_path(path.parent)
+    except OSError as exc:
+        raise StorageError(f"{path}: {exc.strerror or exc}") from exc

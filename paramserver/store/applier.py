@@ -1,0 +1,455 @@
+"""From the update log to RocksDB: acked batches are coalesced and applied behind the acks, and read meanwhile.
+
+A batch is submitted when it is durable. Its rows can be read at once, from the overlay (`pending.py`), and get into
+RocksDB a window of batches at a time, with the log position last: a hot row is written once for all of them, and large
+files are compacted less often. Rows stay in the frames in which they came until they are written, and are copied once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.process.short_pauses import step_back
+from headrace.paramserver.process.tracing import span
+from headrace.paramserver.store.apply_backlog import Backlog, Entry
+from headrace.paramserver.store.buffer_readers import BufferReaders
+from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
+from headrace.paramserver.store.overlay import Overlay
+from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce
+from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
+from headrace.paramserver.store.row_store import RowStore
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.identity_claims import CLAIMS
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["Applier", "ApplierConfig"]
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApplierConfig:
+    """Settings of an applier.
+
+    Attributes:
+        window_bytes: Batches that are coalesced and written together, with what coalescing them takes; one at least.
+            More of it writes a hot row less often; so much waits to be written while as much is being written.
+        hold_s: How long rows wait for others to be written with, seconds; 0 does not wait. Neither reads nor acks wait
+            for it: it costs memory, and that much more log to apply after a crash.
+        quiet_s: They wait no longer when no batch has come for so long, seconds.
+        flush_bytes: RocksDB is flushed after this much has been written to it, so that a restart replays no more.
+        flush_interval_s: It is flushed at least this often when something has been written, seconds.
+        num_read_threads: Reads that look things up at the same time.
+    """
+
+    window_bytes: int = 96 << 20
+    hold_s: float = 0.0
+    quiet_s: float = 0.1
+    flush_bytes: int = 256 << 20
+    flush_interval_s: float = 30.0
+    num_read_threads: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: One is out of range.
+        """
+        for name in ("window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"applier setting {name} is {getattr(self, name)}, not above 0")
+
+
+@dataclass(slots=True)
+class _Task:
+    """Something to do with the store at one position of the log."""
+
+    seq: int
+    work: Callable[[], None]
+    done: asyncio.Future[None]
+
+
+class Applier:
+    """Applies batches to a store, and reads rows whether they are applied or not. Use it with `async with`.
+
+    Attributes:
+        applied_seq: Every batch up to here is in RocksDB.
+        submitted_seq: Every batch up to here can be read.
+        pending_bytes: What batches that are not in RocksDB, or that readers look at, hold in memory.
+        num_rows_submitted: Rows of all batches that are in RocksDB.
+        num_rows_applied: Rows that were written for them.
+        failed: Why nothing is applied any more; None while all is well.
+
+    Thread: the loop's, for every method.
+    """
+
+    def __init__(
+        self, store: RowStore, *, config: ApplierConfig | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Apply to `store`, which the caller closes after this.
+
+        Args:
+            store: Where rows go; nobody else writes to it meanwhile.
+            config: Settings.
+            clock: Monotonic seconds.
+        """
+        self._store = store
+        self._config = config or ApplierConfig()
+        self._clock = clock
+        self.applied_seq = self.submitted_seq = store.applied_seq
+        self.pending_bytes = 0
+        self.num_rows_submitted = self.num_rows_applied = 0
+        self.failed: HeadraceError | None = None
+        self._overlay = Overlay()
+        self._backlog = Backlog(
+            newest_seq=store.applied_seq,
+            window_bytes=self._config.window_bytes,
+            hold_s=self._config.hold_s,
+            quiet_s=self._config.quiet_s,
+            clock=clock,
+        )
+        self._to_write = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._tasks_at: deque[_Task] = deque()  # by seq
+        self._held: deque[Batch] = deque()  # not released yet, oldest first
+        self._readers = BufferReaders()
+        self._flushed_at_s = clock()
+        self._flushing: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._is_closing = self._is_closed = False
+
+    async def __aenter__(self) -> Applier:
+        self._loop = asyncio.get_running_loop()
+        # Acks wait for the event loop and the log's writer, not for this.
+        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=step_back)
+        self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
+        self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
+        self._task = asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def submit(self, batch: Batch) -> None:
+        """Take a durable batch; from now on it can be read. Never blocks: see `wait_below`.
+
+        Args:
+            batch: Of a higher seq than all before.
+
+        Raises:
+            HeadraceError: `failed`, or UnavailableError after `close`; the batch was not taken.
+        """
+        self._check()
+        assert batch.seq > self.submitted_seq, f"batch {batch.seq} after {self.submitted_seq}"
+        parts = self._overlay.add(batch)
+        self.submitted_seq = batch.seq
+        self.pending_bytes += batch.size_bytes
+        self._held.append(batch)
+        if self._backlog.add(batch, parts):
+            self._to_write.set()
+
+    async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
+        """Return rows of one table; see `read_many`."""
+        return (await self.read_many([(table_id, spec, row_ids)]))[0]
+
+    async def read_many(self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]]) -> list[RowsRead]:
+        """Return the newest acked values of rows of tables, applied or not, all as of one moment.
+
+        Args:
+            wanted: Of each table its number, what it is, and int64[n], valid ids of the table, which may repeat.
+
+        Returns:
+            In the order asked for.
+
+        Raises:
+            StorageError: RocksDB could not be read.
+            UnavailableError: After `close`.
+
+        Cancellation: nothing changes; the look-up may end by itself later.
+        """
+        seq, get = self.submitted_seq, self._store.get
+        sources = [self._overlay.sources_of(number, spec, self._store.layouts(number)) for number, spec, _ in wanted]
+
+        def read() -> list[RowsRead]:
+            pairs = zip(wanted, sources, strict=True)
+            return [read_rows(number, spec, of, row_ids, get, seq=seq) for (number, spec, row_ids), of in pairs]
+
+        return await self._look(read)
+
+    async def find(self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64]) -> FoundRows:
+        """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.
+
+        Args:
+            table_id: Number of the table.
+            spec: What the table is; it has identities.
+            identities: int64[n], any order; may repeat.
+
+        Raises:
+            StorageError: RocksDB could not be read.
+            UnavailableError: After `close`.
+
+        Cancellation: nothing changes; the look-up may end by itself later.
+        """
+        search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
+        while not search.has_ended:
+            # Both views are of this moment: there is no await between them.
+            claims = self._overlay.claims_source(table_id)
+            sources = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id))
+            await self._look(search.attempt, table_id, spec, claims, sources, get)
+        return search.result()
+
+    async def _look(self, work: Callable[..., _T], *args: Any, **settings: Any) -> _T:
+        """Call something that looks at sources, in a thread, while the buffers that they refer to are kept."""
+        if self._is_closing or self._task is None:
+            raise UnavailableError("the store is closing")
+        ticket = self._readers.begin()
+        future = self._read_pool.submit(work, *args, **settings)
+        # Not when the caller stops waiting: the thread looks at the frames until it is done.
+        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._readers.end, ticket))
+        return await asyncio.wrap_future(future)
+
+    def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Call something in the applier's thread while RocksDB holds exactly the batches up to `seq`.
+
+        Applying waits for it; acks go on.
+
+        Args:
+            seq: Not below `submitted_seq`, nor below that of an earlier call.
+            work: Blocking; it may read and flush the store.
+
+        Returns:
+            Done when `work` has returned; fails with what it raised, or when the applier fails or closes first.
+
+        Raises:
+            HeadraceError: `failed`, or UnavailableError after `close`.
+        """
+        self._check()
+        assert seq >= max(self.submitted_seq, self._tasks_at[-1].seq if self._tasks_at else 0)
+        task = _Task(seq, work, self._loop.create_future())
+        self._tasks_at.append(task)
+        self._apply_now(seq)
+        return task.done
+
+    async def wait_applied(self, seq: int) -> None:
+        """Return when every batch up to `seq` is in RocksDB; its rows wait for no others from now on.
+
+        Raises:
+            HeadraceError: `failed`, or UnavailableError when closed first.
+
+        Cancellation: atomic.
+        """
+        self._apply_now(seq)
+        await self._wait_until(lambda: self.applied_seq >= seq)
+
+    async def wait_failed(self) -> HeadraceError:
+        """Return why nothing is applied any more: `failed`, or UnavailableError when closed first.
+
+        Cancellation: atomic.
+        """
+        try:
+            await self._wait_until(lambda: False)
+        except HeadraceError as exc:
+            return exc
+        raise AssertionError("what never is has been")
+
+    async def wait_below(self, max_bytes: int) -> None:
+        """Return when `pending_bytes` is at most `max_bytes`: admission holds back acks with it.
+
+        Raises:
+            HeadraceError: `failed`, or UnavailableError when closed first.
+
+        Cancellation: atomic.
+        """
+        if self.pending_bytes > max_bytes:
+            self._apply_now(self.submitted_seq)
+        await self._wait_until(lambda: self.pending_bytes <= max_bytes)
+
+    async def close(self) -> None:
+        """Apply what has been submitted, flush, and stop; after a failure only stop. Idempotent.
+
+        Buffers of batches that could not be applied are released too: the log has them.
+
+        Raises:
+            StorageError: The last flush failed; the update log has the rows.
+
+        Cancellation: the closing goes on; call it again to wait for it.
+        """
+        if self._task is None:
+            return
+        self._is_closing = True
+        self._apply_now(self.submitted_seq)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(self._task), name="headrace-applier-close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, task: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.wait([task])
+            if self._flushing is not None:
+                await asyncio.wait([self._flushing])
+            if self.failed is None and self._store.durable_seq < self.applied_seq:
+                await self._loop.run_in_executor(self._flush_pool, self._store.flush)
+        finally:
+            for pool in (self._read_pool, self._flush_pool, self._write_pool):
+                await asyncio.to_thread(pool.shutdown)
+            while self._held:
+                self._release_oldest()
+            self._is_closed = True
+            self._wake_waiters()
+
+    def _check(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if self._is_closing or self._task is None:
+            raise UnavailableError("the store is closing")
+
+    def _apply_now(self, seq: int) -> None:
+        self._backlog.apply_now(seq)
+        self._to_write.set()
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except HeadraceError as exc:
+            self._fail(exc)
+        except Exception as exc:
+            failure = HeadraceError(f"applying stopped at log position {self.applied_seq}: {exc!r}")
+            failure.__cause__ = exc
+            self._fail(failure)
+
+    def _fail(self, failure: HeadraceError) -> None:
+        if self.failed is None:
+            self.failed = failure
+            # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
+            exc_info = None if isinstance(failure, StorageError) else failure
+            _log.error("nothing is applied any more: %s", failure, exc_info=exc_info)
+        self._to_write.set()
+        self._wake_waiters()
+
+    async def _write_forever(self) -> None:
+        try:
+            while self.failed is None and (self.applied_seq < self.submitted_seq or not self._is_closing):
+                if self._tasks_at and self._tasks_at[0].seq == self.applied_seq:
+                    await self._run_task(self._tasks_at.popleft())
+                elif self._backlog.is_window_due:
+                    await self._write_window(self._backlog.take_entries(task.seq for task in self._tasks_at))
+                else:
+                    await self._wait_for_work()
+                self._flush_if_due()
+        finally:
+            self._drop_tasks()
+
+    async def _write_window(self, entries: list[Entry]) -> None:
+        parts: dict[PendingRows, list[Part]] = {}
+        meta: dict[bytes, bytes] = {}
+        for entry in entries:
+            meta |= entry.batch.meta
+            for rows, part in entry.parts:
+                parts.setdefault(rows, []).append(part)
+        seq = entries[-1].batch.seq
+        self.num_rows_applied += await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
+        for rows, of_rows in parts.items():
+            rows.applied(len(of_rows))
+            if rows.layout is not CLAIMS:
+                self.num_rows_submitted += sum(part.ids.size for part in of_rows)
+        self.applied_seq = seq
+        for _ in entries:
+            self._readers.when_none_older(self._release_oldest)
+        self._wake_waiters()
+
+    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> int:
+        runs = [settle(coalesce(rows.table_id, of_rows), self._store.get) for rows, of_rows in parts.items()]
+        rows = [run for run in runs if run.layout is not CLAIMS]
+        rows.sort(key=lambda run: (run.table_id, run.layout.shard))
+        claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
+        num_rows = sum(run.row_ids.size for run in rows)
+        with span("headrace.apply", num_rows=num_rows, seq=seq):
+            self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
+        return num_rows
+
+    async def _run_task(self, task: _Task) -> None:
+        try:
+            await self._loop.run_in_executor(self._write_pool, task.work)
+        except Exception as exc:  # its caller's affair, not the applier's
+            if not task.done.done():
+                task.done.set_exception(exc)
+        else:
+            if not task.done.done():
+                task.done.set_result(None)
+
+    async def _wait_for_work(self) -> None:
+        """Return when there may be something to write or to flush, and see to it that nothing is held for too long."""
+        self._to_write.clear()
+        hold_ends_s = self._backlog.hold_ends_s
+        deadlines = [] if hold_ends_s is None else [hold_ends_s]
+        if self._store.durable_seq < self.applied_seq and self._flushing is None:
+            deadlines.append(self._flushed_at_s + self._config.flush_interval_s)
+        try:
+            async with asyncio.timeout(max(min(deadlines) - self._clock(), 0.0) if deadlines else None):
+                await self._to_write.wait()
+        except TimeoutError:
+            pass  # that is what the clock is looked at for
+        if self._backlog.apply_held():
+            self._to_write.set()
+
+    def _release_oldest(self) -> None:
+        batch = self._held.popleft()
+        self.pending_bytes -= batch.size_bytes
+        batch.release()
+        self._wake_waiters()
+
+    def _flush_if_due(self) -> None:
+        if self._flushing is not None or self._store.durable_seq >= self.applied_seq:
+            return
+        is_late = self._clock() - self._flushed_at_s >= self._config.flush_interval_s
+        if is_late or self._store.unflushed_bytes >= self._config.flush_bytes:
+            self._flushing = self._loop.run_in_executor(self._flush_pool, self._store.flush)
+            self._flushing.add_done_callback(self._flushed)
+
+    def _flushed(self, flushing: asyncio.Future[None]) -> None:
+        self._flushing = None
+        self._flushed_at_s = self._clock()
+        exc = flushing.exception()
+        if exc is not None:
+            self._fail(exc if isinstance(exc, HeadraceError) else StorageError(f"flushing failed: {exc!r}"))
+        self._to_write.set()
+        self._wake_waiters()
+
+    async def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            if self.failed is not None:
+                raise self.failed
+            if self._task is None or self._is_closed:
+                raise UnavailableError("the store is closed")
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _drop_tasks(self) -> None:
+        """Fail what can no longer be run."""
+        while self._tasks_at:
+            task = self._tasks_at.popleft()
+            if not task.done.done():
+                task.done.set_exception(UnavailableError("the store has stopped applying"))
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,1 @@
+"""The supervisor: the processes of a server, and the command that starts them."""

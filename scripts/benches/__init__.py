@@ -1,0 +1,1 @@
+"""Benches: each beside its limit and its peers, in one run."""

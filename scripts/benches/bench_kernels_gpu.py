@@ -1,0 +1,188 @@
+"""The GPU's half of `headrace bench kernels`: how near each kernel comes to what its memory can do.
+
+A share is the time that the fewest bytes would take at the bandwidth of a plain copy, over the time of the kernel. Each
+input is read once and each output written once. The floors are measured in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
+from headrace.kernels.bucketize import block_bucketize
+from headrace.kernels.cut_plan import CutPlan, CutTable
+from headrace.kernels.dirty_cut import cut_dirty
+from headrace.kernels.quantize import dequantize, quantize
+from headrace.kernels.row_digests import row_digests
+from headrace.kernels.row_packing import layout_of, pack_rows, unpack_rows
+from headrace.scripts.benches.bench_step_gpu import step_time_ratio
+
+__all__ = ["GPU_FIGURES", "measure_gpu"]
+
+_NUM_ROWS = 100_000_000
+_TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
+_NUM_TABLES, _NUM_SHARDS = 26, 8
+_COPY_BYTES, _D2H_BYTES = 2**31, 2**28
+_WARM_UPS = 3
+_WAIT_CYCLES = 2_000_000
+_ROW_BYTES = 4 * _DIM
+
+GPU_FIGURES: Final = (
+    "device",
+    "device_copy_bytes_per_s",
+    "pinned_d2h_bytes_per_s",
+    "mark_dirty_ids_per_s",
+    "take_dirty_share",
+    "pack_rows_share",
+    "unpack_rows_share",
+    "row_digests_share",
+    "bucketize_share",
+    "quantize_int8_share",
+    "dequantize_int8_share",
+    "pack_and_d2h_share_of_d2h",
+    "cut_dirty_share",
+    "cut_vs_unique",
+    "step_time_ratio_gpu",
+)
+"""What `measure_gpu` returns; without a GPU each of them is null."""
+
+
+def measure_gpu(device: torch.device, num_rounds: int) -> dict[str, Any]:
+    """Return the figures of `GPU_FIGURES`.
+
+    Args:
+        device: A CUDA device with some 16 GB free.
+        num_rounds: How often each is timed; medians count.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    copy_rate, d2h_rate = _floors(device, generator, num_rounds)
+    weights = torch.randn(_TABLE_ROWS, _DIM, device=device, generator=generator)
+    row_ids = torch.randperm(_TABLE_ROWS, device=device, generator=generator)[:_NUM_IDS]
+    _, size_bytes = layout_of([weights], [_NUM_IDS], [[]])
+    out = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    values = weights[row_ids]
+    codes = quantize(values, "int8")
+    wide = values.double()[:, 0].contiguous()
+
+    def share(num_bytes: int, run: Callable[[], object]) -> float:
+        return num_bytes / copy_rate / _seconds(run, num_rounds)
+
+    def pack() -> None:
+        pack_rows([weights], [row_ids], [[]], out)
+
+    def pack_and_copy() -> None:
+        pack()
+        host.copy_(out, non_blocking=True)
+
+    rows_bytes = _NUM_IDS * _ROW_BYTES
+    figures = (
+        torch.cuda.get_device_name(device),
+        copy_rate,
+        d2h_rate,
+        *_bitmap_figures(device, generator, copy_rate, num_rounds),
+        share(2 * rows_bytes + 16 * _NUM_IDS, pack),
+        share(2 * rows_bytes + 8 * _NUM_IDS, lambda: unpack_rows(weights, row_ids, values)),
+        share(rows_bytes + 16 * _NUM_IDS, lambda: row_digests(row_ids, [values])),
+        # Ids and weights in; ids, positions and weights out.
+        share(40 * _NUM_IDS, lambda: block_bucketize(row_ids, 8, weights=wide)),
+        share(rows_bytes + codes.numel(), lambda: quantize(values, "int8")),
+        share(rows_bytes + codes.numel(), lambda: dequantize(codes, "int8", _DIM)),
+        size_bytes / d2h_rate / _seconds(pack_and_copy, num_rounds),
+        *_cut_figures(weights, generator, copy_rate, num_rounds),
+        step_time_ratio(device, num_rounds),
+    )
+    return dict(zip(GPU_FIGURES, figures, strict=True))
+
+
+def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -> tuple[float, float]:
+    """Return bytes a second (of a copy on the device, read and written ones; of a copy to pinned memory)."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_(generator=generator)
+    target = torch.empty_like(source)
+    pinned = torch.empty(_D2H_BYTES, dtype=torch.uint8, pin_memory=True)
+    copy_s = _seconds(lambda: target.copy_(source), num_rounds)
+    d2h_s = _seconds(lambda: pinned.copy_(source[:_D2H_BYTES], non_blocking=True), num_rounds)
+    return 2 * _COPY_BYTES / copy_s, _D2H_BYTES / d2h_s
+
+
+def _bitmap_figures(
+    device: torch.device, generator: torch.Generator, copy_rate: float, num_rounds: int
+) -> tuple[float, float]:
+    """Return (ids marked a second, share of take)."""
+    ids = torch.randint(0, _NUM_ROWS, (_NUM_IDS,), device=device, generator=generator)
+    bitmap = make_bitmap(_NUM_ROWS, device)
+    mark_dirty(bitmap, ids)
+    full, num_dirty = bitmap.clone(), int(take_dirty(bitmap)[1])
+
+    def refill() -> None:
+        bitmap.copy_(full)
+
+    mark_s = _seconds(lambda: mark_dirty(bitmap, ids), num_rounds, before=lambda: bitmap.zero_())
+    take_s = _seconds(lambda: take_dirty(bitmap, _NUM_IDS), num_rounds, before=refill)
+    return _NUM_IDS / mark_s, (2 * bitmap.numel() * 8 + 8 * num_dirty) / copy_rate / take_s
+
+
+def _cut_figures(
+    weights: torch.Tensor, generator: torch.Generator, copy_rate: float, num_rounds: int
+) -> tuple[float, float]:
+    """Return (share of a cut; marks and a cut: how often as fast as `torch.unique` and `index_select` per table)."""
+    device, rows, num_ids = weights.device, weights.shape[0] // _NUM_TABLES, _NUM_IDS // _NUM_TABLES
+    of_tables = torch.split(weights, rows)[:_NUM_TABLES]
+    slots = -(-rows // 64) * 64
+    plan = CutPlan(
+        [
+            CutTable(first_slot=number * slots, num_rows=rows, row_offset=0, seed=number, columns=(columns,))
+            for number, columns in enumerate(of_tables)
+        ],
+        _NUM_SHARDS,
+    )
+    ids = torch.randint(0, rows, (_NUM_TABLES, num_ids), device=device, generator=generator)
+    numbers = torch.arange(_NUM_TABLES, device=device)
+    features = torch.arange(_NUM_TABLES + 1, device=device) * num_ids, numbers * slots, torch.full_like(numbers, rows)
+    bitmap, cursor = make_bitmap(plan.end_slot, device), torch.zeros(1, dtype=torch.int64, device=device)
+    out_bytes = sum(table.packed_bytes(num_ids) for table in plan.tables) + plan.min_out_bytes
+    out = torch.empty(out_bytes, dtype=torch.uint8, device=device)
+    header = torch.empty(plan.header_words, dtype=torch.int64, device=device)
+
+    def mark() -> None:
+        mark_dirty_features(bitmap, ids.view(-1), *features)
+
+    def cut() -> None:
+        cut_dirty(bitmap, cursor, plan, out, header)
+
+    def mark_and_cut() -> None:
+        mark()
+        cut()
+
+    def unique_and_select() -> None:
+        for table, table_ids in zip(of_tables, ids, strict=True):
+            table.index_select(0, torch.unique(table_ids))
+
+    cut_s = _seconds(cut, num_rounds, before=mark)
+    # The bitmap and the rows, with their ids, read and written.
+    num_bytes = 2 * bitmap.numel() * 8 + 2 * int(header[0])
+    return (
+        num_bytes / copy_rate / cut_s,
+        _seconds(unique_and_select, num_rounds) / _seconds(mark_and_cut, num_rounds),
+    )
+
+
+def _seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median time on the device, without what comes before."""
+    times: list[float] = []
+    for number in range(_WARM_UPS + num_rounds):
+        before()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        # The device waits until all is queued: else it would be the host's time that is measured.
+        torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= _WARM_UPS:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return median(times)

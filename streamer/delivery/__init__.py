@@ -1,0 +1,1 @@
+"""Delivery: from a staging buffer to the last shard's ack."""

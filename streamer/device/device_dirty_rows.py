@@ -1,0 +1,221 @@
+"""Changed rows of tables on a device: marked there, by kernels that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
+from headrace.kernels.dirty_ids import DirtySet
+from headrace.kernels.dirty_rows import DirtyRows
+from headrace.streamer.device.device_runtime import DeviceRuntime
+
+__all__ = ["DeviceBitmap", "DeviceDirtyRows", "TableDirtySet", "slots_of"]
+
+_WORD_BITS = 64
+
+
+def slots_of(num_rows: int) -> int:
+    """Return the slots that a table takes: its rows, rounded up to whole words."""
+    return -(-num_rows // _WORD_BITS) * _WORD_BITS
+
+
+class DeviceBitmap:
+    """One bitmap of the rows of many tables, on a device.
+
+    Thread: the training thread's; while `backward()` runs, the thread on which it does.
+
+    Attributes:
+        runtime: The device.
+        bits: int64[w] on the device, see `kernels.bitmap`.
+        cursor: int64[1] on the device: the slot at which the next cut begins.
+        is_marked: Rows may have been marked since the last cut. Known on the host: nobody waits for it.
+        is_captured: Marking was captured in a graph, which marks when it is replayed and tells nobody.
+    """
+
+    def __init__(self, runtime: DeviceRuntime, num_slots: int = 0) -> None:
+        """Begin with no row dirty.
+
+        Args:
+            runtime: The device.
+            num_slots: A multiple of 64.
+        """
+        self.runtime = runtime
+        self.bits = make_bitmap(num_slots, runtime.device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=runtime.device)
+        self.is_marked = False
+        self.is_captured = False
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all tables."""
+        return self.bits.numel() * _WORD_BITS
+
+    def grow(self, num_slots: int) -> None:
+        """Append slots. REQUIRES: no marking was captured: a graph would go on with the old memory.
+
+        Args:
+            num_slots: A multiple of 64.
+        """
+        assert not self.is_captured
+        # Not by `torch.cat`, whose result would be read before it is there: what is queued runs in its order.
+        before, bits = self.bits, make_bitmap(self.num_slots + num_slots, self.runtime.device)
+        self.runtime.enqueue(lambda: bits[: before.numel()].copy_(before))
+        self.bits = bits
+
+    def note_mark(self) -> None:
+        """Note that rows are marked."""
+        self.is_marked = True
+        if not self.is_captured and self.runtime.is_capturing():
+            self.is_captured = True
+
+    def note_cut(self) -> None:
+        """Note that a cut is queued."""
+        self.is_marked = self.is_captured
+
+    def mark_features(self, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
+        """Add rows of many tables, as `kernels.bitmap.mark_dirty_features` says; does not wait."""
+        self.note_mark()
+        bits = self.bits
+        self.runtime.enqueue(lambda: mark_dirty_features(bits, row_ids, starts, first_slots, num_rows))
+
+
+class DeviceDirtyRows:
+    """The set of changed rows of one table, by local row id: a range of a bitmap on a device.
+
+    Does what `DirtyRows` does. `mark`, `mark_all`, `add` and `clear` only queue work; all that tells which rows are
+    dirty, `take` and `discard` wait for the device: a step does not call them.
+
+    Thread: the training thread's; `mark` and its like where `backward()` runs.
+
+    Attributes:
+        num_rows: Rows of the table, ≥ 0.
+        bitmap: The bitmap.
+        first_slot: Of row 0; a multiple of 64.
+    """
+
+    def __init__(self, num_rows: int, bitmap: DeviceBitmap, first_slot: int = 0) -> None:
+        """Take a range over; what is dirty in it stays so."""
+        self.num_rows, self.bitmap, self.first_slot = num_rows, bitmap, first_slot
+
+    @classmethod
+    def beside(cls, other: DeviceDirtyRows) -> DeviceDirtyRows:
+        """Return another, empty set for the same table, with a bitmap of its own."""
+        return cls(other.num_rows, DeviceBitmap(other.bitmap.runtime, slots_of(other.num_rows)))
+
+    def mark(self, row_ids: Tensor) -> None:
+        """Add rows; negative ids are skipped, and a row may be named many times.
+
+        Args:
+            row_ids: int32 or int64, any shape and order; ids on another device are copied, which may wait. An id that
+                is not below `num_rows` stops the kernel, as an index out of range does in torch.
+        """
+        self.bitmap.note_mark()
+        ids = self._runtime.to_device(row_ids.detach())
+        words = self._words
+        self._runtime.enqueue(lambda: mark_dirty(words, ids))
+
+    def mark_all(self) -> None:
+        """Add every row."""
+        self.bitmap.note_mark()
+        words, used_bits = self._words, self.num_rows % _WORD_BITS
+
+        def fill() -> None:
+            words.fill_(-1)
+            if used_bits:
+                words[-1:].fill_((1 << used_bits) - 1)
+
+        self._runtime.enqueue(fill)
+
+    def add(self, other: TableDirtySet) -> None:
+        """Add every row of another set, of the same table."""
+        assert other.num_rows == self.num_rows
+        if not isinstance(other, DeviceDirtyRows):
+            for part in other.parts():
+                self.mark(part)
+            return
+        self.bitmap.note_mark()
+        words, others = self._words, other._words
+        self._runtime.enqueue(lambda: words.bitwise_or_(others))
+
+    def clear(self) -> None:
+        """Remove every row."""
+        self._runtime.enqueue(self._words.zero_)
+
+    def discard(self, row_ids: Tensor) -> None:
+        """Remove rows, dirty or not; negative ids are skipped. Waits, but for no rows."""
+        if not row_ids.numel():
+            return
+        gone = make_bitmap(slots_of(self.num_rows))
+        mark_dirty(gone, self._runtime.read(row_ids))
+        kept = self._runtime.to_device(~gone)
+        words = self._words
+        self._runtime.enqueue(lambda: words.bitwise_and_(kept))
+
+    def contains(self, row_ids: Tensor) -> Tensor:
+        """Return bool[n] on the CPU: which of some rows are dirty. Waits, but for no rows.
+
+        Args:
+            row_ids: int64[n] on the CPU, each 0 to `num_rows - 1`.
+        """
+        if not row_ids.numel():
+            return torch.empty(0, dtype=torch.bool)
+        return (self._read()[row_ids >> 6] >> (row_ids & 63) & 1).bool()
+
+    def take(
+        self, max_rows: int | None = None, *, first_row: int = 0, note: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Remove and return the lowest dirty rows from `first_row` on, as `DirtyRows.take`. Waits."""
+        ids, _ = take_dirty(self._read())
+        ids = ids[ids >= first_row][:max_rows].clone()
+        if note is not None:
+            note(ids)
+        self.discard(ids)
+        return ids
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the dirty rows, which stay dirty: int64 on the CPU, ascending. Waits."""
+        ids, _ = take_dirty(self._read())
+        if ids.numel():
+            yield ids
+
+    def to_host(self) -> DirtyRows:
+        """Return the same rows as a set on the host, and remove them here. Waits."""
+        rows = DirtyRows(self.num_rows)
+        rows.mark(self.take())
+        return rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row is dirty. Waits."""
+        return not bool(self._read().any())
+
+    @property
+    def count(self) -> int:
+        """Number of dirty rows. Waits."""
+        return sum(part.numel() for part in self.parts())
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory taken on the device, bytes."""
+        return slots_of(self.num_rows) // 8
+
+    @property
+    def _runtime(self) -> DeviceRuntime:
+        return self.bitmap.runtime
+
+    @property
+    def _words(self) -> Tensor:
+        # Asked for each time: the bitmap grows.
+        first = self.first_slot // _WORD_BITS
+        return self.bitmap.bits[first : first + slots_of(self.num_rows) // _WORD_BITS]
+
+    def _read(self) -> Tensor:
+        """Return int64[w] on the CPU, a copy."""
+        return self._runtime.read(self._words)
+
+
+TableDirtySet = DirtySet | DeviceDirtyRows
+"""Any kind of set of changed rows."""

@@ -1,0 +1,1 @@
+"""A flush: rows taken, gathered and laid out as they are sent."""

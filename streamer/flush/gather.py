@@ -1,0 +1,211 @@
+"""Copies the present values of rows into a staging buffer, column by column, in the order in which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.schemas.errors import NonFiniteError
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import DType
+from headrace.streamer.flush.flush import Column, FlushedDeletions, FlushedTable, TableFormat
+from headrace.streamer.flush.staging import ALIGNMENT_BYTES, TORCH_DTYPES, StagingBuffer
+from headrace.streamer.taps.row_meta import MAX_META_BYTES
+from headrace.streamer.taps.tapped_table import TappedTable
+
+__all__ = ["RowGatherer", "check_finite", "scalar_bytes"]
+
+_Ids = npt.NDArray[np.int64]
+_DELETION_BYTES = 8
+
+
+class RowGatherer:
+    """Gathers rows of one tapped table; what it needs to know of it is computed once.
+
+    Thread: the training thread's.
+
+    Attributes:
+        table: The table.
+        format: How its rows lie on the wire.
+        seed: Of the hash that deals its rows out to shards.
+    """
+
+    def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
+        """Look at a table.
+
+        Args:
+            table: The table.
+            num_shards: Shards of the store.
+            rejects_non_finite: Raise where a value is NaN or Inf.
+        """
+        self.table = table
+        self.format = TableFormat(table.spec, table.shard)
+        self.seed = table_seed(table.spec.fqn)
+        self._num_shards = num_shards
+        self._rejects_non_finite = rejects_non_finite
+
+    @property
+    def longest_row_bytes(self) -> int:
+        """Bytes of a buffer that one row takes at most, its meta included."""
+        return self._padding_bytes(1) + self.format.row_bytes + (MAX_META_BYTES if self.table.meta else 0)
+
+    def rows_that_fit(self, free_bytes: int) -> int:
+        """Return how many rows fit into so many bytes of a buffer, whichever they are."""
+        num_rows = max(0, free_bytes - self._padding_bytes(self._num_groups)) // self._row_bytes
+        return num_rows or int(free_bytes >= self.bytes_of_rows(1))
+
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Return the bytes of a buffer that so many rows take at most."""
+        return num_rows * self._row_bytes + self._padding_bytes(min(num_rows, self._num_groups))
+
+    def gather(self, local_ids: _Ids, buffer: StagingBuffer) -> Iterator[FlushedTable | FlushedDeletions]:
+        """Yield rows with their present values; and as deletions those of virtual ids that are not held any more.
+
+        Args:
+            local_ids: int64[n], ascending, each once.
+            buffer: Where they are copied to; has room for them, see `rows_that_fit`.
+
+        Raises:
+            NonFiniteError: A value is NaN or Inf, and they are rejected.
+        """
+        if self.table.index is not None:
+            is_held = self.table.places(torch.from_numpy(local_ids)).numpy() >= 0
+            if not is_held.all():
+                yield self.deletions(local_ids[~is_held], buffer)
+                local_ids = local_ids[is_held]
+        groups = [(0, local_ids)] if self.table.meta is None else self.table.meta.by_width(local_ids)
+        for meta_bytes, ids in groups:
+            if ids.size:
+                yield self._gather(ids, meta_bytes, buffer)
+
+    def deletions(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedDeletions:
+        """Return rows to be deleted.
+
+        Args:
+            local_ids: int64[n], each once.
+            buffer: Where their ids are copied to; has room for them.
+        """
+        local_ids, bounds = self._route(local_ids)
+        return FlushedDeletions(self.format, bounds, self._carve_ids(torch.from_numpy(local_ids), buffer)[1])
+
+    @staticmethod
+    def deletions_that_fit(free_bytes: int) -> int:
+        """Return how many deletions fit into so many bytes of a buffer."""
+        return max(0, free_bytes - ALIGNMENT_BYTES) // _DELETION_BYTES
+
+    @staticmethod
+    def bytes_of_deletions(num_rows: int) -> int:
+        """Return the bytes of a buffer that so many deletions take at most."""
+        return num_rows * _DELETION_BYTES + ALIGNMENT_BYTES
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.format.row_bytes + (self.table.meta.max_row_bytes if self.table.meta else 0)
+
+    @property
+    def _num_groups(self) -> int:
+        """Into how many parts a flush may have to split the rows: those with equally long meta are together."""
+        return 1 + self.table.meta.num_widths if self.table.meta else 1
+
+    def _padding_bytes(self, num_groups: int) -> int:
+        num_columns = num_groups * (self.format.num_columns + (self.table.meta is not None))
+        # Rows with virtual ids that are gone become deletions, a column of their own.
+        return (num_columns + (self.table.index is not None)) * ALIGNMENT_BYTES
+
+    def _gather(self, local_ids: _Ids, meta_bytes: int, buffer: StagingBuffer) -> FlushedTable:
+        """Copy rows into the buffer, ordered by shard and within it by id."""
+        fmt, table = self.format, self.table
+        local_ids, bounds = self._route(local_ids)
+        num_rows, ids = local_ids.size, torch.from_numpy(local_ids)
+        row_ids, id_column = self._carve_ids(ids, buffer)
+        places = table.places(ids)
+        weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
+        _copy_rows(table.weights(), places, weights.tensor)
+        self._check_finite("weights", weights.tensor, row_ids)
+        states = []
+        live_states = table.states() if fmt.states else {}
+        for state, width in fmt.states:
+            carved = buffer.carve(state.dtype, num_rows, width)
+            _copy_rows(live_states[state.name], places, carved.tensor)
+            self._check_finite(f"state {state.name!r}", carved.tensor, row_ids)
+            states.append(Column(carved.data, width * state.dtype.size_bytes))
+        identities = runtime_meta = None
+        if fmt.spec.has_identities:
+            carved = buffer.carve(DType.INT64, num_rows, 1)
+            _copy_rows(table.identities().view(-1, 1), places, carved.tensor)
+            identities = Column(carved.data, 8)
+        if meta_bytes:
+            assert table.meta is not None
+            carved = buffer.carve(DType.UINT8, num_rows, meta_bytes)
+            table.meta.gather(local_ids, carved.tensor)
+            runtime_meta = Column(carved.data, meta_bytes)
+        return FlushedTable(
+            format=fmt,
+            bounds=bounds,
+            row_ids=id_column,
+            weights=Column(weights.data, fmt.shard.width * fmt.spec.dtype.size_bytes),
+            states=tuple(states),
+            identities=identities,
+            scalars=tuple((name, *scalar_bytes(value)) for name, value in table.scalars().items()),
+            runtime_meta=runtime_meta,
+        )
+
+    def _carve_ids(self, local_ids: torch.Tensor, buffer: StagingBuffer) -> tuple[torch.Tensor, Column]:
+        """Return the global ids, int64[n, 1], in the buffer, and as a column."""
+        carved = buffer.carve(DType.INT64, local_ids.numel(), 1)
+        torch.add(local_ids, self.table.row_offset, out=carved.tensor.view(-1))
+        return carved.tensor, Column(carved.data, 8)
+
+    def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int]]:
+        """Return (local ids by shard, where each shard's begin and the last one's end)."""
+        if self._num_shards == 1:
+            return local_ids, [0, local_ids.size]
+        shards = shards_of_rows(self.seed, local_ids + self.table.row_offset, self._num_shards)
+        # 16 bits: numpy sorts these by radix, several times as fast as 64.
+        order = np.argsort(shards.astype(np.uint16), kind="stable")
+        ends = np.cumsum(np.bincount(shards, minlength=self._num_shards))
+        return local_ids[order], [0, *ends.tolist()]
+
+    def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
+        if self._rejects_non_finite:
+            check_finite(self.format, column, values, row_ids)
+
+
+def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
+    """Look at every value of a column.
+
+    Args:
+        fmt: The table.
+        column: What it is, for the error.
+        values: `[n, width]` on the CPU.
+        row_ids: int64, n elements, global.
+
+    Raises:
+        NonFiniteError: A value is NaN or Inf.
+    """
+    if not values.dtype.is_floating_point:
+        return
+    is_finite = torch.isfinite(values)
+    if not bool(is_finite.all()):
+        first = int((~is_finite.all(dim=1)).nonzero()[0])
+        raise NonFiniteError(
+            f"table {fmt.spec.fqn!r}: {column} of row {int(row_ids[first])} is NaN or Inf; "
+            "nothing of this flush was sent"
+        )
+
+
+def scalar_bytes(value: torch.Tensor) -> tuple[DType, bytes]:
+    """Return the type and the bytes of a tensor of one element."""
+    dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)
+    return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
+
+
+def _copy_rows(source: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy rows of a tensor on any device into CPU memory."""
+    if source.device.type == "cpu":
+        torch.index_select(source, 0, places, out=out)
+    else:
+        out.copy_(source.index_select(0, places.to(source.device)))

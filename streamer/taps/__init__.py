@@ -1,0 +1,1 @@
+"""Taps: which rows of a model's tables an optimizer has changed."""

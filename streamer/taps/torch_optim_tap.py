@@ -1,0 +1,487 @@
+"""Tap on tables that are parameters updated by torch optimizers.
+
+The gradient tells the truth: after an optimizer's step, the rows of a sparse gradient, or the rows of a dense one with
+an element that is not zero, are the rows that changed. That holds whatever led to the gradient: accumulation over
+several batches, tied weights, forwards without gradient, and steps that a gradient scaler skipped. Optimizers that
+change more rows than those widen the set, see `optimizer_rules`.
+
+What changes a table without a gradient (loading a checkpoint, a clamp by hand) shows in the version that torch counts
+on every tensor: then all rows are marked.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.taps.foreign_steps import ForeignSteps
+from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
+from headrace.streamer.taps.nonzero_rows import rows_with_any_bit
+from headrace.streamer.taps.optimizer_rules import Reach, Rule, rule_of
+from headrace.streamer.taps.own_memory import check_not_aliased, check_not_shared
+from headrace.streamer.taps.step_hooks import StepHooks
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, dtype_of, state_spec, zero_state
+
+__all__ = ["TableParameter", "TorchOptimTap"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableParameter:
+    """A parameter that is an embedding table.
+
+    Attributes:
+        parts: What of the table this rank streams of it: one, none, or several that do not overlap.
+        parameter: `[rows, columns]`; may be a DTensor.
+        is_sparse: Whether its gradient is expected to be sparse.
+        is_in_use: Returns whether the model uses it still, and not another one in its place.
+    """
+
+    parts: tuple[TablePart, ...]
+    parameter: torch.nn.Parameter
+    is_sparse: bool
+    is_in_use: Callable[[], bool] = lambda: True
+
+
+@dataclass(kw_only=True, slots=True)
+class _Part:
+    """One part of a parameter.
+
+    Attributes:
+        part: Where it lies.
+        table: What is streamed.
+        touched: Rows whose states are not all zero, if the optimizer goes on to move them; else empty. On the device if
+            the table's changed rows are.
+    """
+
+    part: TablePart
+    table: TappedTable
+    touched: DirtyRows | DeviceDirtyRows
+
+    def touched_beside(self) -> DirtyRows | DeviceDirtyRows:
+        """Return `touched`, moved to where the table's changed rows are now; that waits for the device."""
+        dirty, touched = self.table.dirty, self.touched
+        if isinstance(dirty, DeviceDirtyRows):
+            if not isinstance(touched, DeviceDirtyRows):
+                self.touched = DeviceDirtyRows.beside(dirty)
+                self.touched.add(touched)
+        elif isinstance(touched, DeviceDirtyRows):
+            self.touched = touched.to_host()
+        return self.touched
+
+
+@dataclass(kw_only=True, slots=True)
+class _Followed:
+    """A parameter and the optimizer that updates it."""
+
+    source: TableParameter
+    optimizer: torch.optim.Optimizer
+    rule: Rule
+    states: tuple[tuple[str, bool], ...]
+    parts: list[_Part] = field(default_factory=list)
+    seen: tuple[int, ...] = ()
+    # A storage that is freed leaves its address to the next: these keep the objects' own, though not their memory.
+    storages: list[StorageWeakRef] = field(default_factory=list)
+    has_warned: bool = field(default=False)
+    # Changed rows are marked on a device, where nobody waits for their number.
+    is_on_device: bool = field(default=False)
+    # The type of another optimizer that has trained the table since.
+    usurper: str | None = None
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """What is trained."""
+        return self.source.parameter
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.source.parts[0].fqn
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Return the row states that the optimizer has made so far, local ones."""
+        state = self.optimizer.state.get(self.source.parameter, {})
+        return {name: local_tensor(state[name]) for name, _ in self.states if state.get(name) is not None}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weights, and the row states that the optimizer has made so far."""
+        state = self.optimizer.state.get(self.source.parameter, {})
+        return [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Return numbers that differ after any of its tensors was written in place or replaced."""
+        return tuple(
+            number
+            for tensor in self.tensors()
+            for local in (local_tensor(tensor),)
+            # A DTensor counts its own writes, and its local tensor those that are made to it directly.
+            for number in (local.untyped_storage()._cdata, local.data_ptr(), tensor._version, local._version)
+        )
+
+    def is_written(self) -> bool:
+        """Return whether the parameter was written in place since it was last seen."""
+        return not self.seen or self.seen[2] != self.source.parameter._version
+
+    def note_seen(self) -> None:
+        """Remember how its tensors are now. REQUIRES: what was written to them is marked."""
+        now = self.snapshot()
+        if now[::4] != self.seen[::4]:
+            storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
+            self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        self.seen = now
+
+    def group(self) -> dict[str, Any] | None:
+        """Return the present settings of the optimizer for this table; None when it was given others instead.
+
+        For many tables, ask `_groups_of` once.
+        """
+        return _group_of(self.optimizer, self.source.parameter)
+
+    def note_move(self) -> None:
+        """Learn that a part's changed rows are marked elsewhere now."""
+        self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
+
+    def mark_all(self) -> None:
+        """Mark every row, and find out anew which rows the optimizer goes on to move."""
+        parameter, reach = self.source.parameter, Reach.ALL
+        if group := self.group():
+            reach = self.rule.reach(group, parameter.dtype, self.source.is_sparse)
+        for part in self.parts:
+            part.table.mark_all()
+        if reach is not Reach.GRADIENT:
+            self.find_touched()
+
+    def find_touched(self) -> None:
+        """Find out which rows have states that are not all zero."""
+        for part in self.parts:
+            touched = part.touched_beside()
+            touched.clear()
+            for name, state in self.made().items():
+                if self.fits(name, state):
+                    touched.mark(rows_with_any_bit(part.part.rows(state), waits=not self.is_on_device))
+
+    def fits(self, name: str, state: torch.Tensor) -> bool:
+        """Return whether a state has the shape that the optimizer gives it; else no flush sends it."""
+        num_rows, num_columns = local_tensor(self.source.parameter).shape
+        return state.shape == (num_rows, 1 if dict(self.states)[name] else num_columns)
+
+
+class TorchOptimTap:
+    """Marks the rows that torch optimizers update.
+
+    Thread: the training thread's.
+
+    Attributes:
+        tables: One for each trained parameter, in the order given.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[TableParameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        note_update: Callable[[], None],
+        end_step: Callable[[], None],
+    ) -> None:
+        """Check that every table can be streamed exactly, then register hooks; no hook is left after an error.
+
+        Args:
+            parameters: Tables, each once. Frozen ones (`requires_grad` is False) are not streamed.
+            optimizers: Unwrapped; those that run inside `backward()` are found by themselves.
+            note_update: Called after rows were marked.
+            end_step: Called after a step that none of the optimizers has made: a flush is to say so.
+
+        Raises:
+            UnsupportedModelError: A table is not updated by exactly one optimizer, or that one changes rows without a
+                gradient.
+        """
+        parameters = list(parameters)
+        optimizers = list(optimizers)
+        self._note_update, self._end_step = note_update, end_step
+        self._handles: list[RemovableHandle | StepHooks] = []
+        self._frozen = [source for source in parameters if not source.parameter.requires_grad]
+        # A rank may hold none of a table's rows.
+        self._followed = [
+            _follow(source, optimizers) for source in parameters if source.parameter.requires_grad and source.parts
+        ]
+        trained = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        check_not_aliased([(each.name, each.source.parameter) for each in self._followed], trained)
+        self.tables = [part.table for followed in self._followed for part in followed.parts]
+        _tell_wide_reach(self._followed)
+        by_optimizer: dict[int, list[_Followed]] = {}
+        for followed in self._followed:
+            followed.note_seen()
+            by_optimizer.setdefault(id(followed.optimizer), []).append(followed)
+        self._foreign = ForeignSteps(self._followed, sweep=self._sweep, tell=self._note_foreign)
+        for group in by_optimizer.values():
+            self._register(group[0].optimizer, group)
+
+    def sweep(self) -> None:
+        """Mark all rows of tables that were written since their last step by something else than their optimizer."""
+        for followed in self._followed:
+            self._sweep(followed)
+        for source in [source for source in self._frozen if source.parameter.requires_grad]:
+            self._frozen.remove(source)
+            warnings.warn(
+                f"table {source.parts[0].fqn!r} was frozen when the streamer was attached and is not streamed, "
+                f"but it is trained now: attach again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Remove the hooks; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._foreign.close()
+
+    def _register(self, optimizer: torch.optim.Optimizer, followed: list[_Followed]) -> None:
+        def before_update() -> None:
+            for each in followed:
+                self._sweep(each)
+
+        def after_update(is_next: bool) -> None:
+            groups = _groups_of(optimizer)
+            for each in followed:
+                self._mark(each, groups.get(id(each.source.parameter)), is_next)
+            self._foreign.note_own_step()
+
+        def after_load(*_: Any) -> None:
+            # New tensors may by chance have the addresses and versions of the old ones.
+            for each in followed:
+                each.seen = ()
+
+        self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
+        self._handles.append(StepHooks(optimizer, before=before_update, after=after_update))
+
+    def _note_foreign(self, tables: list[_Followed], kind: str) -> None:
+        for followed in tables:
+            followed.usurper = kind
+            self._sweep(followed)
+        self._end_step()
+
+    def _sweep(self, followed: _Followed) -> None:
+        if followed.snapshot() != followed.seen or not followed.source.is_in_use():
+            followed.mark_all()
+            self._note_update()
+            followed.note_seen()
+
+    def _mark(self, followed: _Followed, group: dict[str, Any] | None, is_next: bool) -> None:
+        """Mark what the update that just ended has changed, and then remember how the tensors are.
+
+        In this order: when it is interrupted, the next sweep finds them changed and marks every row.
+
+        Args:
+            followed: A table.
+            group: The settings of the update; None when the optimizer does not have the table any more.
+            is_next: Nobody else has written since the last sweep.
+        """
+        if not is_next:
+            followed.mark_all()
+            self._note_update()
+        elif group is not None and followed.source.parameter.grad is not None:  # else it is passed over
+            self._note_update()
+            self._mark_rows(followed, group, followed.source.parameter.grad)
+        followed.note_seen()
+
+    def _mark_rows(self, followed: _Followed, group: dict[str, Any], gradient: torch.Tensor) -> None:
+        parameter = followed.source.parameter
+        reason = followed.rule.refuse(group, parameter.dtype, gradient.is_sparse)
+        if reason is None and (states := followed.rule.states(group)) != followed.states:
+            reason = f"states were {_names(followed.states)} and are {_names(states)}"
+        if reason is not None:
+            _warn_once(followed, reason)
+            followed.mark_all()
+            return
+        reach = followed.rule.reach(group, parameter.dtype, gradient.is_sparse)
+        if reach is Reach.ALL:
+            for part in followed.parts:
+                part.table.mark_all()
+                # A setting may go back, and the states that it has left would move rows on.
+                part.touched_beside().mark_all()
+            return
+        ids = _changed_rows(gradient, parameter, waits=not followed.is_on_device)
+        for part in followed.parts:
+            own = part.part.row_ids_or_none(ids) if followed.is_on_device else part.part.row_ids(ids)
+            if reach is Reach.TOUCHED:
+                touched = part.touched_beside()
+                touched.mark(own)
+                part.table.dirty.add(touched)  # type: ignore[arg-type]
+            else:
+                part.table.dirty.mark(own)
+
+
+def _tell_wide_reach(followed: list[_Followed]) -> None:
+    """Say once for each optimizer and reach that more is streamed than the rows of the batches."""
+    found: dict[tuple[str, Reach], list[str]] = {}
+    for each in followed:
+        group = each.group()
+        assert group is not None, "it has just been found"
+        reach = each.rule.reach(group, each.source.parameter.dtype, each.source.is_sparse)
+        if reach is not Reach.GRADIENT:
+            found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
+    for (kind, reach), names in found.items():
+        _log.warning(
+            "a step of %s may change %s of a table, and all of these are streamed after each step: %s",
+            kind,
+            reach.value,
+            ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+    """Return the present settings of one parameter."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the present settings of each parameter, by its identity."""
+    return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _names(states: tuple[tuple[str, bool], ...]) -> str:
+    return ", ".join(name for name, _ in states) or "none"
+
+
+def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Return int64 ids, local, of the rows that have a gradient, see `rows_with_any_bit`."""
+    if gradient.is_sparse:
+        return gradient._indices()[0]  # a gradient may be sparse by its columns too
+    if is_dtensor(gradient):
+        # Every rank is here: the optimizer's step has just done the same.
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return rows_with_any_bit(local_tensor(gradient), waits=waits)
+
+
+def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:
+    """Find the one optimizer of a table and describe the table, or say why it cannot be streamed."""
+    parameter, fqn = source.parameter, source.parts[0].fqn
+    in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    settings = [(optimizer, _group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
+    owners = [(optimizer, group) for optimizer, group in settings if group is not None]
+    if len(owners) != 1:
+        names = " and ".join(type(owner).__name__ for owner, _ in owners)
+        raise UnsupportedModelError(
+            f"table {fqn!r} is updated by {len(owners)} optimizers ({names}); one is needed"
+            if owners
+            else f"table {fqn!r} is trained by none of the optimizers given: "
+            f"give the one that trains it, or freeze it with requires_grad_(False)"
+        )
+    ((optimizer, group),) = owners
+    try:
+        rule = rule_of(optimizer)
+    except UnsupportedModelError as exc:
+        raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
+    followed = _Followed(source=source, optimizer=optimizer, rule=rule, states=())
+    kind = type(optimizer).__name__
+    reason = rule.refuse(group, parameter.dtype, source.is_sparse)
+    followed.states = rule.states(group)
+    if is_dtensor(parameter) and any(is_rowwise for _, is_rowwise in followed.states):
+        reason = "its rowwise states of a DTensor are not followed"
+    if reason is not None:
+        raise UnsupportedModelError(f"table {fqn!r} with {kind} cannot be streamed exactly: {reason}")
+    check_not_shared(repr(fqn), [parameter])
+    followed.parts = [_part(followed, part) for part in source.parts]
+    for part in followed.parts:
+        part.table.on_move = followed.note_move
+    reach = rule.reach(group, parameter.dtype, source.is_sparse)
+    if reach is not Reach.GRADIENT:
+        followed.find_touched()
+    return followed
+
+
+def _part(followed: _Followed, part: TablePart) -> _Part:
+    parameter = followed.source.parameter
+    local_shape = local_tensor(parameter).shape
+    num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
+    num_columns = local_shape[1] if part.num_local_columns is None else part.num_local_columns
+    table = TappedTable(
+        spec=_spec(followed, part),
+        shard=ColumnShard(offset=part.column_offset, width=num_columns),
+        row_offset=part.row_offset,
+        num_local_rows=num_rows,
+        weights=lambda: part.columns(part.rows(_weights(followed))),
+        is_in_use=followed.source.is_in_use,
+        states=lambda: _states(followed, part, num_rows, num_columns),
+        scalars=lambda: _scalars(followed),
+    )
+    return _Part(part=part, table=table, touched=DirtyRows(num_rows))
+
+
+def _spec(followed: _Followed, part: TablePart) -> TableSpec:
+    dtype, made = followed.source.parameter.dtype, followed.made()
+    return TableSpec(
+        fqn=part.fqn,
+        num_rows=part.num_rows,
+        dim=part.dim,
+        dtype=dtype_of(f"table {part.fqn!r}", dtype),
+        states=tuple(
+            state_spec(
+                part.fqn, name, made[name].dtype if name in made else dtype, rowwise_width=1 if is_rowwise else 0
+            )
+            for name, is_rowwise in followed.states
+        ),
+    )
+
+
+def _weights(followed: _Followed) -> torch.Tensor:
+    """Return the live weights, local ones, or say that their states are not the optimizer's that is followed."""
+    if followed.usurper is not None:
+        raise UnsupportedModelError(
+            f"table {followed.name!r} is trained by another optimizer ({followed.usurper}) than the one attached "
+            f"({type(followed.optimizer).__name__}): attach the model and its new optimizer to a new streamer"
+        )
+    return local_tensor(followed.source.parameter)
+
+
+def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
+    """Return the live states; those that the optimizer makes in its first step are zeros before."""
+    parameter, made = followed.source.parameter, followed.made()
+    states = {}
+    for name, is_rowwise in followed.states:
+        if name not in made:
+            width = 1 if is_rowwise else num_columns
+            states[name] = zero_state(num_rows, width, parameter.dtype, parameter.device)
+        elif not followed.fits(name, made[name]):
+            shape, weights = list(made[name].shape), list(local_tensor(parameter).shape)
+            raise UnsupportedModelError(f"state {name!r} of table {part.fqn!r} is {shape} now, of weights {weights}")
+        else:
+            rows = part.rows(made[name])
+            states[name] = rows if is_rowwise else part.columns(rows)
+    return states
+
+
+def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
+    """Return the optimizer's numbers for the whole table; a plain number (SparseAdam's step) as int64."""
+    state = followed.optimizer.state.get(followed.source.parameter, {})
+    return {
+        name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        for name in followed.rule.scalars
+        if (value := state.get(name)) is not None
+    }
+
+
+def _warn_once(followed: _Followed, reason: str) -> None:
+    if not followed.has_warned:
+        followed.has_warned = True
+        warnings.warn(
+            f"table {followed.name!r}: since the streamer was attached, settings of "
+            f"{type(followed.optimizer).__name__} changed: {reason}. Every row is streamed after each step from now "
+            f"on; states that the optimizer keeps for this setting are not.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,223 @@
+"""The data directory: made once, used by one server at a time, and nobody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
+
+
+def _make(path: Path, num_shards: int = 2) -> str:
+    with DataDir.claim(path, num_shards=num_shards) as data_dir:
+        data_dir.prepare()
+        return data_dir.manifest.server_id
+
+
+def _files(path: Path) -> set[str]:
+    return {str(p.relative_to(path)) for p in path.rglob("*")}
+
+
+def test_makes_a_new_directory(tmp_path: Path) -> None:
+    """A new directory gets a manifest, a lock and one directory a shard, missing parents included."""
+    path = tmp_path / "a" / "b"
+    server_id = _make(path)
+    shards = {"shard-0000", "shard-0000/log", "shard-0001", "shard-0001/log"}
+    assert _files(path) == {MANIFEST_NAME, LOCK_NAME, *shards}
+    assert json.loads((path / MANIFEST_NAME).read_text()) == {
+        "format": "headrace-data",
+        "format_version": 1,
+        "server_id": server_id,
+        "num_shards": 2,
+    }
+    assert (path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+
+
+def test_claim_writes_nothing(tmp_path: Path) -> None:
+    """Until `prepare`, nothing is written: not in a new place, and not in a store."""
+    with DataDir.claim(tmp_path / "new", num_shards=2):
+        assert not (tmp_path / "new").exists()
+    _make(tmp_path / "old")
+    (tmp_path / "old" / LOCK_NAME).write_text("123\n")
+    with DataDir.claim(tmp_path / "old", num_shards=2):
+        assert (tmp_path / "old" / LOCK_NAME).read_text() == "123\n"
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_opens_again(tmp_path: Path, num_shards: int | None) -> None:
+    """The same store opens with its number of shards, said or not, and keeps its identity."""
+    server_id = _make(tmp_path / "d")
+    with DataDir.claim(tmp_path / "d", num_shards=num_shards) as data_dir:
+        data_dir.prepare()
+        assert (data_dir.manifest.server_id, data_dir.manifest.num_shards) == (server_id, 2)
+
+
+def test_one_shard_unless_said(tmp_path: Path) -> None:
+    """A new directory has one shard when none is asked for."""
+    with DataDir.claim(tmp_path / "d", num_shards=None) as data_dir:
+        assert data_dir.manifest.num_shards == 1
+
+
+def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
+    """Rows are hashed by the number of shards, so another one is refused, and the lock is free again."""
+    _make(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"^--shards 3: .* was made with 2 shards"):
+        DataDir.claim(tmp_path / "d", num_shards=3)
+    DataDir.claim(tmp_path / "d", num_shards=2).close()
+
+
+def test_refuses_a_second_server(tmp_path: Path) -> None:
+    """While one holds the directory another is refused, and told who it is."""
+    with DataDir.claim(tmp_path / "d", num_shards=1) as data_dir:
+        data_dir.prepare()
+        with pytest.raises(ConfigError, match=rf"^--data .*: in use by another server \(pid {os.getpid()}\)$"):
+            DataDir.claim(tmp_path / "d", num_shards=1)
+    DataDir.claim(tmp_path / "d", num_shards=1).close()
+
+
+def test_two_servers_make_it_at_once(tmp_path: Path) -> None:
+    """Of two servers that both found nothing, one makes the directory and the other is refused."""
+    first = DataDir.claim(tmp_path / "d", num_shards=1)
+    second = DataDir.claim(tmp_path / "d", num_shards=1)
+    with first, second:
+        first.prepare()
+        with pytest.raises(ConfigError, match="in use by another server"):
+            second.prepare()
+    third = DataDir.claim(tmp_path / "e", num_shards=1)
+    with third:
+        _make(tmp_path / "e")
+        with pytest.raises(ConfigError, match="another server made it just now"):
+            third.prepare()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "shard-0000/log"])
+def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
+    """A directory with files and no manifest is somebody else's, or a store whose manifest is lost: untouched."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    before = _files(tmp_path)
+    with pytest.raises(ConfigError, match=f"holds '{name.partition('/')[0]}' and no {MANIFEST_NAME}"):
+        DataDir.claim(tmp_path, num_shards=1)
+    assert _files(tmp_path) == before
+
+
+def test_takes_up_an_interrupted_start(tmp_path: Path) -> None:
+    """What a first start that was killed has left, on a fresh mount, is no obstacle."""
+    for name in ("lost+found", "shard-0000", "shard-0001/log", "shard-0007"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / LOCK_NAME).write_text("1\n")
+    (tmp_path / (MANIFEST_NAME + ".tmp")).write_text("{")
+    _make(tmp_path)
+    _make(tmp_path)
+
+
+def test_refuses_a_file(tmp_path: Path) -> None:
+    """A file, or a path through one, is not a directory."""
+    (tmp_path / "f").touch()
+    for path in (tmp_path / "f", tmp_path / "f" / "d"):
+        with pytest.raises(ConfigError, match=r"not a directory$"):
+            DataDir.claim(path, num_shards=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "problem"),
+    [
+        ("", CorruptionError, "not a manifest"),
+        ("[]", CorruptionError, "not a manifest"),
+        ("[" * 100_000, CorruptionError, "not a manifest"),
+        ('{"format": "other"}', CorruptionError, "not a manifest"),
+        ('{"format": "headrace-data", "format_version": 2}', ConfigError, "format version 2, this Headrace reads 1"),
+        ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),
+        (
+            '{"format": "headrace-data", "format_version": 1, "server_id": "x", "num_shards": true}',
+            CorruptionError,
+            "makes no sense",
+        ),
+    ],
+)
+def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[HeadraceError], problem: str) -> None:
+    """A manifest that cannot be read is named, and the lock is free again."""
+    _make(tmp_path / "d")
+    manifest = tmp_path / "d" / MANIFEST_NAME
+    good = manifest.read_text()
+    manifest.write_text(text)
+    with pytest.raises(error) as raised:
+        DataDir.claim(tmp_path / "d", num_shards=2)
+    assert problem in str(raised.value)
+    assert str(manifest) in str(raised.value)
+    manifest.write_text(good)
+    DataDir.claim(tmp_path / "d", num_shards=2).close()
+
+
+@pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
+def test_refuses_a_missing_shard(tmp_path: Path, gone: list[str], what: str) -> None:
+    """A shard's directory that is gone, or empty as a disk that is not mounted, is not made anew in silence."""
+    _make(tmp_path / "d")
+    for name in gone:
+        (tmp_path / "d" / "shard-0001" / name).resolve().rmdir()
+    with (
+        DataDir.claim(tmp_path / "d", num_shards=2) as data_dir,
+        pytest.raises(CorruptionError, match=rf"shard-0001: the shard's {what} is missing; is its disk mounted\?$"),
+    ):
+        data_dir.prepare()
+
+
+@contextlib.contextmanager
+def _unprivileged() -> Iterator[None]:
+    """Without root's right to write everywhere, when the suite runs as root."""
+    uid = os.geteuid()
+    if uid == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if uid == 0:
+            os.seteuid(0)
+
+
+def test_not_writable() -> None:
+    """A directory that may not be written, or not be made, is one clear line."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        for path in (Path(name), Path(name) / "d"):
+            with (
+                _unprivileged(),
+                DataDir.claim(path, num_shards=1) as data_dir,
+                pytest.raises(ConfigError, match=r"^--data .*: not writable \(Permission denied\)$"),
+            ):
+                data_dir.prepare()
+        assert os.listdir(name) == []
+        os.chmod(name, 0o000)
+        with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
+            DataDir.claim(Path(name), num_shards=1)
+        os.chmod(name, 0o777)
+        Path(name, "shard-0000").mkdir(mode=0o000)  # of a first start by somebody else that was interrupted
+        with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
+            DataDir.claim(Path(name), num_shards=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EIO, "error")],
+)
+def test_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, problem: str) -> None:
+    """A disk that is full or broken while the manifest is written is a storage error, and the next start recovers."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with DataDir.claim(tmp_path / "d", num_shards=1) as data_dir, pytest.raises(StorageError, match=problem):
+            data_dir.prepare()
+    assert not (tmp_path / "d" / MANIFEST_NAME).exists()
+    _make(tmp_path / "d", 1)

@@ -1,0 +1,81 @@
+"""TLS and token as settings: what is complete enough to be reached from other machines."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from headrace.paramserver.config.protection import Protection
+from headrace.paramserver.config.server_config import ServerConfig
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.errors import ConfigError
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a self-signed certificate for 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    chain, key = folder / "chain.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=headrace"
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", chain, "-keyout", key],
+        check=True,
+        capture_output=True,
+    )
+    return chain, key
+
+
+def test_nothing() -> None:
+    """Without settings everybody may call who can connect, and that is not complete."""
+    protection = Protection.load(ServerConfig(data=Path("d")), {})
+    assert (protection.ssl_context, protection.is_complete) == (None, False)
+
+
+def test_token_alone_is_not_complete() -> None:
+    """A token without TLS can be read on the way."""
+    assert not Protection.load(ServerConfig(data=Path("d")), {"HEADRACE_TOKEN": TOKEN}).is_complete
+
+
+def test_tls(certificate: tuple[Path, Path]) -> None:
+    """TLS alone lets everybody in; with a token or with clients' certificates it is complete."""
+    chain, key = certificate
+    config = ServerConfig(data=Path("d"), tls_certificate=chain, tls_key=key)
+    assert not Protection.load(config, {}).is_complete
+    assert Protection.load(config, {"HEADRACE_TOKEN": TOKEN}).is_complete
+    mutual = ServerConfig(data=Path("d"), tls_certificate=chain, tls_key=key, tls_client_authority=chain)
+    assert Protection.load(mutual, {}).is_complete
+
+
+def test_half_a_pair(certificate: tuple[Path, Path]) -> None:
+    """A certificate without its key, and an authority without both, are mistakes."""
+    with pytest.raises(ConfigError, match="go together"):
+        Protection.load(ServerConfig(data=Path("d"), tls_certificate=certificate[0]), {})
+    with pytest.raises(ConfigError, match="needs --tls-certificate"):
+        Protection.load(ServerConfig(data=Path("d"), tls_client_authority=certificate[0]), {})
+
+
+def test_server_with_tls(
+    tmp_path: Path,
+    certificate: tuple[Path, Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A protected server may listen on every address; only who speaks TLS and has the token is answered."""
+    chain, key = certificate
+    monkeypatch.setenv("HEADRACE_TOKEN", TOKEN)
+    with ServerProcess.start(
+        tmp_path / "data", host="0.0.0.0", advertise_host="127.0.0.1", tls_certificate=chain, tls_key=key
+    ) as server:
+        assert main(["status", server.address, "--tls-authority", str(chain)]) == 0
+        assert main(["status", server.address, "--timeout-s", "2"]) == 1
+        monkeypatch.delenv("HEADRACE_TOKEN")
+        assert main(["status", server.address, "--tls-authority", str(chain)]) == 1
+        assert "a token is required" in capfd.readouterr().err

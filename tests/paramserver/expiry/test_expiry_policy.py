@@ -1,0 +1,130 @@
+"""Which rows go: parsing of policies, and each decision at its edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.expiry.expiry_policy import (
+    ExpiryPolicy,
+    ExpiryRules,
+    Horizon,
+    RowFacts,
+    RunHorizon,
+    judge,
+)
+from headrace.paramserver.ingest.sessions import Sessions
+from headrace.schemas.errors import ConfigError
+
+HORIZON = Horizon(seq=9, highest_epoch=5, runs={3: RunHorizon(100, 1_000_000_000), 5: RunHorizon(50, 2_000_000_000)})
+
+
+def _facts(epochs: list[int], steps: list[int], **more: Any) -> RowFacts:
+    size = len(epochs)
+    return RowFacts(
+        row_ids=np.arange(size),
+        epochs=np.array(epochs, np.int64),
+        steps=np.array(steps, np.int64),
+        times_us=np.array(more.pop("times_us", [1] * size), np.int64),
+        **{name: np.array(values) for name, values in more.items()},
+    )
+
+
+def _expired(policy: str, facts: RowFacts, *, now_us: int = 0, horizon: Horizon = HORIZON) -> list[bool]:
+    verdict = judge(ExpiryPolicy.parse(policy), horizon, facts, now_us=now_us)
+    return [bool(expired) for expired in verdict.expired]
+
+
+def test_rules_are_read() -> None:
+    """Numbers have units, and the first pattern that fits counts."""
+    rules = ExpiryRules.parse("user.*: ttl_s=1.5h, match=all, idle_steps=1e3;*: max_rows=7, trigger_bytes=2MiB; ")
+    assert rules.policy_of("user.weight") == ExpiryPolicy(ttl_s=5400.0, match="all", idle_steps=1000)
+    assert rules.policy_of("item") == ExpiryPolicy(max_rows=7, trigger_bytes=2 << 20)
+    assert ExpiryRules.parse("").policy_of("item") is None
+    assert ExpiryRules.parse("a: max_rows=0").policy_of("b") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("user", "is not PATTERN: POLICY=VALUE"),
+        (": ttl_s=1", "is not PATTERN: POLICY=VALUE"),
+        ("u: ttl=1", "'ttl=1' is no policy; there are ttl_s"),
+        ("u: ttl_s", "ttl_s=: not a number"),
+        ("u: ttl_s=3w", "ttl_s=3w: not a number with one of"),
+        ("u: idle_steps=1.5", "idle_steps=1.5: not a number"),
+        ("u: idle_steps=0", "idle_steps is 0"),
+        ("u: ttl_s=1, ttl_s=2", "ttl_s is given twice"),
+        ("u: max_rows=1, decay=1", "decay is 1"),
+        ("u: min_frequency=0", "min_frequency is 0"),
+        ("u: min_l2_norm=0", "min_l2_norm is 0"),
+        ("u: ttl_s=1, match=some", "match is 'some', not any or all"),
+        ("u: ttl_s=1, clock=mine", "clock is 'mine'"),
+        ("u: ttl_s=1, interval_s=0.5", "interval_s is 0.5"),
+        ("u: interval_s=60", "no policy: give ttl_s"),
+    ],
+)
+def test_mistakes_name_rule_and_key(text: str, says: str) -> None:
+    """A rule that makes no sense is one line that names it."""
+    with pytest.raises(ConfigError, match="expiry: ") as caught:
+        ExpiryRules.parse(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_rows_that_no_update_can_overtake_may_go() -> None:
+    """A row goes from two steps below its run's watermark on; one of an ended epoch at any; one of a newer at none."""
+    facts = _facts([3, 3, 3, 5, 5, 1, 4, 6], [98, 99, 100, 48, 49, 10**9, 2**63 - 1, 0])
+    may_go = HORIZON.may_go(facts.epochs, facts.steps)
+    assert may_go.tolist() == [True, False, False, True, False, True, False, False]
+    assert (HORIZON.tombstone_step(3, 98), HORIZON.tombstone_step(1, 10)) == (99, 11)
+    none = Horizon(seq=9, highest_epoch=5, runs={5: RunHorizon(-1, 0)})
+    assert not none.may_go(facts.epochs, facts.steps).any()
+    assert none.newest is None
+
+
+def test_idle_steps_count_from_the_rows_own_run() -> None:
+    """A row is measured by its own run's steps, one of an ended epoch by the newest run's."""
+    facts = _facts([3, 3, 5, 5, 1, 1], [89, 90, 39, 40, 39, 40])
+    assert _expired("idle_steps=10", facts) == [True, False, True, False, True, False]
+
+
+def test_time_to_live_goes_by_the_clock_that_is_set() -> None:
+    """By default the trainer's clock at its last step counts, else the server's; a row without a time has no age."""
+    facts = _facts([3, 3, 5, 1, 3], [1] * 5, times_us=[989_999_999, 990_000_000, 1_989_999_999, 1_989_999_999, 0])
+    assert _expired("ttl_s=10", facts, now_us=10**15) == [True, False, True, True, False]
+    wall = _expired("ttl_s=10, clock=wall", facts, now_us=1_000_000_000)
+    assert wall == [True, False, False, False, False]
+
+
+def test_norms_and_frequencies_below_the_least() -> None:
+    """A row goes when it is below; NaN is not below anything."""
+    facts = _facts([3] * 4, [1] * 4, norms=[0.0, 0.49, 0.5, np.nan], frequencies=[0.0, 1.0, 0.99, 5.0])
+    assert _expired("min_l2_norm=0.5", facts) == [True, True, False, False]
+    assert _expired("min_frequency=1", facts) == [True, False, True, False]
+    assert _expired("min_l2_norm=0.5, min_frequency=1", facts) == [True, True, True, False]
+    assert _expired("min_l2_norm=0.5, min_frequency=1, match=all", facts) == [True, False, False, False]
+    assert _expired("max_rows=0", facts) == [False] * 4
+
+
+def test_a_verdict_counts_by_policy_and_what_is_spared() -> None:
+    """Each policy's count has the rows that may go; a named row that may not go is no expired one."""
+    facts = _facts([3, 3, 3], [1, 50, 99], times_us=[1, 999_999_999, 1])
+    verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=0)
+    assert verdict.by_policy == {"ttl_s": 1, "idle_steps": 2}
+    assert verdict.expired.tolist() == [True, True, False]
+    assert (verdict.named & ~verdict.may_go).tolist() == [False, False, True]
+
+
+def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
+    """A run's step and time are those of its slowest rank; a run that lacks a rank has none; a replay is no run."""
+    sessions = Sessions({})
+    for rank, step in ((0, 7), (1, 5)):
+        session = sessions.open("run", f"rank{rank}", 4, rank, 2)
+        sessions.advance(session, client_seq=1, step=step, time_us=step * 100, ends_step=True, is_exact_cut=True)
+        expected = {4: RunHorizon(5, 500)} if rank else {4: RunHorizon(-1, 0)}
+        assert Horizon.of(sessions, 1).runs == expected
+    sessions.open("replay-x", "log", 6, 0, 0)
+    assert Horizon.of(sessions, 3) == Horizon(seq=3, highest_epoch=6, runs={4: RunHorizon(5, 500)})

@@ -1,0 +1,78 @@
+"""How a digest reads rows: no more of the tables behind a small one than it must. See also `test_verify.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from headrace.paramserver.ingest.digester import _Stream
+from headrace.paramserver.store.row_reader import ShardSource
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
+from headrace.schemas.errors import CorruptionError
+from headrace.schemas.row_keys import encode_keys, key_prefix
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="t", num_rows=100_000, dim=1, dtype=DType.FLOAT32)
+SOURCE = ShardSource(RecordLayout(SPEC, SPEC.whole), None, True)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "end_row", "most"), [(10, 100, 64), (0, 100, 64), (64, 100, 192), (5000, 3000, 4032)]
+)
+def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> None:
+    """Every row of the table comes, up to the end that was asked for, and of what lies behind few."""
+    keys = [
+        bytes(key)
+        for table in (1, 2)
+        for key in encode_keys(table, SPEC.whole, np.arange(num_rows if table == 1 else 9000))
+    ]
+    num_read = 0
+
+    def pairs() -> Iterator[tuple[bytes, bytes]]:
+        nonlocal num_read
+        for key in keys:
+            num_read += 1
+            yield key, b""
+
+    store = cast("Any", SimpleNamespace(scan_now=lambda *_, **__: pairs(), check_end=lambda _: None))
+    stream = _Stream(store, key_prefix(1, SPEC.whole), 0, end_row, SOURCE)
+    found: list[int] = []
+    while stream.fill():
+        ids, held = stream.take_up_to(stream.last_row)
+        assert len(held) == ids.size
+        found += ids.tolist()
+    assert found == list(range(min(num_rows, end_row)))
+    assert num_read <= most
+
+
+def test_rows_behind_a_damaged_block_are_missed(tmp_path: Path) -> None:
+    """Rocksdict's iterator ends at a block that does not match its checksum; that is no end of the table."""
+    keys = [bytes(key) for key in encode_keys(1, SPEC.whole, np.arange(5000))]
+    store = RowStore.open(tmp_path, config=StoreConfig(block_cache_bytes=1 << 20))
+    store.write(keys, [bytes(100)] * len(keys), applied_seq=1)
+    store.close()
+    (file,) = tmp_path.glob("*.sst")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    store = RowStore.open(tmp_path, config=StoreConfig(block_cache_bytes=1 << 20))
+    num_damaged = 0
+    for first in (0, *range(2400, 2700)):  # also from each row of the block
+        stream, num_rows = _Stream(store, key_prefix(1, SPEC.whole), first, 5000, SOURCE), 0
+        try:
+            while stream.fill():
+                num_rows += stream.take_up_to(stream.last_row)[0].size
+        except CorruptionError as exc:
+            assert ".sst" in str(exc)
+            num_damaged += 1
+        else:
+            assert num_rows == 5000 - first
+    store.close()
+    assert 1 < num_damaged < 301

@@ -1,0 +1,267 @@
+"""The path of a batch into a shard, where its order matters; whole shards are in `test_shard.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_file_ops import FaultyFileOps
+
+from headrace.paramserver.ingest import sessions
+from headrace.paramserver.ingest.ingest import KIND_BATCH, KIND_HELLO, Ingest
+from headrace.paramserver.log.file_update_log import FileUpdateLog
+from headrace.paramserver.log.update_log import LogRecord
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, StorageError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+
+
+def _batch(client_seq: int, *, run: str = "run", epoch: int = 1) -> Any:
+    return idl.SetEmbeddingsRequest(
+        **{"run": run, "client": "rank0", "epoch": epoch, "client_seq": client_seq, "step": client_seq, "time_us": 0},
+        **{"ends_step": True, "is_exact_cut": True, "deltas": []},
+    )
+
+
+@contextlib.asynccontextmanager
+async def _open(path: Path, ops: FaultyFileOps) -> AsyncIterator[tuple[Ingest, Applier, FileUpdateLog]]:
+    """Open an ingest of one client, which has said hello."""
+    store = RowStore.open(path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(path / "log", ops=ops)
+    async with Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        await ingest.open_session("run", "rank0", 1, 0, 1, [])
+        yield ingest, applier, log
+        await log.close()
+    store.close()
+
+
+@contextlib.asynccontextmanager
+async def _reopen(path: Path) -> AsyncIterator[tuple[Ingest, RowStore]]:
+    """Open an ingest on what is there."""
+    store = RowStore.open(path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(path / "log")
+    async with Applier(store) as applier:
+        ingest = Ingest(log, applier, store.read_meta(), max_backlog_bytes=1 << 30)
+        await ingest.recover()
+        await applier.wait_applied(ingest.submitted_seq)
+        yield ingest, store
+        await log.close()
+    store.close()
+
+
+async def _write(ingest: Ingest, client_seq: int, release: Callable[[], None] = lambda: None) -> None:
+    await ingest.write(_batch(client_seq), memoryview(b"frame"), lambda: release)
+
+
+class _Turnstile(threading.Event):
+    """A gate that lets as many calls through as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._turns.acquire(timeout=timeout)
+
+    def let(self, num_calls: int) -> None:
+        self._turns.release(num_calls)
+
+
+async def test_a_hello_counts_only_what_is_durable(tmp_path: Path) -> None:
+    """A batch that comes, over an older connection, while a hello waits for the disk is not told as durable by it."""
+    ops = FaultyFileOps()
+    async with _open(tmp_path, ops) as (ingest, _, _):
+        ops.reached.clear()
+        ops.gate = gate = _Turnstile()
+        first = asyncio.create_task(_write(ingest, 1))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        hello = asyncio.create_task(ingest.open_session("run", "rank0", 1, 0, 1, []))
+        late = asyncio.create_task(_write(ingest, 2))
+        await asyncio.sleep(0)  # both begin, in this order
+        assert ingest.accepted_seq == 3
+        gate.let(1)
+        await first
+        _, last_client_seq = await hello
+        assert last_client_seq == 1
+        ops.fail("fdatasync", errno.EIO)
+        gate.let(9)
+        with pytest.raises(UnavailableError):
+            await late
+
+
+async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> None:
+    """A batch that is durable but comes to an applier that has failed is not acked, and ends ingest with its reason."""
+    ops, released = FaultyFileOps(), []
+    async with _open(tmp_path, ops) as (ingest, applier, _):
+        ops.reached.clear()
+        ops.gate.clear()
+        writing = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        applier._fail(StorageError("no space is left"))
+        ops.gate.set()
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await writing
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await _write(ingest, 1)  # nor is its resend
+        assert isinstance(await ingest.wait_failed(), StorageError)
+        assert released == [1]
+
+
+async def test_a_failed_applier_frees_no_frame_that_the_log_still_reads(tmp_path: Path) -> None:
+    """When an applier has failed, each batch keeps its frame until the disk has it: reused, it would damage the log."""
+    ops, released = FaultyFileOps(), []
+    async with _open(tmp_path, ops) as (ingest, applier, _):
+        ops.reached.clear()
+        ops.gate = gate = _Turnstile()
+        first = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        second = asyncio.create_task(_write(ingest, 2, lambda: released.append(2)))
+        await asyncio.sleep(0)  # it begins
+        applier._fail(StorageError("no space is left"))
+        ops.reached.clear()
+        gate.let(1)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await first
+        await asyncio.to_thread(ops.reached.wait, 60)
+        assert released == [1]
+        gate.let(9)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await second
+        assert released == [1, 2]
+
+
+def _logged(client_seq: int, **changes: Any) -> list[memoryview]:
+    """Return the frame that the log keeps of a batch."""
+    args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq, **changes))
+    return [memoryview(b"".join(encode_message("setEmbeddings", CALL, 1, args)))]
+
+
+_HELLO = {"kind": KIND_HELLO, "run": "run", "client": "rank0", "rank": 0, "world_size": 1, "tables": []}
+_CLAIM: dict[str, Any] = {"kind": KIND_BATCH}
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([(_CLAIM, _logged(1)), (_CLAIM, _logged(1))], "log record 3 cannot be applied: .*twice"),
+        ([(_CLAIM, _logged(2))], "log record 2 cannot be applied: .*expected 1"),
+        ([(_CLAIM, [memoryview(b"no message")])], "log record 2 cannot be applied"),
+        ([({"kind": KIND_HELLO}, [])], "log record 2 cannot be applied"),
+        ([({"kind": 77}, [])], "log record 2 is of kind 77"),
+    ],
+    ids=["twice", "gap", "garbage", "no hello", "unknown kind"],
+)
+async def test_a_record_that_cannot_be_redone_stops_recovery(
+    tmp_path: Path, records: list[tuple[dict[str, Any], list[memoryview]]], reason: str
+) -> None:
+    """A log whose records contradict each other is corrupt, and told: no batch is guessed, none counts twice."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(tmp_path / "log")
+    for header, body in [(_HELLO, []), *records]:
+        await log.append(epoch=1, header=header, body=body).durable
+    async with Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        with pytest.raises(CorruptionError, match=reason):
+            await ingest.recover()
+    await log.close()
+    store.close()
+
+
+async def test_a_log_that_skips_a_record_stops_recovery(tmp_path: Path) -> None:
+    """A log that leaves a record out, of whatever implementation, is not taken for whole."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(tmp_path / "log")
+    for header, body in [(_HELLO, []), (_CLAIM, _logged(1)), (_CLAIM, _logged(2))]:
+        await log.append(epoch=1, header=header, body=body).durable
+
+    class Gapped:
+        last_seq = 3
+
+        def read(self, from_seq: int) -> Iterator[LogRecord]:
+            return (record for record in log.read(from_seq) if record.seq != 2)
+
+    async with Applier(store) as applier:
+        ingest = Ingest(Gapped(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
+        with pytest.raises(CorruptionError, match="goes on at seq 3, seq 2 is missing"):
+            await ingest.recover()
+    await log.close()
+    store.close()
+
+
+async def test_a_resend_is_not_acked_before_the_batch_and_the_ones_before_it(tmp_path: Path) -> None:
+    """While the store is behind, a batch's ack waits; a resend of it, or of the one after it, waits for the same."""
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, applier, _):
+        behind = asyncio.Event()
+
+        async def wait_below(max_bytes: int) -> None:
+            await behind.wait()
+
+        applier.wait_below = wait_below  # type: ignore[method-assign]
+        first = asyncio.create_task(_write(ingest, 1))
+        await asyncio.sleep(0)  # it begins
+        await ingest.wait_durable(2)
+        second = asyncio.create_task(_write(ingest, 2))
+        await ingest.wait_durable(3)
+        resends = [asyncio.create_task(_write(ingest, client_seq)) for client_seq in (1, 2)]
+        second.cancel()  # its client has gone, and asks over another connection
+        with contextlib.suppress(asyncio.CancelledError):
+            await second
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in (first, *resends))
+        behind.set()
+        await asyncio.gather(first, *resends)
+
+
+@pytest.mark.parametrize("store_is_lost", [False, True], ids=["clean stop", "store lost"])
+async def test_writers_without_end_are_no_memory_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_is_lost: bool
+) -> None:
+    """A shard and its store remember so many writers, the same after a restart, and take nothing of others again."""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    async with _reopen(tmp_path) as (ingest, _):
+        for epoch in range(1, 9):
+            await ingest.open_session(f"run{epoch}", "rank0", epoch, 0, 1, [])
+            of = {"run": f"run{epoch}", "epoch": epoch}
+            await ingest.write(_batch(1, **of), *_logged(1, **of), lambda: lambda: None)
+        before = [dataclasses.replace(session) for session in ingest.sessions]
+        assert [session.run for session in before] == ["run6", "run7", "run8"]
+        assert not ingest._acking
+    if store_is_lost:
+        shutil.rmtree(tmp_path / "store")
+    async with _reopen(tmp_path) as (ingest, store):
+        assert list(ingest.sessions) == before
+        with pytest.raises(FencedError, match="start it again"):
+            await ingest.open_session("run5", "rank0", 5, 0, 1, [])
+        with pytest.raises(RequestError, match="was forgotten since"):
+            await ingest.write(_batch(1, run="run5", epoch=5), memoryview(b"frame"), lambda: lambda: None)
+        assert (await ingest.open_session("run6", "rank0", 6, 0, 1, []))[1] == 1
+        await ingest.open_session("run5", "rank0", ingest.sessions.highest_epoch + 1, 0, 1, [], claims_epoch=True)
+    async with _reopen(tmp_path) as (ingest, store):
+        assert [session.run for session in ingest.sessions] == ["run7", "run8", "run5"]
+        assert sum(key.startswith(b"session/") for key in store.read_meta()) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"run": "r" * 257}, {"client": "ü" * 129}, {"world_size": 16_385}], ids=["run", "client", "ranks"]
+)
+async def test_a_writer_that_would_take_too_much_memory_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Names have a longest length, and a run has no more ranks than are remembered; what is at the bound is taken."""
+    good: dict[str, Any] = {"run": "r" * 256, "client": "ü" * 128, "epoch": 1, "rank": 0, "world_size": 16_384}
+    async with _reopen(tmp_path) as (ingest, _):
+        with pytest.raises(RequestError, match=r"over 256 bytes|of 16385: not a writer"):
+            await ingest.open_session(**{**good, **wrong}, specs=[])
+        assert ingest.accepted_seq == 0
+        await ingest.open_session(**good, specs=[])

@@ -1,0 +1,139 @@
+"""`headrace status`: one screen, or one JSON object, and exit code 1 when a shard does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hellos import hello_of_writer
+
+from headrace.cli import main
+from headrace.paramserver.metrics.status_client import ShardAnswer
+from headrace.paramserver.metrics.status_command import _tables_of
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+SPEC = TableSpec(
+    fqn="user[red].weight",
+    num_rows=1_000_000,
+    dim=8,
+    dtype=DType.FLOAT16,
+    states=(StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("status") / "data", shards=2) as running:
+        asyncio.run(_say_hello_as_writer(running.address))
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
+
+
+async def _say_hello_as_writer(address: str) -> None:
+    request = hello_of_writer(SPEC, run="ctr-v7", epoch=3)
+    async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
+        shards = (await client.hello(request)).shards
+    for shard in shards:
+        async with await ParamServerClient.connect(shard.host, shard.port) as client:
+            await client.hello(request)
+
+
+def _status_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    exit_code = main(["status", *arguments, "--json"])
+    return exit_code, json.loads(capfd.readouterr().out)
+
+
+def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """The JSON object has every shard, table and client."""
+    exit_code, told = _status_json(capfd, server.address)
+    assert exit_code == 0
+    assert [shard["pid"] for shard in told["shards"]] == server.shard_pids
+    assert all(shard["error"] is None and shard["log_seq"] == 1 for shard in told["shards"])
+    assert told["tables"] == [
+        {
+            "fqn": SPEC.fqn,
+            "num_rows": 1_000_000,
+            "dim": 8,
+            "dtype": "float16",
+            "states": [{"name": "momentum1", "kind": "rowwise", "dtype": "float32", "width": 1}],
+            "has_identities": False,
+            "num_rows_estimate": 0,
+        }
+    ]
+    (client,) = told["clients"]
+    assert (client["run"], client["client"], client["epoch"], client["step"]) == ("ctr-v7", "rank0", 3, -1)
+
+
+def test_screen(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """The screen shows shards, tables with their specs, and writers; names are shown as they are."""
+    assert main(["status", server.address]) == 0
+    text = capfd.readouterr().out
+    for pid in server.shard_pids:
+        assert str(pid) in text
+    for word in ("user[red].weight", "1,000,000", "float16", "momentum1 float32[1]", "ctr-v7", "rank0", "2 shards"):
+        assert word in text
+
+
+def test_shard_that_does_not_answer(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """A shard that hangs is shown as such in time, the others as they are, and the exit code is 1."""
+    hanging = psutil.Process(server.shard_pids[1])
+    hanging.suspend()
+    try:
+        started_s = time.monotonic()
+        exit_code, told = _status_json(capfd, server.address, "--timeout-s", "0.5")
+        assert time.monotonic() - started_s < 30
+        assert exit_code == 1
+        assert told["shards"][0]["error"] is None
+        assert "no answer within 0.5 s" in told["shards"][1]["error"]
+        assert told["shards"][1]["pid"] is None
+        assert main(["status", server.address, "--timeout-s", "0.5"]) == 1
+        assert "shard 1 does not answer: hello to" in capfd.readouterr().out
+    finally:
+        hanging.resume()
+
+
+def test_no_more_rows_than_a_table_has() -> None:
+    """Rows that are counted twice for now are not told as more than there can be; of virtual ids all are told."""
+    virtual = dataclasses.replace(SPEC, fqn="virtual", num_rows=0)
+    tables = [idl.TableStatus(spec=spec_to_idl(spec), num_rows_estimate=600_000) for spec in (SPEC, virtual)]
+    shards = [ShardAnswer(shard=n, address="", reply=idl.StatusReply(tables=tables)) for n in range(2)]
+    assert [num_rows for _, num_rows in _tables_of(shards)] == [1_000_000, 1_200_000]
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("127.0.0.1:1", "no connection to 127.0.0.1:1"), ("nonsense:port", "'nonsense:port' is not an address")],
+)
+def test_nobody_there(address: str, problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """When nobody answers at the address, that is one line and exit code 1."""
+    assert main(["status", address]) == 1
+    captured = capfd.readouterr()
+    assert problem in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_token(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A server with a token answers who shows it, and tells who does not in one line."""
+    file = tmp_path / "token"
+    file.write_text("a-token-of-some-length\n")
+    file.chmod(0o600)
+    with ServerProcess.start(tmp_path / "data", token_file=file) as server:
+        assert main(["status", server.address]) == 1
+        assert "token is required" in capfd.readouterr().err
+        assert main(["status", server.address, "--token-file", str(file)]) == 0

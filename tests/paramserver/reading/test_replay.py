@@ -1,0 +1,378 @@
+"""Replay: what was in a server's logs is in another server, row for row, and nothing newer is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from chaos_proxy import FrameProxy, Trouble
+from hellos import hello_of_writer
+from shard_servers import serve_shards
+
+from headrace.paramserver.log.log_reader import LogReader
+from headrace.paramserver.log.log_segments import list_segments
+from headrace.paramserver.reading import replay
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.replay import Replay, ReplayTarget, ShardWriter
+from headrace.paramserver.reading.replay_source import ReplayRange, ReplaySource
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    HeadraceError,
+    SpecMismatchError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+IDS = TableSpec(
+    fqn="ids.weight",
+    num_rows=0,
+    dim=4,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+    has_identities=True,
+)
+SPLIT = TableSpec(
+    fqn="split.weight",
+    num_rows=200,
+    dim=6,
+    dtype=DType.BFLOAT16,
+    states=(StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),),
+    has_identities=False,
+)
+SPECS = (IDS, SPLIT)
+ROWS = np.arange(0, 200, 3, dtype=np.int64)
+NUM_STEPS = 20
+TIME_US = 1_700_000_000_000_000
+
+
+def _delta(spec: TableSpec, rows: Any, deleted: Any, rng: np.random.Generator, first: int, width: int) -> Any:
+    def column(dtype: DType, columns: int) -> bytes:
+        return rng.integers(0, 255, (rows.size, columns * dtype.size_bytes)).astype(np.uint8).tobytes()
+
+    return idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=first,
+        width=width,
+        row_ids=rows.tobytes(),
+        weights=column(spec.dtype, width),
+        states=[
+            idl.StateColumn(
+                name=s.name, dtype=int(s.dtype), width=s.width or width, data=column(s.dtype, s.width or width)
+            )
+            for s in spec.states
+        ],
+        identities=rng.integers(0, 2**60, rows.size).tobytes() if spec.has_identities else None,
+        deleted_row_ids=deleted.tobytes(),
+    )
+
+
+class _Client:
+    """A writer to every shard of a server."""
+
+    def __init__(self, ports: list[int], *, epoch: int, seed: int) -> None:
+        self._ports, self._epoch, self._seq = ports, epoch, 0
+        self._rng = np.random.default_rng(seed)
+
+    async def write(self, steps: range, *, num_rows: int = 12) -> None:
+        """Set and delete some rows at each step."""
+        clients = [await ParamServerClient.connect("127.0.0.1", port) for port in self._ports]
+        for client in clients:
+            await client.hello(hello_of_writer(*SPECS, epoch=self._epoch))
+        for step in steps:
+            self._seq += 1
+            deltas = []
+            some = self._rng.choice(ROWS, (2, num_rows), replace=num_rows * 2 > ROWS.size)
+            for spec, rows in zip(SPECS, some, strict=True):
+                rows = np.unique(rows)
+                deltas.append((spec, rows[:-2], rows[-2:]))
+            for shard, client in enumerate(clients):
+                await client.set_embeddings(self._request(step, deltas, shard))
+        for client in clients:
+            await client.close()
+
+    def _request(self, step: int, deltas: Any, shard: int) -> Any:
+        mine = []
+        for spec, *both in deltas:
+            rows, deleted = (ids[shards_of_rows(table_seed(spec.fqn), ids, len(self._ports)) == shard] for ids in both)
+            parts = ((0, 2), (2, 4)) if spec is SPLIT else ((0, spec.dim),)
+            mine += [_delta(spec, rows, deleted, self._rng, *part) for part in parts]
+        return idl.SetEmbeddingsRequest(
+            run="run",
+            client="rank0",
+            epoch=self._epoch,
+            client_seq=self._seq,
+            step=step,
+            time_us=TIME_US + step * 1_000_000,
+            ends_step=True,
+            is_exact_cut=True,
+            deltas=mine,
+        )
+
+
+async def _content(port: int) -> dict[str, list[bytes]]:
+    """Return everything that a server says of all rows."""
+    content = {}
+    async with await EmbeddingReader.connect(f"127.0.0.1:{port}") as reader:
+        for spec in SPECS:
+            rows = await reader.get(spec.fqn, ROWS, with_states=True, with_versions=True)
+            columns = [rows.presence, rows.weights, *rows.states.values(), rows.epochs, rows.steps, rows.times_us]
+            columns += [] if rows.identities is None else [rows.identities]
+            content[spec.fqn] = [np.ascontiguousarray(column).tobytes() for column in columns]
+    return content
+
+
+async def _replay(source: Path, port: int, wanted: ReplayRange | None = None, **settings: Any) -> Replay:
+    logs = ReplaySource(source, wanted or ReplayRange())
+    logs.summarize()
+    replay = Replay(logs, ReplayTarget(host="127.0.0.1", port=port, timeout_s=20), **settings)
+    await replay.run()
+    return replay
+
+
+@pytest.fixture
+async def source(tmp_path: Path) -> AsyncIterator[tuple[Path, dict[str, list[bytes]]]]:
+    """A stopped server of two shards, written by two runs, and what it said of its rows."""
+    path = tmp_path / "source"
+    async with serve_shards(path, 2) as ports:
+        await _Client(ports, epoch=1, seed=1).write(range(NUM_STEPS))
+        await _Client(ports, epoch=4, seed=2).write(range(5))
+        content = await _content(ports[0])
+    yield path, content
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+async def test_another_server_gets_every_row(source: Any, tmp_path: Path, num_shards: int) -> None:
+    """Values, states, identities, split columns, deletes and versions arrive, whatever the number of shards."""
+    path, content = source
+    async with serve_shards(tmp_path / "target", num_shards) as ports:
+        replay = await _replay(path, ports[-1])
+        assert await _content(ports[0]) == content
+    assert replay.num_sent > 0
+    assert replay.num_skipped == 0
+
+
+async def test_a_running_server_is_a_source_too(tmp_path: Path) -> None:
+    """The logs of a server that is running are replayed up to what they held at the time."""
+    async with serve_shards(tmp_path / "source", 2) as ports, serve_shards(tmp_path / "target", 2) as others:
+        await _Client(ports, epoch=1, seed=1).write(range(3))
+        await _replay(tmp_path / "source", others[0])
+        assert await _content(others[0]) == await _content(ports[0])
+
+
+async def test_a_second_time_nothing_is_sent(source: Any, tmp_path: Path) -> None:
+    """The same replay again finds everything delivered; with `again` it sends all, and nothing changes."""
+    path, content = source
+    async with serve_shards(tmp_path / "target", 3) as ports:
+        first = await _replay(path, ports[0])
+        second = await _replay(path, ports[0])
+        third = await _replay(path, ports[0], again=True)
+        assert await _content(ports[0]) == content
+    assert (second.num_sent, second.num_skipped) == (0, first.num_sent)
+    assert (third.num_sent, third.num_skipped) == (first.num_sent, 0)
+
+
+async def test_newer_rows_stay(source: Any, tmp_path: Path) -> None:
+    """Rows that the target has in a higher epoch, or as deleted there, are as they were; all others arrive."""
+    path, content = source
+    async with serve_shards(tmp_path / "target", 2) as ports, serve_shards(tmp_path / "newer", 2) as others:
+        await _Client(ports, epoch=9, seed=3).write(range(1), num_rows=20)
+        await _Client(others, epoch=9, seed=3).write(range(1), num_rows=20)
+        newer = await _content(others[0])
+        await _replay(path, ports[0])
+        found = await _content(ports[0])
+    for fqn, columns in found.items():
+        is_newer = np.frombuffer(newer[fqn][0], np.uint8) > 0
+        for column, old, new in zip(columns, content[fqn], newer[fqn], strict=True):
+            by_row = [np.frombuffer(data, np.uint8).reshape(ROWS.size, -1) for data in (column, old, new)]
+            assert (by_row[0] == np.where(is_newer[:, None], by_row[2], by_row[1])).all()
+        assert is_newer.any() and not is_newer.all()
+
+
+async def test_an_interrupted_replay_goes_on(source: Any, tmp_path: Path) -> None:
+    """A replay that ends midway is gone on with: what was delivered is not sent again, and in the end all is there."""
+    path, content = source
+    logs = ReplaySource(path, ReplayRange())
+    rows = logs.summarize().num_rows
+    calls = 0
+
+    def interrupt(_: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise asyncio.CancelledError
+
+    async with serve_shards(tmp_path / "target", 3) as ports:
+        replay = Replay(logs, ReplayTarget(host="127.0.0.1", port=ports[0]))
+        with pytest.raises(asyncio.CancelledError):
+            await replay.run(on_progress=interrupt)
+        rest = await _replay(path, ports[0])
+        assert await _content(ports[0]) == content
+    assert rest.num_skipped > 0
+    assert rest.num_sent > 0
+    assert rest.num_skipped + rest.num_sent == rows
+
+
+async def test_a_bad_network_changes_nothing(source: Any, tmp_path: Path) -> None:
+    """Over connections that are reset, doubled and reordered everything arrives all the same."""
+    path, content = source
+    async with serve_shards(tmp_path / "target", 2, advertise_host="127.0.0.2") as ports:
+        proxy = FrameProxy(listen_host="127.0.0.2", target_host="127.0.0.1", ports=ports, seed=5)
+        proxy.start()
+        try:
+            proxy.make(Trouble(reset=0.05, duplicate=0.2, reorder=0.1))
+            await _replay(path, ports[0])
+            proxy.make(Trouble())
+            assert await _content(ports[0]) == content
+        finally:
+            await asyncio.to_thread(proxy.close)
+    assert proxy.counts["reset"] > 0
+    assert proxy.counts["reorder"] > 0
+
+
+async def test_long_batches_are_cut(tmp_path: Path) -> None:
+    """A batch longer than the target's frames arrives in pieces."""
+    spec = TableSpec(fqn="long", num_rows=500, dim=256, dtype=DType.FLOAT32, states=(), has_identities=False)
+    rows, deleted = np.arange(300), np.arange(300, 500)
+    rng = np.random.default_rng(0)
+    async with (
+        serve_shards(tmp_path / "source", 1) as ports,
+        await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
+    ):
+        await client.hello(hello_of_writer(spec))
+        request = _Client(ports, epoch=1, seed=0)._request(1, [], 0)
+        request.client_seq, request.deltas = 1, [_delta(spec, rows, deleted, rng, 0, 256)]
+        await client.set_embeddings(request)
+    async with serve_shards(tmp_path / "target", 2, max_frame_bytes=64 << 10) as ports:
+        replay = await _replay(tmp_path / "source", ports[0])
+        async with await EmbeddingReader.connect(f"127.0.0.1:{ports[0]}") as reader:
+            found = await reader.get("long", np.arange(500))
+    assert replay.num_sent == 500
+    assert found.presence.tolist() == [1] * 300 + [2] * 200
+    assert found.weights[:300].tobytes() == bytes(request.deltas[0].weights)
+
+
+async def test_ranges_take_what_they_say(source: Any) -> None:
+    """Seqs, steps, times and tables are bounds, both ends included."""
+    path, _ = source
+    shard = path / "shard-0001"
+
+    def steps_of(where: Path, **bounds: Any) -> list[tuple[int, int]]:
+        logs = ReplaySource(where, ReplayRange(**bounds))
+        return [(batch.epoch, batch.step) for log in logs.logs for batch in logs.batches(log)]
+
+    last_seq = LogReader(shard / "log").last_seq
+    assert steps_of(shard, from_seq=3, to_seq=4) == [(1, 1), (1, 2)]
+    assert steps_of(shard, from_seq=last_seq) == [(4, 4)]
+    assert steps_of(path, from_step=3, to_step=4) == [(1, 3), (1, 4), (4, 3), (4, 4)] * 2
+    assert steps_of(shard, since_us=TIME_US + 18_000_000) == [(1, 18), (1, 19)]
+    assert steps_of(shard, until_us=TIME_US) == [(1, 0), (4, 0)]
+    only = ReplaySource(path, ReplayRange(tables=frozenset({"split.weight"})))
+    assert list(only.summarize().tables) == ["split.weight"]
+
+
+async def test_tables_registered_before_the_range_are_known(source: Any, tmp_path: Path) -> None:
+    """A range behind the registration of its tables is replayed, also when only the store remembers them."""
+    path, _ = source
+    async with serve_shards(tmp_path / "target", 1) as ports:
+        replay = await _replay(path / "shard-0000", ports[0], ReplayRange(from_seq=5))
+        assert replay.num_sent > 0
+    logs = ReplaySource(path / "shard-0000", ReplayRange(from_seq=5))
+    logs.logs[0].read_before = lambda: iter(())  # type: ignore[method-assign]
+    logs.summarize()
+    assert logs.specs.keys() == {"ids.weight", "split.weight"}
+
+
+async def test_mistakes_are_one_clear_line(source: Any) -> None:
+    """What cannot be replayed says why, and nothing is sent."""
+    path, _ = source
+    cases: list[tuple[type[HeadraceError], str, dict[str, Any]]] = [
+        (
+            UnknownTableError,
+            "--table 'ids.weigth': no such table in the log; there is ids.weight",
+            {"tables": frozenset({"ids.weigth"})},
+        ),
+        (ConfigError, "nothing to replay", {"from_step": 1000}),
+        (ConfigError, "--from-seq and --to-seq count in one shard's log", {"from_seq": 1}),
+        (ConfigError, "--from-step is above --to-step", {"from_step": 2, "to_step": 1}),
+    ]
+    for error, words, bounds in cases:
+        with pytest.raises(error, match=words) as raised:
+            ReplaySource(path, ReplayRange(**bounds)).summarize()
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match="holds no update log"):
+        ReplaySource(path / "shard-0000" / "store", ReplayRange())
+
+
+async def test_damage_is_found_before_anything_is_sent(source: Any) -> None:
+    """A damaged record is named with its file and offset; a range without it can be replayed."""
+    path, _ = source
+    segment = list_segments(path / "shard-0000" / "log")[0]
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(CorruptionError, match=rf"{segment.name}: damaged at offset \d+"):
+        ReplaySource(path, ReplayRange()).summarize()
+    assert ReplaySource(path / "shard-0000", ReplayRange(to_seq=4)).summarize().num_records == 3
+
+
+async def test_another_table_of_that_name_is_refused(source: Any, tmp_path: Path) -> None:
+    """A target whose table has another shape refuses the replay, and says how they differ."""
+    path, _ = source
+    other = TableSpec(fqn="ids.weight", num_rows=0, dim=5, dtype=DType.FLOAT32, states=(), has_identities=True)
+    async with serve_shards(tmp_path / "target", 1) as ports:
+        async with await ParamServerClient.connect("127.0.0.1", ports[0]) as client:
+            await client.hello(hello_of_writer(other))
+        with pytest.raises(SpecMismatchError, match="dim 5 ≠ 4"):
+            await _replay(path, ports[0])
+
+
+async def test_a_target_that_is_away_is_named(source: Any, unused_tcp_port: int) -> None:
+    """Nobody at the target's address is an error that names it."""
+    with pytest.raises(UnavailableError, match=f"127.0.0.1:{unused_tcp_port}"):
+        await _replay(source[0], unused_tcp_port)
+
+
+def test_one_attempt_is_shorter_than_all() -> None:
+    """However long a shard may be away, it is tried again every ten seconds, and sooner where all is to be sooner."""
+    assert ReplayTarget(host="h", port=1, timeout_s=600.0).connect_timeout_s == 10.0
+    assert ReplayTarget(host="h", port=1, timeout_s=0.5).connect_timeout_s == 0.5
+
+
+async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more batches, and no more bytes, wait for a shard's ack than are set; a larger one goes alone."""
+    monkeypatch.setattr(replay, "_WINDOW_MESSAGES", 3)
+    monkeypatch.setattr(replay, "_WINDOW_BYTES", 1000)
+    writer = ShardWriter(cast("Any", None), "nowhere", 1, "run", [], client="c")
+    puts: list[asyncio.Task[bool]] = []
+
+    async def num_sent(*sizes: int, acked: int) -> int:
+        for size in sizes:
+            delta = idl.TableDelta(row_ids=bytes(size), weights=b"", states=[])
+            puts.append(asyncio.create_task(writer.put(idl.SetEmbeddingsRequest(deltas=[delta]))))
+        for _ in range(5):
+            await asyncio.sleep(0)  # those that may, in their order
+        writer._take_acks(acked)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return sum(put.done() for put in puts)
+
+    writer._take_acks(0)  # its hello
+    assert await num_sent(10, 10, 10, 10, acked=0) == 3
+    assert await num_sent(acked=1) == 4
+    assert await num_sent(acked=4) == 4
+    assert await num_sent(600, 400, 1, acked=4) == 6
+    assert await num_sent(acked=5) == 7
+    assert await num_sent(5000, acked=6) == 7
+    assert await num_sent(acked=7) == 8
+    assert await num_sent(1, acked=7) == 8
+    assert await num_sent(acked=8) == 9

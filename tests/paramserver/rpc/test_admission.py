@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.paramserver.rpc.admission import Account, Admission, ServerLimits, Ticket, Waiter
+from headrace.schemas.errors import ConfigError
+
+
+def small_admission() -> Admission:
+    """Return bounds of 4 requests and 100 bytes, 2 requests and 60 bytes an account."""
+    return Admission(max_requests=4, max_bytes=100, max_account_requests=2, max_account_bytes=60)
+
+
+def finish(ticket: Ticket) -> None:
+    """Answer a request and free its buffer."""
+    ticket.release_bytes()
+    ticket.release()
+
+
+class Asker:
+    """Asks for one account and notes what it is given."""
+
+    def __init__(self, admission: Admission, key: object) -> None:
+        self.admission = admission
+        self.account = admission.open_account(key)
+        self.tickets: list[Ticket] = []
+        self.waiters: list[Waiter] = []
+
+    def ask(self, size_bytes: int) -> bool:
+        """Ask, and return whether there was room at once."""
+        answer = self.admission.admit(self.account, size_bytes, self._granted)
+        if isinstance(answer, Ticket):
+            self.tickets.append(answer)
+            return True
+        self.waiters.append(answer)
+        return False
+
+    def _granted(self, ticket: Ticket) -> None:
+        self.waiters.pop(0)
+        self.tickets.append(ticket)
+
+
+def test_an_account_over_its_own_bound_does_not_hold_up_others() -> None:
+    """Who has used up his own share waits alone."""
+    admission = small_admission()
+    greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
+    assert greedy.ask(60)
+    assert not greedy.ask(10)
+    assert modest.ask(40)
+
+
+def test_accounts_take_turns() -> None:
+    """However many requests one has lined up, another's only one is second in line."""
+    admission = small_admission()
+    first = Asker(admission, "first")
+    greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
+    first.ask(60)
+    assert greedy.ask(40)
+    for _ in range(5):
+        greedy.ask(20)
+    modest.ask(60)
+    finish(greedy.tickets[0])
+    assert (len(greedy.tickets), len(modest.tickets)) == (2, 0)
+    finish(first.tickets[0])
+    assert (len(greedy.tickets), len(modest.tickets)) == (3, 1)
+
+
+def test_a_long_request_is_not_overtaken_for_ever() -> None:
+    """When the next in line does not fit the whole, shorter ones wait behind it."""
+    admission = small_admission()
+    one, two, three = (Asker(admission, key) for key in "123")
+    one.ask(60)
+    assert not two.ask(60)
+    assert not three.ask(10)
+    finish(one.tickets[0])
+    assert len(two.tickets) == len(three.tickets) == 1
+
+
+def test_small_requests_pass_by_those_that_wait_for_bytes() -> None:
+    """A request that needs no bytes is admitted while long ones wait for theirs."""
+    admission = small_admission()
+    one, two, three = (Asker(admission, key) for key in "123")
+    one.ask(60)
+    two.ask(60)
+    assert three.ask(0)
+    assert not two.ask(0), "one account's requests keep their order"
+
+
+def test_requests_are_bounded_too() -> None:
+    """Places are a bound of their own, of an account and of all."""
+    admission = small_admission()
+    askers = [Asker(admission, key) for key in range(3)]
+    assert [asker.ask(0) for asker in askers for _ in range(3)] == [True, True, False] * 2 + [False] * 3
+    askers[0].tickets[0].release()
+    assert [len(asker.tickets) for asker in askers] == [2, 2, 1], "turns go round, so the third is first in line"
+
+
+def test_a_waiter_that_leaves_lets_the_next_one_in() -> None:
+    """Cancelling the request at the head of the line grants the one behind it."""
+    admission = small_admission()
+    one, two, three = (Asker(admission, key) for key in "123")
+    one.ask(60)
+    two.ask(60)
+    three.ask(10)
+    admission.cancel(two.waiters[0])
+    assert (len(two.tickets), len(three.tickets)) == (0, 1)
+
+
+def test_accounts_are_shared_by_key_and_forgotten() -> None:
+    """Two connections of one client share its bounds, and nothing is kept when both are gone."""
+    admission = small_admission()
+    one, again = Asker(admission, "client"), Asker(admission, "client")
+    assert one.account is again.account
+    assert one.ask(60)
+    assert not again.ask(10)
+    admission.close_account(one.account)
+    assert admission.open_account("client") is again.account
+    for _ in range(2):
+        admission.close_account(again.account)
+    assert admission.open_account("client") is not again.account
+
+
+def test_replies_have_bounds_of_their_own() -> None:
+    """Unwritten replies are bounded for each account and for all, apart from requests."""
+    admission = small_admission()
+    one, two = Asker(admission, "1"), Asker(admission, "2")
+    one.ask(60)
+    assert admission.admit_reply(one.account, 60)
+    assert not admission.admit_reply(one.account, 1)
+    assert admission.admit_reply(two.account, 40)
+    assert not admission.admit_reply(two.account, 1)
+    admission.release_reply(one.account, 60)
+    assert admission.admit_reply(two.account, 20)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_frame_bytes": 0}, {"idle_timeout_s": -1.0}, {"max_client_bytes": 1}, {"max_inflight_requests": 1}],
+)
+def test_limits_that_contradict_each_other_are_refused(wrong: dict[str, float]) -> None:
+    """A limit that could never be met is a `ConfigError` that names it."""
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        dataclasses.replace(ServerLimits(), **wrong)
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Any order of asking, finishing and leaving, against the bounds and a count of what is out."""
+
+    accounts = st.integers(0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = small_admission()
+        self.opened: list[Account] = [self.admission.open_account(key) for key in range(4)]
+        self.live: list[tuple[Ticket, Account, int]] = []
+        self.waiting: list[tuple[Waiter, int]] = []
+
+    @rule(key=accounts, size_bytes=st.sampled_from([0, 0, 1, 20, 50, 60]))
+    def ask(self, key: int, size_bytes: int) -> None:
+        account = self.opened[key]
+
+        def granted(ticket: Ticket) -> None:
+            self.waiting.remove(entry)
+            self.live.append((ticket, account, size_bytes))
+
+        answer = self.admission.admit(account, size_bytes, granted)
+        if isinstance(answer, Ticket):
+            self.live.append((answer, account, size_bytes))
+        else:
+            entry = (answer, size_bytes)
+            self.waiting.append(entry)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), repeats=st.booleans())
+    def finish(self, data: st.DataObject, repeats: bool) -> None:
+        entry = data.draw(st.sampled_from(self.live))
+        self.live.remove(entry)
+        for _ in range(1 + repeats):
+            finish(entry[0])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(entry)
+        self.admission.cancel(entry[0])
+
+    @invariant()
+    def counts_are_true_and_bounds_hold(self) -> None:
+        assert self.admission.num_requests == len(self.live) <= 4
+        assert self.admission.size_bytes == sum(size for _, _, size in self.live) <= 100
+        for account in self.opened:
+            mine = [size for _, owner, size in self.live if owner is account]
+            assert account.num_requests == len(mine) <= 2
+            assert account.size_bytes == sum(mine) <= 60
+
+    @invariant()
+    def nobody_waits_in_an_empty_room(self) -> None:
+        assert self.live or not self.waiting
+
+    @invariant()
+    def the_first_in_line_really_has_no_room(self) -> None:
+        for account in self.opened:
+            if account.waiters and account.num_requests < 2:
+                size = account.waiters[0].size_bytes
+                if account.size_bytes + size <= 60:
+                    others_wait = any(a.waiters for a in self.opened if a is not account)
+                    assert others_wait or len(self.live) == 4 or self.admission.size_bytes + size > 100
+
+
+TestAdmission = AdmissionMachine.TestCase

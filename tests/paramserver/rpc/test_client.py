@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_service import WAIT_S, batch, hello_request, read, serve
+from held_ports import hold_ports
+
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import (
+    HeadraceError,
+    ProtocolError,
+    ProtocolMismatchError,
+    RequestError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import REPLY, decode_header, encode_message
+
+MIB = 2**20
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def scripted(script: Script) -> AsyncIterator[ParamServerClient]:
+    """Run a server that follows a script, and connect to it."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def follow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await script(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client has left
+        except BaseException as exc:
+            ended.set_exception(exc)
+            raise
+        finally:
+            writer.transport.abort()
+            if not ended.done():
+                ended.set_result(None)
+
+    server = await asyncio.start_server(follow, "127.0.0.1", 0)
+    async with server:
+        client = await ParamServerClient.connect(*server.sockets[0].getsockname())
+        try:
+            yield client
+        finally:
+            await client.close()
+            async with asyncio.timeout(WAIT_S):
+                await ended
+
+
+async def next_seqid(reader: asyncio.StreamReader) -> int:
+    """Read one frame and return its seqid."""
+    (length,) = struct.unpack(">I", await reader.readexactly(4))
+    return decode_header(memoryview(await reader.readexactly(length))).seqid
+
+
+def reply_frame(seqid: int, weights: bytes, *, name: str = "getEmbeddings") -> bytes:
+    """Return the frame of an answer to getEmbeddings."""
+    success = idl.GetEmbeddingsReply(presence=b"", weights=weights, states=[], seq=0)
+    result = idl.ParameterServer.getEmbeddings_result(success=success)
+    message = b"".join(bytes(s) for s in encode_message(name, REPLY, seqid, result))
+    return struct.pack(">I", len(message)) + message
+
+
+async def test_hello_tells_the_frame_limit() -> None:
+    """A request that the server would not read is refused before a byte of it is sent."""
+    async with serve() as served, await served.connect(says_hello=False) as client:
+        await client.hello(hello_request())
+        assert client.max_frame_bytes == served.service.limits.max_frame_bytes
+        client.max_frame_bytes = MIB
+        with pytest.raises(RequestError, match="a request of"):
+            await client.set_embeddings(batch(1, size_bytes=MIB))
+        await client.set_embeddings(batch(2))
+        assert served.service.begun == [2]
+
+
+async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
+    """A refused connection is one error that names the address."""
+    port = hold_ports()
+    expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
+    with pytest.raises(UnavailableError, match=expected):
+        await ParamServerClient.connect("127.0.0.1", port)
+
+
+async def test_unknown_host_is_unavailable() -> None:
+    """A name that does not resolve is an error that names it."""
+    with pytest.raises(UnavailableError, match=r"no-such-host\.invalid:1.*; is the host's name right\?"):
+        await ParamServerClient.connect("no-such-host.invalid", 1)
+
+
+async def test_all_addresses_of_a_name_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with two addresses, at neither of which anybody listens, is told as one refusal."""
+    texts = "[Errno 111] Connect call failed ('::1', 9, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 9)"
+
+    async def create_connection(*_: Any, **__: Any) -> Any:
+        raise OSError(f"Multiple exceptions: {texts}")  # as asyncio does
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", create_connection)
+    with pytest.raises(UnavailableError, match=r"^no connection to localhost:9: Connection refused; is the server"):
+        await ParamServerClient.connect("localhost", 9)
+
+
+async def test_peers_that_are_no_servers() -> None:
+    """One that never answers, one that hangs up, and one that speaks HTTP or TLS: each is told as what it may be."""
+    request = hello_request()
+
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with scripted(silent) as client:
+        with pytest.raises(UnavailableError, match=r"no answer within 0\.05 s: what listens there hangs, or is no Hea"):
+            await client.hello(request, timeout_s=0.05)
+
+    async def hang_up(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+
+    async with scripted(hang_up) as client:
+        with pytest.raises(UnavailableError, match="before any answer; it is stopping, speaks TLS, or is no Headrace"):
+            await client.hello(request)
+
+    for answer, spoken in (
+        (b"HTTP/1.1 400 Bad Request", "HTTP, not framed Thrift"),
+        (b"\x15\x03\x03\0\2\2\x46", "TLS"),
+    ):
+
+        async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = answer) -> None:
+            writer.write(answer)
+            await reader.read()
+
+        async with scripted(other) as client:
+            with pytest.raises(ProtocolError, match=rf"^127\.0\.0\.1:\d+: the peer speaks {spoken}"):
+                await client.hello(request)
+
+
+async def test_deadline_leaves_the_connection_usable() -> None:
+    """A call without an answer in time fails alone, and its late answer is dropped."""
+    async with serve() as served, await served.connect() as client:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        with pytest.raises(UnavailableError, match=r"getEmbeddings to .*: no answer within 0\.05 s"):
+            await client.get_embeddings(read("slow"), timeout_s=0.05)
+        gate.set()
+        assert bytes((await client.get_embeddings(read("t", b"later"))).weights) == b"later"
+        assert not client.is_closed
+        assert served.server.num_connections == 1
+
+
+async def test_cancelled_call_leaves_the_connection_usable() -> None:
+    """A call that is cancelled while it waits for its answer takes nothing with it."""
+    async with serve() as served, await served.connect() as client:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        calls = [asyncio.create_task(client.get_embeddings(read("slow", bytes([n])))) for n in range(3)]
+        await served.service.wait_running(3)
+        calls[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        gate.set()
+        assert [bytes((await calls[n]).weights) for n in (0, 2)] == [b"\0", b"\2"]
+        await client.status()
+
+
+async def stalled(client: ParamServerClient) -> asyncio.Task[Any]:
+    """Return a call whose long frame the server does not read to its end."""
+    protocol, is_stalled = client._protocol, asyncio.Event()
+    pause = protocol.pause_writing
+
+    def pause_and_tell() -> None:
+        pause()
+        is_stalled.set()
+
+    protocol.pause_writing = pause_and_tell  # type: ignore[method-assign]
+    call = asyncio.create_task(client.set_embeddings(batch(1, size_bytes=60 * MIB)))
+    async with asyncio.timeout(WAIT_S):
+        await is_stalled.wait()
+    return call
+
+
+async def test_cancellation_in_mid_frame_closes_the_connection() -> None:
+    """A frame that was cut leaves no connection behind that could be taken for a good one."""
+
+    async def never_reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await closed.wait()
+
+    closed = asyncio.Event()
+    async with scripted(never_reads) as client:
+        call = await stalled(client)
+        behind = asyncio.create_task(client.get_embeddings(read("t")))
+        await asyncio.sleep(0)  # lets it get in line
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(UnavailableError):
+            await behind
+        assert client.is_closed
+        with pytest.raises(UnavailableError):
+            await client.status()
+        closed.set()
+
+
+async def test_cancellation_before_the_first_byte_touches_nobody() -> None:
+    """A call that is cancelled while another one's frame is written is never sent."""
+    resume = asyncio.Event()
+    seqids: list[int] = []
+
+    async def reads_later(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await resume.wait()
+        reader._transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(2):
+            seqids.append(await next_seqid(reader))
+        writer.write(reply_frame(seqids[-1], b"answer"))
+        await reader.read()
+
+    async with scripted(reads_later) as client:
+        long = await stalled(client)
+        cancelled = asyncio.create_task(client.status())
+        await asyncio.sleep(0)  # lets it get in line
+        cancelled.cancel()
+        last = asyncio.create_task(client.get_embeddings(read("t")))
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        resume.set()
+        assert bytes((await last).weights) == b"answer"
+        assert seqids == [1, 3]
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+
+
+async def test_answers_may_come_in_any_order() -> None:
+    """Each call gets the answer with its seqid."""
+
+    async def backwards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seqids = [await next_seqid(reader) for _ in range(5)]
+        for seqid in reversed(seqids):
+            writer.write(reply_frame(seqid, str(seqid).encode()))
+        await reader.read()
+
+    async with scripted(backwards) as client:
+        answers = await asyncio.gather(*(client.get_embeddings(read("t")) for _ in range(5)))
+        assert [bytes(answer.weights) for answer in answers] == [b"1", b"2", b"3", b"4", b"5"]
+
+
+async def test_views_of_an_answer_stay_valid() -> None:
+    """A reply's columns are not overwritten by the next replies."""
+    async with serve() as served, await served.connect() as client:
+        for size in (100, 100_000):
+            served.service.reply_bytes = size
+            answers = [await client.get_embeddings(read("t", bytes([n]))) for n in range(20)]
+            assert [bytes(a.weights) for a in answers] == [bytes([n]) * size for n in range(20)]
+            assert all(a.weights.readonly for a in answers)
+
+
+async def test_frames_of_concurrent_calls_do_not_mix() -> None:
+    """Long and short frames of many calls arrive whole, in the order of the calls."""
+    async with serve() as served, await served.connect() as client:
+        sizes = [3 * MIB, 5, 40_000, 16_384, 2 * MIB, 1] * 3
+        await asyncio.gather(*(client.set_embeddings(batch(n, size_bytes=size)) for n, size in enumerate(sizes)))
+        assert served.service.begun == list(range(len(sizes)))
+        assert served.service.num_bytes == sum(sizes)
+
+
+async def test_columns_of_any_kind_are_sent() -> None:
+    """A column may be bytes, a bytearray, a view or an array, empty or not."""
+    async with serve() as served, await served.connect() as client:
+        request = batch(1)
+        matrix = np.ones((100, 100), np.float32)
+        for weights in (b"", b"12", bytearray(5000), memoryview(matrix), matrix, matrix[:0]):
+            request.deltas[0].weights = weights
+            await client.set_embeddings(request)
+        assert served.service.num_bytes == 2 + 5000 + 2 * 40_000
+
+
+BROKEN = {
+    "a stranger's seqid": reply_frame(99, b""),
+    "another method": reply_frame(1, b"", name="hello"),
+    "an empty result": struct.pack(">I", 26) + b"\x80\x01\x00\x02\x00\x00\x00\x0dgetEmbeddings\x00\x00\x00\x01\x00",
+    "garbage": struct.pack(">I", 20) + b"\xff" * 20,
+    "a length over the limit": b"\xff\xff\xff\xff",
+    "a call": reply_frame(1, b"").replace(b"\x80\x01\x00\x02", b"\x80\x01\x00\x01", 1),
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
+async def test_a_server_that_breaks_the_protocol_is_left(data: bytes) -> None:
+    """Bytes that are no answer to this call are a `ProtocolError`, and the connection is closed."""
+
+    async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_seqid(reader)
+        writer.write(data)
+        await reader.read()
+
+    async with scripted(breaks) as client:
+        with pytest.raises(ProtocolError):
+            await client.get_embeddings(read("t"))
+        assert client.is_closed
+        with pytest.raises(HeadraceError):
+            await client.status()
+
+
+async def test_a_lost_connection_fails_all_calls() -> None:
+    """Every call in flight, and every later one, raises `UnavailableError`."""
+
+    async def leaves(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            await next_seqid(reader)
+
+    async with scripted(leaves) as client:
+        calls = [client.get_embeddings(read("t")) for _ in range(3)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * 3
+        assert len({id(result) for result in results}) == 3
+        with pytest.raises(UnavailableError):
+            await client.status()
+
+
+async def test_close_is_idempotent_and_fails_calls_in_flight() -> None:
+    """`close` ends what is in flight, and twice is as good as once."""
+    async with serve() as served:
+        client = await served.connect()
+        served.service.gates["slow"] = asyncio.Event()
+        call = asyncio.create_task(client.get_embeddings(read("slow")))
+        await served.service.wait_running(1)
+        await asyncio.gather(client.close(), client.close())
+        await client.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await call
+        with pytest.raises(UnavailableError, match="closed"):
+            await client.status()
+
+
+async def test_older_server_is_a_version_mismatch() -> None:
+    """A method that the server does not have says that it is older."""
+    async with serve() as served, await served.connect() as client:
+        del served.server._context.dispatcher._methods["status"]
+        with pytest.raises(ProtocolMismatchError, match="no method status"):
+            await client.status()
+        await client.get_embeddings(read("t"))
+
+
+async def test_seqids_wrap_and_are_not_reused_in_flight() -> None:
+    """After 2³¹ - 1 comes 1, and a number that still waits for its answer is not given out again."""
+    async with serve() as served, await served.connect() as client:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        client._last_seqid = 2**31 - 2
+        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
+        await served.service.wait_running(1)
+        await client.status()
+        assert client._last_seqid == 1
+        client._last_seqid = 2**31 - 2
+        with pytest.raises(UnavailableError):
+            await client.status()
+        gate.set()
+        assert bytes((await slow).weights) == b"1"

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.paramserver.rpc import rpc_deadlines
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_deadlines import Deadlines
+
+
+class Timer:
+    def __init__(self, when_s: float, callback: Callable[[], None]) -> None:
+        self.when_s, self.callback, self.is_cancelled = when_s, callback, False
+
+    def when(self) -> float:
+        """When it fires."""
+        return self.when_s
+
+    def cancel(self) -> None:
+        """Do not fire."""
+        self.is_cancelled = True
+
+
+class Clock:
+    """An event loop's clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.timers: list[Timer] = []
+
+    def time(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+    def call_at(self, when_s: float, callback: Callable[[], None]) -> Timer:
+        """Set a timer."""
+        self.timers.append(Timer(when_s, callback))
+        return self.timers[-1]
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and every timer on the way fire at its time."""
+        end_s = self.now_s + seconds
+        while due := [timer for timer in self.timers if not timer.is_cancelled and timer.when_s <= end_s]:
+            timer = min(due, key=Timer.when)
+            self.timers.remove(timer)
+            self.now_s = max(self.now_s, timer.when_s)
+            timer.callback()
+        self.now_s = end_s
+
+
+class Watched:
+    """A connection as its deadlines see it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(rpc_deadlines.asyncio, "get_running_loop", lambda: self.clock)
+        self.is_waiting = False
+        self.is_stranger = False
+        self.expired: list[tuple[float, bool]] = []
+        self.deadlines = Deadlines(
+            ServerLimits(**{"hello_timeout_s": 3.0, "frame_timeout_s": 5.0, "idle_timeout_s": 100.0} | limits),
+            is_waiting=lambda: self.is_waiting,
+            is_stranger=lambda: self.is_stranger,
+            expire=lambda is_late: self.expired.append((self.clock.now_s - 1000.0, is_late)),
+        )
+        self.deadlines.watch()
+
+
+def test_an_idle_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle time counts from the last sign of life."""
+    watched = Watched(monkeypatch)
+    watched.clock.advance(60)
+    watched.deadlines.touch()
+    watched.clock.advance(99)
+    assert watched.expired == []
+    watched.clock.advance(2)
+    assert watched.expired == [(160.0, False)]
+
+
+def test_a_stranger_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its hello a connection has only the time for that, also where others may be idle for ever."""
+    watched = Watched(monkeypatch, idle_timeout_s=0.0)
+    watched.is_stranger = True
+    watched.deadlines.watch()
+    watched.clock.advance(50)
+    assert watched.expired == [(3.0, False)]
+
+
+def test_idle_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an idle time of 0 nothing ends a connection that has said hello, and no timer runs."""
+    watched = Watched(monkeypatch, idle_timeout_s=0.0)
+    watched.clock.advance(1e6)
+    assert (watched.expired, watched.clock.timers) == ([], [])
+
+
+def test_a_frame_ends_in_time_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is a sign of life, and still the frame's time counts from its first one."""
+    watched = Watched(monkeypatch)
+    for _ in range(60):
+        watched.deadlines.touch()
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+        watched.clock.advance(0.1)
+    assert watched.expired[0] == (5.0, True)
+
+
+def test_every_frame_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of frames, the next begun as the last one ends, is not one slow frame."""
+    watched = Watched(monkeypatch)
+    for number in range(100):
+        watched.deadlines.touch()
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=number)
+        watched.clock.advance(4)
+    assert watched.expired == []
+
+
+def test_time_in_which_we_do_not_read_is_not_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that waits for room has no deadline here, and a new one when it goes on."""
+    watched = Watched(monkeypatch)
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.is_waiting = True
+    watched.deadlines.note_pause()
+    watched.clock.advance(1000)
+    assert watched.expired == []
+    watched.is_waiting = False
+    watched.deadlines.touch()
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.clock.advance(4.9)
+    assert watched.expired == []
+    watched.clock.advance(0.2)
+    assert watched.expired == [(1005.0, True)]
+
+
+def test_who_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle time begins when the last answer is out."""
+    watched = Watched(monkeypatch)
+    watched.is_waiting = True
+    watched.clock.advance(500)
+    watched.is_waiting = False
+    watched.deadlines.touch()
+    watched.deadlines.watch()
+    watched.clock.advance(99)
+    assert watched.expired == []
+    watched.clock.advance(2)
+    assert watched.expired == [(600.0, False)]
+
+
+def test_a_finished_connection_lingers_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that does not close is closed, and not counted as slow."""
+    watched = Watched(monkeypatch)
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.deadlines.note_finish()
+    watched.clock.advance(2)
+    assert watched.expired == [(1.0, False)]
+
+
+def test_after_the_end_nothing_fires(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is gone has no deadline."""
+    watched = Watched(monkeypatch)
+    watched.deadlines.cancel()
+    watched.clock.advance(1e6)
+    assert watched.expired == []

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_service import WAIT_S, batch, hello_request, read, serve
+
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.frame_writer import FrameWriter
+from headrace.paramserver.rpc.security import (
+    AccessPolicy,
+    Token,
+    check_bind,
+    client_tls_context,
+    load_token,
+    server_tls_context,
+)
+from headrace.schemas.errors import ConfigError, HeadraceError, UnauthorizedError, UnavailableError
+from headrace.schemas.idl import idl
+
+TLS = Path(__file__).parents[1] / "tls"
+SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
+READER, WRITER, ADMIN = idl.Role.READER, idl.Role.WRITER, idl.Role.ADMIN
+
+
+def server_tls(*, mutual: bool = False) -> Any:
+    """Return the test server's context."""
+    authority = TLS / "authority.pem" if mutual else None
+    return server_tls_context(certificate=TLS / "server.pem", key=TLS / "server.key.pem", client_authority=authority)
+
+
+def client_tls(name: str | None = None) -> Any:
+    """Return a client's context, with the certificate of that name."""
+    own = {"certificate": TLS / f"{name}.pem", "key": TLS / f"{name}.key.pem"} if name else {}
+    return client_tls_context(authority=TLS / "authority.pem", **own)
+
+
+@pytest.mark.parametrize("size_bytes", [10, 3_000_000])
+async def test_calls_over_tls(size_bytes: int) -> None:
+    """With TLS everything works as without, long frames both ways included."""
+    async with serve(ssl_context=server_tls()) as served:
+        served.host = "localhost"
+        async with await served.connect(ssl_context=client_tls()) as client:
+            served.service.reply_bytes = size_bytes
+            for n in range(5):
+                await client.set_embeddings(batch(n, size_bytes=size_bytes))
+                reply = await client.get_embeddings(read("t", bytes([n])))
+                assert bytes(reply.weights) == bytes([n]) * size_bytes
+        assert served.service.num_bytes == 5 * size_bytes
+
+
+class _Writing(asyncio.Protocol):
+    """A connection of which only the writing half is looked at."""
+
+    def __init__(self) -> None:
+        self.writer = FrameWriter(timeout_s=WAIT_S)
+        self.connected = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        self.writer.attach(transport)
+        self.connected.set()
+
+    def pause_writing(self) -> None:
+        self.writer.pause()
+
+    def resume_writing(self) -> None:
+        self.writer.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.writer.detach()
+
+
+async def test_a_reader_that_leaves_amid_a_frame_over_tls_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of the frame is not written to a connection that is lost, on which asyncio would remark."""
+    protocol = _Writing()
+    server = await asyncio.get_running_loop().create_server(lambda: protocol, "127.0.0.1", 0, ssl=server_tls())
+    port = server.sockets[0].getsockname()[1]
+    _, leaver = await asyncio.open_connection("127.0.0.1", port, ssl=client_tls(), server_hostname="shard.test")
+    await asyncio.wait_for(protocol.connected.wait(), WAIT_S)
+    leaver.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    with caplog.at_level(logging.WARNING), pytest.raises(UnavailableError, match="lost"):
+        await protocol.writer.send([bytes(16 << 20)])
+    assert caplog.messages == []
+    leaver.transport.abort()
+    server.close()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_connection_over_tls_may_be_closed_twice(hangs: bool) -> None:
+    """`close` ends, for each of two who call it at once and again afterwards, also when the server hangs."""
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        if hangs:
+            writer.transport.pause_reading()
+
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=server_tls())
+    client = await ParamServerClient.connect(
+        *server.sockets[0].getsockname(), ssl_context=client_tls(), server_hostname="shard.test"
+    )
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(client.close(), client.close())
+        await client.close()
+    assert client.is_closed
+    server.close()
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def test_certificate_name_is_checked() -> None:
+    """A certificate for another name is refused; the name to expect can be given."""
+    async with serve(ssl_context=server_tls()) as served:
+        with pytest.raises(UnauthorizedError, match=r"TLS with .*wrong\.test"):
+            await served.connect(ssl_context=client_tls(), server_hostname="wrong.test")
+        async with await served.connect(ssl_context=client_tls(), server_hostname="shard.test") as client:
+            await client.status()
+
+
+async def test_certificate_of_an_unknown_authority_is_refused() -> None:
+    """A server that is signed by somebody else is not believed."""
+    async with serve(ssl_context=server_tls()) as served:
+        context = client_tls_context(authority=TLS / "stranger.pem")
+        with pytest.raises(UnauthorizedError, match="TLS with"):
+            await served.connect(ssl_context=context)
+
+
+async def test_mutual_tls_asks_for_a_certificate() -> None:
+    """With a client authority only clients that it has signed get in; the others are counted."""
+    async with serve(ssl_context=server_tls(mutual=True)) as served:
+        async with await served.connect(ssl_context=client_tls("client")) as client:
+            await client.status()
+        for name in (None, "stranger"):
+            with pytest.raises(HeadraceError):  # TLS 1.3 tells the client only after its handshake
+                stranger = await served.connect(says_hello=False, ssl_context=client_tls(name))
+                async with stranger:
+                    await stranger.status()
+        assert served.server.stats.num_unauthorized + served.server.stats.num_malformed == 2
+        assert served.server.num_connections == 0
+
+
+async def test_a_client_that_hangs_up_amid_a_handshake_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The line has a reason, though the error that asyncio makes of it has none."""
+    async with serve(ssl_context=server_tls()) as served:
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+        await writer.wait_closed()
+    assert "TLS handshake: the client hung up" in caplog.text
+
+
+async def test_plaintext_to_a_tls_port_is_refused() -> None:
+    """A client without TLS gets an error, not a hang."""
+    async with serve(ssl_context=server_tls()) as served:
+        with pytest.raises(UnavailableError):
+            await served.connect()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:
+    """A right token is let in; a wrong or missing one is refused, counted and logged without the secret."""
+    async with serve(access=AccessPolicy(Token(SECRET))) as served:
+        client = await served.connect(says_hello=False)
+        for shown in (None, OTHER, ""):
+            with pytest.raises(UnauthorizedError) as error:
+                await client.hello(hello_request(token=shown))
+            assert not shown or shown not in str(error.value)
+        with pytest.raises(UnauthorizedError, match="before hello"):
+            await client.set_embeddings(batch(1))
+        await client.hello(hello_request(token=SECRET))
+        await client.set_embeddings(batch(2))
+        await client.close()
+        assert served.server.stats.num_unauthorized == 4
+        assert served.service.begun == [2]
+    text = caplog.text
+    assert "unauthorized" in text
+    assert "127.0.0.1:" in text
+    assert SECRET not in text
+    assert OTHER not in text
+
+
+async def test_a_reader_may_not_write() -> None:
+    """Roles bind with and without tokens."""
+    async with serve() as served, await served.connect(says_hello=False) as client:
+        await client.hello(hello_request(role=READER))
+        await client.get_embeddings(read("t"))
+        with pytest.raises(UnauthorizedError, match="setEmbeddings needs role writer"):
+            await client.set_embeddings(batch(1))
+        with pytest.raises(UnauthorizedError, match="no role 9"):
+            await client.hello(hello_request(role=9))
+
+
+def test_tokens_by_role() -> None:
+    """A higher role's token opens the lower ones, and not the other way."""
+    policy = AccessPolicy({READER: Token(SECRET), ADMIN: Token(OTHER)})
+    policy.check_hello(READER, SECRET)
+    for role in (READER, WRITER, ADMIN):
+        policy.check_hello(role, OTHER)
+    for role in (WRITER, ADMIN):
+        with pytest.raises(UnauthorizedError, match="wrong"):
+            policy.check_hello(role, SECRET)
+    with pytest.raises(UnauthorizedError):
+        AccessPolicy({READER: Token(SECRET)}).check_hello(ADMIN, SECRET)
+
+
+def test_methods_that_are_not_named_are_for_admins() -> None:
+    """A new method is closed until it is given a role."""
+    policy = AccessPolicy(Token(SECRET))
+    policy.check_call(ADMIN, "somethingNew")
+    with pytest.raises(UnauthorizedError, match="admin"):
+        policy.check_call(WRITER, "somethingNew")
+
+
+@pytest.mark.parametrize(
+    "secret", ["short", "with a space in it", "tab\tin-the-middle-of", "ünicode-ünicode-ü", "x" * 5000]
+)
+def test_bad_tokens_are_refused_without_being_shown(secret: str) -> None:
+    """What is no token is an error that does not repeat it."""
+    with pytest.raises(ConfigError) as error:
+        Token(secret)
+    assert secret not in str(error.value)
+
+
+def test_token_stays_out_of_texts() -> None:
+    """No representation of a token shows it."""
+    token = Token(SECRET)
+    assert all(SECRET not in text for text in (repr(token), str(token), f"{token}"))
+    assert not token.matches("\ud800")
+
+
+def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
+    """A file goes before the environment, and is refused when others may read it."""
+    path = tmp_path / "token"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    loaded = load_token(path=path, environ={"HEADRACE_TOKEN": OTHER})
+    assert loaded is not None
+    assert loaded.matches(SECRET)
+    from_environment = load_token(path=None, environ={"HEADRACE_TOKEN": OTHER})
+    assert from_environment is not None
+    assert from_environment.matches(OTHER)
+    assert load_token(path=None, environ={}) is None
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_token(path=path, environ={})
+    with pytest.raises(ConfigError, match="missing"):
+        load_token(path=tmp_path / "missing", environ={})
+    with pytest.raises(ConfigError, match=r"^HEADRACE_TOKEN: a token must have 16"):
+        load_token(path=None, environ={"HEADRACE_TOKEN": "short"})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_no_protection(host: str) -> None:
+    """On the loopback anybody may listen."""
+    check_bind(host, is_protected=False, allow_insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "shard.example"])
+def test_other_addresses_need_protection_or_consent(host: str) -> None:
+    """Elsewhere a server without protection is refused, unless the user insists."""
+    check_bind(host, is_protected=True, allow_insecure=False)
+    check_bind(host, is_protected=False, allow_insecure=True)
+    with pytest.raises(ConfigError, match="--insecure-bind"):
+        check_bind(host, is_protected=False, allow_insecure=False)
+
+
+def test_bad_tls_files_are_named(tmp_path: Path) -> None:
+    """A file that is missing or not PEM is an error that names it."""
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        server_tls_context(certificate=tmp_path / "nothing.pem", key=TLS / "server.key.pem")
+    with pytest.raises(ConfigError, match=r"client\.key\.pem"):
+        server_tls_context(certificate=TLS / "server.pem", key=TLS / "client.key.pem")
+    bad = tmp_path / "bad.pem"
+    bad.write_text("not a certificate")
+    with pytest.raises(ConfigError, match=r"bad\.pem"):
+        client_tls_context(authority=bad)
+    with pytest.raises(ConfigError, match="go together"):
+        client_tls_context(certificate=TLS / "client.pem")

@@ -1,0 +1,309 @@
+"""What retention removes of the log, and for whom it keeps what; the store is made up, the clock stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fact_log import FactLog, collect_facts
+
+from headrace.paramserver.config.shard_config import ShardConfig
+from headrace.paramserver.ingest.update_feed import UpdateFeed
+from headrace.paramserver.log.log_leases import LogLeases
+from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
+from headrace.paramserver.log.update_log import UpdateLogConfig
+from headrace.paramserver.shard.log_retention import LogRetention, trim_log
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.schemas.errors import GoneError, StorageError
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
+
+RECORD_BYTES = 1 << 18
+WAIT_S = 20.0
+BROKEN = "log was removed that is still needed: --log-hold-bytes was reached"
+
+
+@pytest.fixture
+def facts() -> Iterator[FactLog]:
+    yield from collect_facts("headrace.paramserver.shard.log_retention")
+
+
+def shard_config(folder: Path) -> ShardConfig:
+    """Of a shard whose log may have four records, and sixteen while somebody needs them."""
+    config = ShardConfig(directory=folder / "shard-0000", shard=0, server_id="s", addresses=(("h", 1),))
+    return dataclasses.replace(config, log_retention_bytes=4 * RECORD_BYTES, log_hold_bytes=16 * RECORD_BYTES)
+
+
+class Logged:
+    """A log of one record a segment, all of it in the store, and its retention."""
+
+    def __init__(self, log: MemoryUpdateLog, config: ShardConfig) -> None:
+        self.now_s = 0.0
+        self.sleeps: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
+        self.log = log
+        self.followers = LogLeases(clock=lambda: self.now_s)
+        self._store = SimpleNamespace(durable_seq=0)
+        self.config = config
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin retention, as at the start of a shard."""
+        store = cast("Any", self._store)
+        self.retention = LogRetention(
+            self.log, store, self.followers, self.config, clock=lambda: self.now_s, sleep=self._sleep
+        )
+
+    async def _sleep(self, duration_s: float) -> None:
+        self.sleeps.put_nowait((duration_s, turn := asyncio.get_running_loop().create_future()))
+        await turn
+
+    async def pass_time(self, more_s: float) -> None:
+        """Let retention's next sleep take so much longer than it should, and return when it sleeps again."""
+        duration_s, turn = await asyncio.wait_for(self.sleeps.get(), WAIT_S)
+        self.now_s += duration_s + more_s
+        turn.set_result(None)
+        self.sleeps.put_nowait(await asyncio.wait_for(self.sleeps.get(), WAIT_S))
+
+    async def append(self, num_records: int) -> None:
+        for _ in range(num_records):
+            await self.log.append(epoch=1, header={}, body=[bytes(RECORD_BYTES)]).durable
+        self._store.durable_seq = self.log.last_seq
+
+    async def first_seq(self) -> int:
+        """Where the log begins once retention has run."""
+        await self.retention.trim()
+        return self.log.first_seq
+
+
+@asynccontextmanager
+async def logged(folder: Path, log: MemoryUpdateLog | None = None) -> AsyncIterator[Logged]:
+    log = log or MemoryUpdateLog(config=UpdateLogConfig(segment_bytes=RECORD_BYTES))
+    yield Logged(log, shard_config(folder))
+    await log.close()
+
+
+def publish(folder: Path, name: str, *, seq: int, created_us: int = 1, server_id: str = "s") -> None:
+    """Publish a snapshot of one shard without files."""
+    files = SnapshotFiles(folder / "snapshots")
+    files.new_folder(name).mkdir(parents=True)
+    part = ShardPart(shard=0, server_id=server_id, seq=seq, epoch=1, step=1, tables=(), files=())
+    files.publish(SnapshotManifest(name=name, created_us=created_us, parts=(part,)))
+
+
+async def test_a_lease_holds_the_log_back_within_the_bound(tmp_path: Path) -> None:
+    """Records that somebody needs stay, until the log is larger than the bound for it."""
+    config = shard_config(tmp_path)
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        trim_log(it.log, 12, 3, config)
+        assert it.log.first_seq == 3
+        await it.append(8)
+        trim_log(it.log, 20, 3, config)
+        assert 3 < it.log.first_seq < 10
+        trim_log(it.log, 20, None, config)
+        assert it.log.first_seq > 15
+
+
+async def test_what_the_store_lacks_is_never_removed(tmp_path: Path) -> None:
+    """Beyond every bound the log is kept from the first record on that a restart would read."""
+    async with logged(tmp_path) as it:
+        await it.append(40)
+        for needed_seq in (None, 30):
+            trim_log(it.log, 5, needed_seq, shard_config(tmp_path))
+            assert it.log.first_seq == 6
+
+
+async def test_the_log_behind_a_cut_is_kept_while_its_snapshot_is_made(tmp_path: Path) -> None:
+    """However much is written before a first snapshot is published, the log goes on from its cut."""
+    async with logged(tmp_path) as it:
+        await it.append(2)
+        it.retention.cuts.renew("snapshot first", 3, 100.0)
+        await it.append(10)
+        assert await it.first_seq() == 3
+        publish(tmp_path, "first", seq=2)
+        it.now_s = 100.0  # the lease ends
+        assert await it.first_seq() == 3
+        SnapshotFiles(tmp_path / "snapshots").remove("first")
+        assert await it.first_seq() > 8
+
+
+async def test_the_newest_snapshot_is_that_with_the_last_place_in_the_log(tmp_path: Path) -> None:
+    """A snapshot whose maker's clock was wrong, and one of another store, hold nothing back."""
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        publish(tmp_path, "by-a-clock-ahead", seq=2, created_us=10**15)
+        publish(tmp_path, "newest", seq=6)
+        publish(tmp_path, "foreign", seq=1, created_us=10**15, server_id="another")
+        assert await it.first_seq() == 7
+
+
+async def test_at_the_bound_the_disk_wins_and_it_is_said(tmp_path: Path, facts: FactLog) -> None:
+    """Whoever needs what is removed is named once and counted, and holds nothing back any more."""
+    async with logged(tmp_path) as it:
+        it.followers.renew("slow", 2, 600.0)
+        it.followers.renew("fast", 19, 600.0)
+        publish(tmp_path, "old", seq=3)
+        await it.append(12)
+        assert await it.first_seq() == 2 and not facts.facts
+        await it.append(12)
+        first_seq = await it.first_seq()
+        assert 4 < first_seq <= 10  # as much as the bound allows, in this run
+        fields = {"first_seq": first_seq}
+        assert facts.facts == [
+            (BROKEN, {"needed_by": "slow", "from_seq": 2} | fields),
+            (BROKEN, {"needed_by": "snapshot old", "from_seq": 4} | fields),
+        ]
+        assert it.retention.num_broken == 2
+        assert await it.first_seq() == 19  # for the one that still has its place
+        assert it.retention.num_broken == 2 == len(facts.facts)
+
+
+async def test_after_a_start_the_log_is_kept_until_all_have_asked_again(tmp_path: Path, facts: FactLog) -> None:
+    """Leases are in memory: for ten minutes all is kept within the bound, and nobody is said to have lost it."""
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        it.begin()
+        it.now_s = 599.0
+        assert await it.first_seq() == 1
+        await it.append(20)
+        assert 1 < await it.first_seq() < 20 and not facts.facts
+        it.now_s = 600.0
+        assert await it.first_seq() > 25
+
+
+async def test_who_could_not_ask_as_the_process_stood_still_loses_nothing(tmp_path: Path) -> None:
+    """A lease that has ended while nobody was answered is as after a start; a loop that is a little late is no news."""
+    async with logged(tmp_path) as it:
+        (tmp_path / "shard-0000").mkdir()
+        it.followers.renew("replica", 4, 60.0)
+        await it.append(12)
+        async with it.retention:
+            await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 4
+            await it.pass_time(more_s=3600.0)
+            assert not it.followers.held() and it.log.first_seq == 4
+            it.followers.renew("replica", 6, 60.0)  # it has been answered, and goes on
+            for _ in range(39):
+                await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 4
+            it.followers.renew("replica", 6, 60.0)
+            await it.pass_time(more_s=0.0)
+            assert it.log.first_seq == 6
+            await it.pass_time(more_s=14.0)
+            await it.pass_time(more_s=14.0)
+            await it.pass_time(more_s=14.0)
+            assert it.log.first_seq > 6
+
+
+async def test_a_long_lease_holds_the_log_over_a_restart(tmp_path: Path) -> None:
+    """Its follower may be away for longer than the time in which all is kept after a start."""
+    async with logged(tmp_path) as it:
+        (tmp_path / "shard-0000").mkdir()
+        async with it.retention:
+            it.followers.renew("away", 4, 3600.0)
+            await it.append(12)
+        it.followers = LogLeases(clock=lambda: it.now_s)
+        it.begin()
+        async with it.retention:
+            it.now_s = 3000.0
+            assert await it.first_seq() == 4
+            it.now_s = 3600.0
+            assert await it.first_seq() > 6
+
+
+async def test_a_new_log_was_followed_by_nobody(tmp_path: Path) -> None:
+    """A new server's first minutes cost no more disk than others."""
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        assert await it.first_seq() > 6
+
+
+class SlowLog(MemoryUpdateLog):
+    """Removing takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(config=UpdateLogConfig(segment_bytes=RECORD_BYTES))
+        self.removing, self.may_remove = threading.Event(), threading.Event()
+
+    def trim(self, before_seq: int, **bounds: Any) -> int:
+        self.removing.set()
+        assert self.may_remove.wait(WAIT_S)
+        return super().trim(before_seq, **bounds)
+
+
+async def test_a_lease_on_what_is_being_removed_is_not_given(tmp_path: Path) -> None:
+    """Who asks in that very moment is told that the log is gone, and is not sent off to load in vain."""
+    log = SlowLog()
+    async with logged(tmp_path, log) as it:
+        await it.append(12)
+        feed = UpdateFeed(it.log, cast("Any", None), server_id="s", max_frame_bytes=1 << 20)
+        feed.followers = it.followers
+        trimming = asyncio.create_task(it.retention.trim())
+        assert await asyncio.to_thread(log.removing.wait, WAIT_S)
+        request = idl.FetchUpdatesRequest(
+            server_id="s", from_seq=2, max_bytes=1, wait_ms=0, follower="replica", lease_ms=60_000
+        )
+        asking = asyncio.create_task(feed._hold(request))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not asking.done()
+        log.may_remove.set()
+        await trimming
+        with pytest.raises(GoneError, match="seq 2 has been removed"):
+            await asking
+
+
+async def test_a_start_with_a_lower_bound_makes_room_before_the_first_record(tmp_path: Path) -> None:
+    """A full disk stops the log at its next record; so what lower bounds let go is gone when the shard serves."""
+    async with logged(tmp_path) as it:
+        await it.append(12)
+        publish(tmp_path, "monday", seq=2)
+        it.begin()
+        async with it.retention:
+            assert it.log.first_seq == 1
+        it.config = dataclasses.replace(it.config, log_hold_bytes=6 * RECORD_BYTES)
+        it.begin()
+        async with it.retention:
+            assert it.log.first_seq > 6
+            assert it.retention.num_broken == 1
+
+
+async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be removed is told to who runs the shard, as the disk would fill up."""
+    async with logged(tmp_path) as it:
+
+        def fail(*_: Any, **__: Any) -> int:
+            raise StorageError("the disk is on fire")
+
+        async with it.retention, asyncio.timeout(WAIT_S):
+            monkeypatch.setattr(it.log, "trim", fail)
+            _, turn = await it.sleeps.get()
+            turn.set_result(None)
+            assert str(await it.retention.wait_failed()) == "the disk is on fire"
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_one_shard_removes_the_snapshots_that_were_left(tmp_path: Path, facts: FactLog, shard: int) -> None:
+    """The first shard removes, for all, what was made for one reader who has gone, and says so."""
+    config = dataclasses.replace(shard_config(tmp_path), shard=shard)
+    files = SnapshotFiles(config.snapshots_path)
+    part = ShardPart(shard=0, server_id="s", seq=1, epoch=0, step=-1, tables=(), files=())
+    for name, lease_s in (("stays", 0), ("left", 60)):
+        files.new_folder(name).mkdir(parents=True)
+        files.publish(SnapshotManifest(name=name, created_us=1, parts=(part,), lease_s=lease_s))
+        os.utime(files.folder_of(name), (0, 0))
+    async with logged(tmp_path) as at:
+        retention = LogRetention(at.log, cast("Any", SimpleNamespace(durable_seq=0)), at.followers, config)
+        await retention.trim()
+    left = [manifest.name for manifest in files.list()[0]]
+    assert left == (["stays"] if shard == 0 else ["left", "stays"])
+    told = [fact for fact in facts.facts if "nobody has read of it" in fact[0]]
+    assert len(told) == (shard == 0)

@@ -1,0 +1,123 @@
+"""What is noted of a shard from beside: lag, syncs, and a sample with everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rocksdict
+
+from headrace.paramserver.config.shard_config import ShardConfig
+from headrace.paramserver.log.update_log import LogMetrics
+from headrace.paramserver.metrics.metrics_sample import ShardSample
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_server import ThriftServer
+from headrace.paramserver.shard.metrics_watch import ApplyLag, DurationCounts, FsyncTimes, block_cache_of
+from headrace.paramserver.shard.shard import open_shard
+from headrace.paramserver.store.rocks_db import RocksDb
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig, rocks_options
+
+
+def test_idle_shard_is_not_stale() -> None:
+    """Without a durable record that the store lacks there is no lag, however long ago the last one was."""
+    lag = ApplyLag()
+    assert lag.look(7, 7, 100.0) == 0
+    assert lag.look(7, 7, 10_000.0) == 0
+
+
+def test_lag_is_the_age_of_the_oldest_record() -> None:
+    """The lag counts from the look at which the oldest missing record was seen, and jumps when that one is applied."""
+    lag = ApplyLag()
+    assert lag.look(5, 3, 10.0) == 0
+    assert lag.look(9, 3, 12.0) == 2.0
+    assert lag.look(9, 5, 13.0) == 1.0
+    assert lag.look(9, 9, 14.5) == 0
+    delay = lag.delay.sample()
+    assert delay.count == 2
+    assert delay.sum_s == 3.0 + 2.5
+
+
+def test_lag_of_a_stalled_store_takes_bounded_memory() -> None:
+    """However many looks find more records, the lag is the oldest one's."""
+    lag = ApplyLag()
+    for i in range(5000):
+        assert lag.look(i + 1, 0, float(i)) == i
+    assert lag.look(5000, 256, 5000.0) == 5000.0 - 255
+    assert lag.look(5000, 5000, 5001.0) == 0
+
+
+def test_duration_equal_to_a_bound_is_within_it() -> None:
+    """Buckets are closed above, as Prometheus' are."""
+    counts = DurationCounts((1.0, 2.0))
+    for duration_s in (1.0, 1.5, 2.0, 2.1):
+        counts.add(duration_s)
+    assert counts.sample().counts == (1, 2, 1)
+
+
+def test_fsyncs_are_counted_once() -> None:
+    """Each look counts the syncs since the last one."""
+    times, metrics = FsyncTimes(), LogMetrics()
+    metrics.count_fsync(0.001)
+    times.look(metrics)
+    metrics.count_fsync(5.0)
+    times.look(metrics)
+    times.look(metrics)
+    sample = times.sample()
+    assert sample.count == 2
+    assert sample.sum_s == 5.001
+    assert sample.counts[sample.bounds_s.index(6.5536)] == 1
+
+
+def test_fsyncs_beyond_memory_are_spread() -> None:
+    """When the log remembers only a part of them, count and sum stay exact."""
+    times, metrics = FsyncTimes(), LogMetrics()
+    for i in range(3000):
+        metrics.count_fsync(0.0001 if i % 2 else 0.01)
+    times.look(metrics)
+    sample = times.sample()
+    assert sample.count == 3000
+    assert abs(sample.sum_s - metrics.fsync_s) < 1e-9
+    assert sample.counts[0] == 1500
+
+
+async def test_sample(tmp_path: Path) -> None:
+    """A shard's sample survives the way through JSON, and says what the status says and more."""
+    config = ShardConfig(
+        directory=tmp_path / "shard-0000",
+        shard=0,
+        server_id="s",
+        addresses=(("127.0.0.1", 1),),
+        block_cache_bytes=1 << 25,
+    )
+    config.directory.mkdir()
+    async with open_shard(config) as shard:
+        server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
+        async with shard.watch(server) as watch:
+            sample = await watch.sample()
+        status = await shard.status(None)  # type: ignore[arg-type]
+    assert ShardSample.from_json(sample.to_json()) == sample
+    of_reply = ShardSample.of_reply(status)
+    assert (of_reply.server_id, of_reply.log_seq, of_reply.tables) == (sample.server_id, sample.log_seq, sample.tables)
+    detail = sample.detail
+    assert detail is not None
+    assert detail.cache.capacity_bytes == 1 << 25
+    assert 0 < detail.disk_free_bytes <= detail.disk_bytes
+    assert detail.memory_bytes > 1 << 20
+
+
+def test_cache_counts(tmp_path: Path) -> None:
+    """A store that keeps statistics tells hits and misses of its block cache; another one does not."""
+    config = StoreConfig(block_cache_bytes=1 << 22)
+    with_counts = rocks_options(config)
+    with_counts.enable_statistics()
+    for options, is_counted in ((with_counts, True), (rocks_options(config), False)):
+        db = rocksdict.Rdict(str(tmp_path / str(is_counted)), options)
+        db[b"key"] = b"value"
+        db.flush()
+        store = RowStore(RocksDb(tmp_path, db), config)
+        assert db.get(b"key") == db.get(b"key") == b"value"
+        cache = block_cache_of(store)
+        if is_counted:
+            assert cache.hits is not None and cache.hits > 0
+            assert cache.misses is not None and cache.misses > 0
+        db.close()

@@ -1,0 +1,36 @@
+"""A server's directory on its way: one process makes it; the commands that do are tested with theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.paramserver.snapshots import new_data_dir
+from headrace.paramserver.snapshots.new_data_dir import NewDataDir
+from headrace.schemas.errors import ConfigError
+
+
+def test_one_process_makes_it(tmp_path: Path) -> None:
+    """Another one is refused while it is being made, and leaves what the first has made."""
+    with NewDataDir(tmp_path / "data", num_shards=1, work="restore") as first:
+        (first.shard_path(0) / "a").touch()
+        with pytest.raises(ConfigError, match="another restore is making it just now"):
+            NewDataDir(tmp_path / "data", num_shards=1, work="restore")
+        assert (first.shard_path(0) / "a").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock on a directory that its last holder has removed meanwhile is no claim to what a third makes there now."""
+    lock, aside = new_data_dir.fcntl.flock, tmp_path / ".data.restore"
+
+    def remove_first(fd: int, operation: int) -> None:
+        aside.rename(tmp_path / "removed")
+        (aside / "ready").mkdir(parents=True)
+        lock(fd, operation)
+
+    monkeypatch.setattr(new_data_dir.fcntl, "flock", remove_first)
+    with pytest.raises(ConfigError, match="another restore is making it just now"):
+        NewDataDir(tmp_path / "data", num_shards=1, work="restore")
+    assert (aside / "ready").is_dir()

@@ -1,0 +1,476 @@
+"""Snapshots of running shards: all at one step while a trainer goes on, fetched in pieces, equal row for row."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hellos import hello_of_nobody, hello_of_writer
+
+from headrace.paramserver.config.shard_config import ShardConfig
+from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.rpc_server import ThriftServer
+from headrace.paramserver.shard.shard import Shard, open_shard
+from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetch_snapshot, newest_snapshot
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, hash_file, hash_folder, verify_snapshot
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.row_keys import decode_key, key_prefix
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
+ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+READER = dataclasses.replace(ADMIN, role=idl.Role.READER)
+NUM_SHARDS = 2
+
+
+def rows_on(shard: int, first: int, end: int) -> Any:
+    """Row ids of a range that live on a shard."""
+    rows = np.arange(first, end, dtype="<i8")
+    return rows[shards_of_rows(table_seed(SPEC.fqn), rows, NUM_SHARDS) == shard]
+
+
+class Trainer:
+    """Writes every row of every shard at each step, in two batches a shard, so that half a step is easy to see."""
+
+    def __init__(self, clients: list[ParamServerClient], *, rank: int = 0, world_size: int = 1) -> None:
+        self.step = 0
+        self._clients = clients
+        self._rank, self._world_size = rank, world_size
+        self._client_seq = 0
+
+    async def hello(self) -> None:
+        for client in self._clients:
+            rank, world_size = self._rank, self._world_size
+            await client.hello(hello_of_writer(SPEC, client=f"rank{rank}", rank=rank, world_size=world_size))
+
+    async def train(self, *, step: int | None = None, ends_step: bool = True, num_rows: int = 20) -> None:
+        self.step = self.step + 1 if step is None else step
+        for half in range(2):
+            self._client_seq += 1
+            ends = ends_step and half == 1
+            batches = [
+                self._batch(rows_on(shard, half * 20 + self._rank * 100, half * 20 + num_rows + self._rank * 100), ends)
+                for shard in range(len(self._clients))
+            ]
+            pairs = zip(self._clients, batches, strict=True)
+            await asyncio.gather(*(client.set_embeddings(batch) for client, batch in pairs))
+
+    def _batch(self, rows: Any, ends: bool) -> Any:
+        delta = idl.TableDelta(
+            fqn=SPEC.fqn,
+            fingerprint=SPEC.fingerprint,
+            column_offset=0,
+            width=SPEC.dim,
+            row_ids=rows,
+            weights=np.full((rows.size, SPEC.dim), self.step, "<f4"),
+            states=[],
+        )
+        return idl.SetEmbeddingsRequest(
+            run="run",
+            client=f"rank{self._rank}",
+            epoch=1,
+            client_seq=self._client_seq,
+            step=self.step,
+            time_us=1,
+            ends_step=ends,
+            is_exact_cut=ends,
+            deltas=[delta],
+        )
+
+
+class Server:
+    def __init__(self, directory: Path, shards: list[Shard], addresses: list[tuple[str, int]]) -> None:
+        self.shards = shards
+        self.files = SnapshotFiles(directory / "snapshots")
+        self.address = f"{addresses[0][0]}:{addresses[0][1]}"
+        self.clients: list[ParamServerClient] = []
+
+    async def snapshot(self, **settings: Any) -> SnapshotManifest:
+        return await create_snapshot(self.address, dial=ADMIN, **{"timeout_s": 20.0} | settings)
+
+
+@asynccontextmanager
+async def serving(directory: Path, **changes: Any) -> AsyncIterator[Server]:
+    async with AsyncExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_SHARDS)]
+        addresses = [sock.getsockname() for sock in sockets]
+        shards = []
+        for shard, sock in enumerate(sockets):
+            folder = directory / f"shard-{shard:04d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            config = ShardConfig(
+                directory=folder,
+                shard=shard,
+                server_id="a-server",
+                addresses=tuple(addresses),
+                block_cache_bytes=32 << 20,
+                memtable_bytes=6 << 20,
+                **changes,
+            )
+            opened = await stack.enter_async_context(open_shard(config))
+            rpc = ThriftServer(opened, limits=ServerLimits())
+            await rpc.start(sock)
+            stack.push_async_callback(rpc.close, drain_s=5)
+            stack.callback(opened.begin_drain)
+            shards.append(opened)
+        server = Server(directory, shards, addresses)
+        for host, port in addresses:
+            server.clients.append(await stack.enter_async_context(await ParamServerClient.connect(host, port)))
+        yield server
+
+
+def rows_of(folder: Path, shard: int) -> dict[int, float]:
+    """First weight of every row in a shard's part of a snapshot."""
+    store = RowStore.open_read_only(folder / f"shard-{shard:04d}", config=StoreConfig(block_cache_bytes=1 << 20))
+    layout = RecordLayout(SPEC, SPEC.whole)
+    try:
+        found = {}
+        for key, value in store.scan(key_prefix(1)):
+            records, _ = layout.decode([value])
+            found[decode_key(key)[2]] = float(np.frombuffer(records["weights"].tobytes(), "<f4")[0])
+        return found
+    finally:
+        store.close()
+
+
+async def test_a_snapshot_is_one_step_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    """Each of several snapshots has every row of all shards at its step, none before and none behind."""
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        is_enough = asyncio.Event()
+
+        async def train_on() -> None:
+            while not is_enough.is_set():
+                await trainer.train()
+
+        training = asyncio.create_task(train_on())
+        manifests = [await server.snapshot() for _ in range(3)]
+        is_enough.set()
+        await training
+        assert trainer.step > manifests[-1].step
+    assert [manifest.step for manifest in manifests] == sorted({manifest.step for manifest in manifests})
+    for manifest in manifests:
+        folder = server.files.folder_of(manifest.name)
+        assert verify_snapshot(folder) == manifest and manifest.tables == {SPEC.fqn: SPEC}
+        for shard in range(NUM_SHARDS):
+            assert rows_of(folder, shard) == dict.fromkeys(rows_on(shard, 0, 40).tolist(), float(manifest.step))
+
+
+async def test_a_run_that_stands_still_is_cut_where_it_is(tmp_path: Path) -> None:
+    """No batch has to come for it; an empty server has a snapshot too."""
+    async with serving(tmp_path) as server:
+        assert (await server.snapshot(name="empty")).step == -1
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        for _ in range(3):
+            await trainer.train()
+        manifest = await server.snapshot(name="still")
+        assert (manifest.step, manifest.epoch, [part.seq for part in manifest.parts]) == (3, 1, [7, 7])
+        with pytest.raises(RequestError, match="already"):
+            await server.snapshot(name="still")
+
+
+async def test_a_run_in_mid_step_has_no_cut(tmp_path: Path) -> None:
+    """It is refused in time, nothing is left over, and `at_step=False` cuts all the same and says it is no step."""
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train(ends_step=False)
+        with pytest.raises(UnavailableError, match="has not stood exactly at a step"):
+            await server.snapshot(timeout_s=0.2)
+        assert list(server.files.path.iterdir()) == []
+        manifest = await server.snapshot(at_step=False)
+        assert (manifest.step, manifest.epoch) == (-1, 0)
+        with pytest.raises(ConfigError, match="no writer of that run"):
+            await server.snapshot(run="another")
+
+
+async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
+    """With two ranks the cut waits until both have ended the same step on every shard."""
+    async with serving(tmp_path) as server:
+        ranks = [Trainer(server.clients, rank=rank, world_size=2) for rank in range(2)]
+        for rank in ranks:
+            await rank.hello()
+        await ranks[0].train()
+        making = asyncio.create_task(server.snapshot())
+        await ranks[1].train()
+        manifest = await making
+        assert manifest.step == 1
+        expected = dict.fromkeys([*rows_on(1, 0, 40).tolist(), *rows_on(1, 100, 140).tolist()], 1.0)
+        assert rows_of(server.files.folder_of(manifest.name), 1) == expected
+
+
+@contextmanager
+def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have shards wait before they hash what they have copied; yield what says that one does."""
+    hashing, may_hash = threading.Event(), threading.Event()
+
+    def hash_late(folder: Path, **settings: Any) -> Any:
+        hashing.set()
+        assert may_hash.wait(20)
+        return hash_folder(folder, **settings)
+
+    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_maker.hash_folder", hash_late)
+    try:
+        yield hashing
+    finally:
+        may_hash.set()
+
+
+async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a first snapshot is made, a writer outruns retention; whoever begins from it finds the log all the same."""
+    mib = 1 << 20
+    async with serving(tmp_path, log_segment_bytes=mib, log_retention_bytes=mib) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        with _held_hashing(monkeypatch) as hashing:
+            making = asyncio.create_task(server.snapshot(name="first"))
+            assert await asyncio.to_thread(hashing.wait, 20)
+            for _ in range(3):
+                await trainer.train(num_rows=60_000)
+            for shard in server.shards:
+                await shard.applied()
+                await asyncio.to_thread(shard._store.flush)
+                await shard._retention.trim()
+        manifest = await making
+        for part, client, shard in zip(manifest.parts, server.clients, server.shards, strict=True):
+            assert shard.log.last_seq > part.seq + 4 and shard.log.size_bytes > 2 * mib
+            request = idl.FetchUpdatesRequest(
+                server_id="a-server", from_seq=part.seq + 1, max_bytes=1, wait_ms=0, follower="replica", lease_ms=1
+            )
+            assert (await client.fetch_updates(request)).records[0].seq == part.seq + 1
+
+
+async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that failed lets go of the log at once, one that is made an hour later: nobody tells of publishing."""
+
+    def fail(folder: Path, **settings: Any) -> Any:
+        raise StorageError("the disk is on fire")
+
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        with monkeypatch.context() as patched, pytest.raises(HeadraceError, match="on fire"):
+            patched.setattr("headrace.paramserver.snapshots.snapshot_maker.hash_folder", fail)
+            await server.snapshot(name="failed")
+        assert [shard._retention.cuts.held() for shard in server.shards] == [[], []]
+        manifest = await server.snapshot(name="made")
+        for part, shard in zip(manifest.parts, server.shards, strict=True):
+            (lease,) = shard._retention.cuts.held()
+            assert (lease.name, lease.seq) == ("snapshot made", part.seq + 1)
+            assert 3500 < lease.expires_s - time.monotonic() <= 3600
+
+
+async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot reads the files written since the one before; of others it repeats what that one's manifest says."""
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        first = await server.snapshot(name="first")
+        await trainer.train()
+        read: list[Path] = []
+
+        def note(path: Path, **_: object) -> SnapshotFile:
+            read.append(path)
+            return hash_file(path)
+
+        monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", note)
+        second = await server.snapshot(name="second")
+        old, new = (
+            {path: file for path, file in manifest.files().items() if path.endswith(".sst")}
+            for manifest in (first, second)
+        )
+        both = old.keys() & new.keys()
+        assert both and new.keys() - both
+        rows_read = {str(path.relative_to(server.files.new_folder("second"))) for path in read if path.suffix == ".sst"}
+        assert rows_read == new.keys() - both
+        assert {path: old[path] for path in both} == {path: new[path] for path in both}
+        monkeypatch.undo()
+        assert verify_snapshot(server.files.folder_of("second")) == second
+
+
+async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_path: Path) -> None:
+    """A maker's clock that was ahead, and a snapshot of another store beside it, send nobody to the wrong one."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        for name in ("first", "second"):
+            await trainer.train()
+            await server.snapshot(name=name)
+        manifest_path = server.files.folder_of("first") / "manifest.json"
+        first = dataclasses.replace(server.files.manifest_of("first"), created_us=10**16)
+        manifest_path.write_bytes(first.encode())
+        assert (await newest_snapshot(server.address, dial=READER)).name == "second"
+        server.files.folder_of("second").rename(tmp_path / "elsewhere")
+        foreign = tuple(dataclasses.replace(part, server_id="another") for part in first.parts)
+        manifest_path.write_bytes(dataclasses.replace(first, parts=foreign).encode())
+        with pytest.raises(GoneError, match="no snapshot yet"):
+            await newest_snapshot(server.address, dial=READER)
+
+
+async def test_a_snapshot_that_is_removed_while_it_is_fetched_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of what is gone cannot be completed by a later call, so they do not stay."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        await server.snapshot(name="one")
+        progress: list[int] = []
+
+        def remove(done: int, _: int) -> None:
+            progress.append(done)
+            if len(progress) == 2:
+                server.files.remove("one")
+
+        with pytest.raises(GoneError):
+            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER, on_progress=remove)
+    assert len(progress) == 2 and list((tmp_path / "copy").iterdir()) == []
+
+
+async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(tmp_path: Path) -> None:
+    """What is there already is kept; a damaged piece of it is found out and fetched again."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        manifest = await server.snapshot(name="one")
+        target = SnapshotFiles(tmp_path / "copy")
+        first, second, *_ = [path for path, file in manifest.files().items() if file.size_bytes > 100]
+        source = server.files.folder_of("one")
+        for path, data in ((first, (source / first).read_bytes()[:50]), (second, b"damaged" * 5)):
+            (target.new_folder("one") / path).parent.mkdir(parents=True, exist_ok=True)
+            (target.new_folder("one") / path).write_bytes(data)
+        progress: list[tuple[int, int]] = []
+        got = await fetch_snapshot(
+            server.address, target.path, dial=READER, on_progress=lambda *at: progress.append(at)
+        )
+        assert got == manifest == verify_snapshot(target.folder_of("one"))
+        assert progress[-1] == (manifest.size_bytes, manifest.size_bytes)
+        assert await fetch_snapshot(server.address, target.path, dial=READER, name="one") == manifest
+        assert rows_of(target.folder_of("one"), 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
+        server.files.remove("one")
+        with pytest.raises(GoneError):
+            await fetch_snapshot(server.address, tmp_path / "other", dial=READER)
+
+
+async def test_a_fetched_copy_has_no_lease(tmp_path: Path) -> None:
+    """A copy of an export's own snapshot is not removed when nobody has read of it for long; nor fetched again."""
+    async with serving(tmp_path / "server") as server:
+        made = await server.snapshot(name="export", at_step=False, lease_s=3600)
+        copy = SnapshotFiles(tmp_path / "copy")
+        for _ in range(2):
+            got = await fetch_snapshot(server.address, copy.path, dial=READER, name="export")
+            assert got == dataclasses.replace(made, lease_s=0) == verify_snapshot(copy.folder_of("export"))
+        os.utime(copy.folder_of("export"), (0, 0))
+        assert copy.sweep() == () and copy.newest() == got
+        # Where the server's own lies it is the same snapshot, which is there.
+        assert await fetch_snapshot(server.address, server.files.path, dial=READER, name="export") == made
+
+
+async def test_another_snapshot_of_that_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A name that was given again, or by another server, is told; nothing is fetched, and what is there stays."""
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        first = await server.snapshot(name="nightly")
+        await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
+        server.files.remove("nightly")
+        await trainer.train()
+        await server.snapshot(name="nightly")
+        with pytest.raises(ConfigError, match=r"copy/nightly is another snapshot of that name: remove it, or fetch"):
+            await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
+        assert verify_snapshot(tmp_path / "copy" / "nightly") == first
+
+
+async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:
+    """While a snapshot is fetched, neither side opens a file on the loop's thread: a slow disk holds up nobody."""
+    target = tmp_path / "copy"
+    async with serving(tmp_path / "server") as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        manifest = await server.snapshot(name="one")
+        folders = (str(target), str(server.files.path))
+        with _watched_opens(folders) as opened:
+            for _ in range(2):  # brought, and found to be there
+                assert await fetch_snapshot(server.address, target, dial=READER) == manifest
+    assert {Path(path).name for path, _ in opened} >= {"manifest.json", "CURRENT"}
+    assert [path for path, thread in opened if thread == threading.get_ident()] == []
+
+
+_opens: list[tuple[str, int]] | None = None
+
+
+@contextmanager
+def _watched_opens(folders: tuple[str, ...]) -> Iterator[list[tuple[str, int]]]:
+    """Yield a list that gets the path and the thread of each file that is opened below some folders."""
+    global _opens
+    opened: list[tuple[str, int]] = []
+    _opens = opened
+    try:
+        yield opened
+    finally:
+        _opens = None
+        opened[:] = [(path, thread) for path, thread in opened if path.startswith(folders)]
+
+
+def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _opens is not None:
+        _opens.append((str(arguments[0]), threading.get_ident()))
+
+
+sys.addaudithook(_on_audit)  # it stays for as long as the process does
+
+
+async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:
+    """Updates, flushes and a restart after it change nothing in it, though it shares files with the store."""
+    async with serving(tmp_path) as server:
+        trainer = Trainer(server.clients)
+        await trainer.hello()
+        await trainer.train()
+        manifest = await server.snapshot()
+        for _ in range(5):
+            await trainer.train()
+    async with serving(tmp_path) as server:
+        folder = server.files.folder_of(manifest.name)
+        assert verify_snapshot(folder) == manifest
+        assert rows_of(folder, 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
+        assert verify_snapshot(folder) == manifest  # reading it changed nothing either
+
+
+@pytest.mark.parametrize("manifest", ["{", "[" * 100_000, '{"crc32c": 1, "format": "headrace-snapshot"}'])
+async def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: str) -> None:
+    """Whoever publishes with bytes that are no manifest is told so, nothing is published, and it is no bug of ours."""
+    async with serving(tmp_path) as server:
+        client = server.clients[0]
+        await client.hello(hello_of_nobody(idl.Role.ADMIN))
+        with pytest.raises(RequestError, match="not a snapshot manifest"):
+            await client.finish_snapshot(idl.FinishSnapshotRequest(name="one", manifest=manifest))
+        assert server.files.newest() is None

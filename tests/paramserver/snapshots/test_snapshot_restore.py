@@ -1,0 +1,347 @@
+"""A server's directory made of a snapshot: whole or not there, and what trainers and replicas make of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from held_ports import hold_ports
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot
+from torch import nn
+
+from headrace import EmbeddingReplica, RawEmbeddingStreamer
+from headrace.cli import main
+from headrace.paramserver.ingest.sessions import Session, Sessions
+from headrace.paramserver.snapshots import snapshot_restore
+from headrace.paramserver.snapshots.snapshot_files import verify_snapshot
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
+from headrace.paramserver.snapshots.snapshot_restore import restore_snapshot
+from headrace.paramserver.store.catalog import Catalog, Scalar
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.row_records import MAX_EPOCH
+from headrace.schemas.tables import DType
+from headrace.scripts.benches.bench_tables import snapshot_of
+from headrace.streamer.compare import compare_with_store
+
+ROWS = {
+    ITEMS: chunk_of(ITEMS, range(0, 500, 3), deleted=[9, 300]),
+    USERS: chunk_of(USERS, range(300), epoch=9),
+    VIRTUAL: chunk_of(VIRTUAL, [1, 2**40, 2**62]),
+}
+
+
+def _rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
+    """Every row of a snapshot with its bytes, deleted ones too, by table."""
+    with SnapshotReader(folder) as reader:
+        return {
+            fqn: {
+                row: record.tobytes()
+                for ids, records in reader.rows(fqn)
+                for row, record in zip(ids.tolist(), records, strict=True)
+            }
+            for fqn in sorted(reader.tables)
+        }
+
+
+def _meta_of(store: Path) -> dict[bytes, bytes]:
+    opened = RowStore.open(store, config=StoreConfig(block_cache_bytes=4 << 20))
+    try:
+        return opened.read_meta()
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("num_shards", [None, 1, 4])
+def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
+    """Rows, deleted ones too, have all their bytes, whatever the number of shards; the snapshot is not changed."""
+    source = snapshot(tmp_path, ROWS)
+    manifest = restore_snapshot(source, tmp_path / "restored", num_shards=num_shards)
+    assert verify_snapshot(source) == manifest
+    with ServerProcess.start(tmp_path / "restored", shards=num_shards or 3):
+        pass  # it takes the directory for its own
+    assert _rows_of(snapshot_of(tmp_path / "restored", tmp_path / "again")) == _rows_of(source)
+    assert verify_snapshot(source) == manifest  # a server that has used it has changed nothing either
+    meta = _meta_of(tmp_path / "restored" / "shard-0000" / "store")
+    assert Sessions(meta).highest_epoch > 9 + 100  # epochs that were taken after the cut are not given away again
+
+
+def test_writers_begin_anew_and_keep_what_they_stand_at(tmp_path: Path) -> None:
+    """Batches and places in the log count from 1 again; a trainer that was amid a step stands at no exact step."""
+    amid = Session("run", "rank0", 3, 0, 2, last_client_seq=9, step=5, exact_step=5, time_us=1, ended_client_seq=7)
+    at_step = Session("run", "rank1", 3, 1, 2, last_client_seq=7, step=5, exact_step=5, time_us=1, ended_client_seq=7)
+    data = build(tmp_path / "data", ROWS, num_shards=1)
+    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    bringer = Session("fill", "log", 1, 0, 0, last_client_seq=4, last_seq=1002)
+    amid.last_seq, at_step.last_seq = 1000, 1001
+    meta = amid.pack() | at_step.pack() | bringer.pack()
+    store.write([], [], meta=meta, applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
+    sessions = Sessions(_meta_of(tmp_path / "restored" / "shard-0000" / "store"))
+    assert max(session.last_seq for session in sessions) <= 1, "or who comes now would be forgotten before them"
+    found = [sessions.find("run", client) for client in ("rank0", "rank1")]
+    assert [(s.last_client_seq, s.ended_client_seq, s.step) for s in found if s] == [(0, 0, 5)] * 2
+    assert [(s.exact_step, s.is_at_exact_cut) for s in found if s] == [(-1, False), (5, True)]
+
+
+@pytest.mark.parametrize("num_shards", [None, 3])
+@pytest.mark.parametrize(("seen", "highest"), [(5000, 6000), (MAX_EPOCH - 5, MAX_EPOCH - 1)])
+def test_an_epoch_that_one_shard_alone_has_seen_is_not_given_away(
+    tmp_path: Path, seen: int, highest: int, num_shards: int | None
+) -> None:
+    """Whichever shard it is, the next trainer comes after it, and after those that were taken since the cut."""
+    data = build(tmp_path / "data", ROWS, num_shards=2)
+    store = RowStore.open(data / "shard-0001" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    store.write([], [], meta=Session("run", "rank0", seen, 0, 1).pack(), applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
+    stores = [*(tmp_path / "restored").glob("shard-*/store")]
+    assert len(stores) == (num_shards or 2)
+    assert max(Sessions(_meta_of(store)).highest_epoch for store in stores) == highest
+
+
+@pytest.mark.parametrize("num_shards", [None, 3])
+def test_scalars_of_a_table_are_kept(tmp_path: Path, num_shards: int | None) -> None:
+    """What an optimizer has once a table, as the step that its corrections go by, is there with its version."""
+    data = build(tmp_path / "data", ROWS, num_shards=1)
+    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    given = [("step", DType.FLOAT32, np.float32(7).tobytes())]
+    meta = Catalog(store.read_meta()).set_scalars(ITEMS.fqn, given, 2, 5)
+    store.write([], [], meta=meta, applied_seq=store.applied_seq)
+    store.close()
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
+    with SnapshotReader(snapshot_of(tmp_path / "restored", tmp_path / "again")) as reader:
+        assert reader.scalars(ITEMS.fqn) == {"step": Scalar(*given[0], 2, 5)}
+        assert reader.scalars(USERS.fqn) == {}
+
+
+def test_files_are_on_disk_before_the_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power failure leaves a directory that a server starts on without all of its store."""
+    source, target, synced = snapshot(tmp_path, ROWS), tmp_path / "restored", []
+
+    def sync(path: Path) -> None:
+        assert not target.exists()
+        synced.append(path.relative_to(tmp_path / ".restored.restore" / "ready"))
+
+    monkeypatch.setattr(snapshot_restore, "fsync_path", sync)
+    restore_snapshot(source, target)
+    stores = [*target.glob("shard-*/store")]
+    paths = [path.relative_to(target) for store in stores for path in (store, *store.iterdir())]
+    assert len(stores) == 3 and sorted(synced) == sorted(paths)
+
+
+def test_a_snapshot_without_tables_has_nothing_to_deal(tmp_path: Path) -> None:
+    """Without `--shards` it is restored as it is; for another number of shards there is nothing to make a table of."""
+    source = snapshot(tmp_path, {}, num_shards=2)
+    with pytest.raises(ConfigError, match="without tables has no rows to deal; leave --shards out"):
+        restore_snapshot(source, tmp_path / "dealt", num_shards=3)
+    assert not (tmp_path / "dealt").exists()
+    restore_snapshot(source, tmp_path / "restored")
+    assert (tmp_path / "restored" / "headrace.json").is_file()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """A flipped byte of any file ends it with that file's name, and nothing is made."""
+    source = snapshot(tmp_path, ROWS)
+    (tmp_path / "copy").mkdir()
+    for path in sorted(path for path, file in verify_snapshot(source).files().items() if file.size_bytes):
+        folder = tmp_path / "copy" / "damaged"
+        shutil.copytree(source, folder)
+        data = bytearray((folder / path).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / path).write_bytes(data)
+        with pytest.raises(CorruptionError, match=Path(path).name):
+            restore_snapshot(folder, tmp_path / "copy" / "restored")
+        shutil.rmtree(folder)
+        assert list((tmp_path / "copy").iterdir()) == []
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    """A directory with something in it is refused and left as it is; an empty one is filled."""
+    source = snapshot(tmp_path, ROWS)
+    target = tmp_path / "restored"
+    target.mkdir()
+    (target / "mine").write_text("mine")
+    for num_shards in (None, 2):
+        with pytest.raises(ConfigError, match="there is something already"):
+            restore_snapshot(source, target, num_shards=num_shards)
+    assert [path.name for path in target.iterdir()] == ["mine"]
+    with pytest.raises(ConfigError, match="there is no directory"):
+        restore_snapshot(source, tmp_path / "nowhere" / "restored")
+    (target / "mine").unlink()
+    restore_snapshot(source, target)
+    assert (target / "headrace.json").is_file()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the disk is full, one line says so, and nothing is left of what was begun."""
+    source = snapshot(tmp_path, ROWS)
+    before = sorted(tmp_path.iterdir())
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(StorageError, match="the disk is full"):
+        restore_snapshot(source, tmp_path / "restored")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_over_file_systems_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no hard links can be made, the directory is the same."""
+    source = snapshot(tmp_path, ROWS)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", fail)
+        restore_snapshot(source, tmp_path / "restored")
+    assert {path.stat().st_nlink for path in (tmp_path / "restored").rglob("*.sst")} == {1}
+    assert _rows_of(snapshot_of(tmp_path / "restored", tmp_path / "again")) == _rows_of(source)
+
+
+# Where a process is killed, by the name of what it was about to do, and at which time.
+_POINTS = [
+    *(("shutil.copyfile", 1), ("RowStore.write", 2), ("DataDir.prepare", 1)),
+    *(("Path.rename", 1), ("Path.rename", 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "times"), _POINTS)
+def test_killed_at_any_moment_it_is_not_there(tmp_path: Path, name: str, times: int) -> None:
+    """A process that dies on the way leaves no directory that a server starts on; another attempt succeeds."""
+    source, target = snapshot(tmp_path, ROWS), tmp_path / "restored"
+    script = f"""
+        import os, shutil
+        from pathlib import Path
+        from headrace.paramserver.config.data_dir import DataDir
+        from headrace.paramserver.store.row_store import RowStore
+        from headrace.paramserver.snapshots.snapshot_restore import restore_snapshot
+
+        original, left = {name}, {times}
+
+        def die(*arguments, **settings):
+            global left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), 9)
+            return original(*arguments, **settings)
+
+        {name} = die
+        restore_snapshot(Path({str(source)!r}), Path({str(target)!r}))
+    """
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, capture_output=True)
+    assert process.returncode == -9, process.stderr.decode()
+    assert not target.exists()
+    manifest = restore_snapshot(source, target)
+    assert not (tmp_path / ".restored.restore").exists()
+    assert verify_snapshot(source) == manifest
+    assert _rows_of(snapshot_of(target, tmp_path / "again")) == _rows_of(source)
+
+
+class _Training:
+    """Two tables under sparse Adagrad."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.model = nn.ModuleDict(
+            {name: nn.Embedding(rows, 8, sparse=True) for name, rows in (("films", 200), ("users", 90))}
+        )
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        losses = [table(torch.randint(0, table.num_embeddings, (20,))).square().sum() for table in self.model.values()]
+        self.optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def training() -> Iterator[_Training]:
+    with torch.random.fork_rng():
+        yield _Training()
+
+
+def _lose_and_restore(data: Path, snapshot_folder: Path) -> int:
+    """Restore in the place of a directory that is gone; return the exit code."""
+    shutil.rmtree(data)
+    return main(["snapshot", "restore", str(snapshot_folder), "--data", str(data)])
+
+
+@pytest.mark.slow
+def test_a_lost_server_is_restored_and_all_go_on(
+    tmp_path: Path, training: _Training, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Snapshot, more steps, disk lost, restore: a trainer that had acked newer rows and a replica end up equal.
+
+    The trainer that runs sends all rows again, and so does one that is started from its checkpoint.
+    """
+    data, backup, port = tmp_path / "data", tmp_path / "backup", hold_ports(2)
+    with ServerProcess.start(data, shards=2, port=port) as server:
+        streamer = RawEmbeddingStreamer(server.address, run="r", on_new_store="resync", connect_timeout_s=60)
+        streamer.attach(training.model, training.optimizer)
+        for _ in range(3):
+            training.step()
+        streamer.flush()
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        assert main(["snapshot", "fetch", server.address, "--to", str(backup)]) == 0
+        for _ in range(3):
+            training.step()
+        streamer.flush()  # acked, and in no snapshot
+        checkpoint = streamer.state_dict()
+        replica = EmbeddingReplica(server.address)
+        server.kill()
+    assert _lose_and_restore(data, backup / "one") == 0
+    assert f"Next: headrace serve --data {data}" in capsys.readouterr().out
+    with ServerProcess.start(data, port=port) as server:
+        training.step()
+        streamer.flush(timeout_s=60)
+        assert compare_with_store(streamer.tables, server.address).is_equal
+        replica.wait_for(streamer.stats().step, 60.0, epoch=streamer.epoch)
+        for name, table in training.model.items():
+            assert torch.equal(replica.lookup(f"{name}.weight", torch.arange(table.num_embeddings)), table.weight)
+        replica.close()
+        streamer.close()
+        with RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60) as resumed:
+            assert resumed.epoch > streamer.epoch + 100
+            resumed.attach(training.model, training.optimizer)
+            resumed.load_state_dict(checkpoint)
+            training.step()
+            resumed.flush()
+            assert compare_with_store(resumed.tables, server.address).is_equal
+
+
+def test_a_trainer_that_may_not_resync_says_so(tmp_path: Path, training: _Training) -> None:
+    """A trainer that had acked rows which are not in the snapshot ends with what to do, and sends no part of them."""
+    data, port = tmp_path / "data", hold_ports()
+    with ServerProcess.start(data, port=port) as server:
+        streamer = RawEmbeddingStreamer(server.address, run="r", connect_timeout_s=60)
+        streamer.attach(training.model, training.optimizer)
+        training.step()
+        streamer.flush()
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        server.kill()
+    backup = tmp_path / "one"
+    (data / "snapshots" / "one").rename(backup)
+    assert _lose_and_restore(data, backup) == 0
+    with ServerProcess.start(data, port=port) as server:
+        training.step()
+        with pytest.raises(StorageError, match=r"another store than before .* set on_new_store to resync"):
+            streamer.flush(timeout_s=60)
+        streamer.close(flush=False)
+        with EmbeddingReplica(server.address) as replica:
+            assert (replica.epoch, replica.step) == (1, 1)  # as the snapshot had it

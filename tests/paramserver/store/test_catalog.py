@@ -1,0 +1,116 @@
+"""Tables by name: registration, mismatch, and what metadata keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from headrace.paramserver.store.catalog import Catalog, Scalar, pack_spec, unpack_spec
+from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+ITEMS = TableSpec(
+    fqn="items.weight",
+    num_rows=100,
+    dim=8,
+    dtype=DType.FLOAT16,
+    states=(
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),
+    ),
+    has_identities=True,
+)
+
+
+def test_a_spec_survives_packing() -> None:
+    """`unpack_spec` gives back what `pack_spec` was given, field for field."""
+    assert unpack_spec(pack_spec(ITEMS)) == ITEMS
+
+
+def test_tables_are_numbered_once_and_come_back_from_metadata() -> None:
+    """A table keeps its number over a restart, and registering it again changes nothing."""
+    users = dataclasses.replace(ITEMS, fqn="users.weight")
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS]) | catalog.add([ITEMS, users])
+    assert sorted(meta) == [b"identities/1", b"identities/2", b"table/1", b"table/2"]
+    restored = Catalog(meta)
+    assert [(t.table_id, t.spec) for t in restored] == [(1, ITEMS), (2, users)]
+    assert restored.add([users, ITEMS]) == {}
+
+
+def test_a_table_that_is_given_twice_has_one_number() -> None:
+    """No other table gets a number that rows are stored under already; two specs of one name are refused."""
+    catalog = Catalog({})
+    users, tags = (dataclasses.replace(ITEMS, fqn=f"{name}.weight") for name in ("users", "tags"))
+    catalog.add([ITEMS, users, users, ITEMS])
+    catalog.add([tags])
+    assert [(table.table_id, table.spec) for table in catalog] == [(1, ITEMS), (2, users), (3, tags)]
+    ads = dataclasses.replace(ITEMS, fqn="ads.weight")
+    with pytest.raises(SpecMismatchError, match="twice, and not alike: dim 8 ≠ 9"):
+        catalog.check([ads, dataclasses.replace(ads, dim=9)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dim": 16}, "dim 8 ≠ 16"),
+        ({"dtype": DType.FLOAT32}, "dtype FLOAT16 ≠ FLOAT32"),
+        ({"num_rows": 7}, "num_rows 100 ≠ 7"),
+        ({"states": ()}, "≠ \\[none\\]"),
+        ({"has_identities": False}, "has_identities True ≠ False"),
+    ],
+)
+def test_another_spec_of_the_same_name_is_refused(change: dict[str, object], says: str) -> None:
+    """Each field counts, and the error says which one differs and how."""
+    catalog = Catalog({})
+    catalog.add([ITEMS])
+    with pytest.raises(SpecMismatchError, match=says + ".*; what a table is stays: give yours another name"):
+        catalog.check([dataclasses.replace(ITEMS, **change)])
+
+
+def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
+    """The error helps whoever mistyped a name."""
+    catalog = Catalog({})
+    with pytest.raises(UnknownTableError, match="registered tables: none"):
+        catalog.find("item.weight")
+    catalog.add([ITEMS])
+    with pytest.raises(UnknownTableError, match=r"items\.weight"):
+        catalog.find("item.weight")
+
+
+@pytest.mark.parametrize("entry", [{b"table/x": b"\x90"}, {b"table/1": b"\x93\x01\x02\x03"}])
+def test_damaged_metadata_is_named(entry: dict[bytes, bytes]) -> None:
+    """A table that cannot be read stops the shard with the key."""
+    with pytest.raises(CorruptionError, match="table/"):
+        Catalog(entry)
+
+
+def test_the_newest_scalar_of_a_name_is_kept() -> None:
+    """By (epoch, step) an older one changes nothing, an equal one is the same batch again; all come back."""
+
+    def value(number: int) -> bytes:
+        return number.to_bytes(4, "little")
+
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS])
+    for epoch, step, number in [(2, 5, 1), (2, 4, 2), (1, 9, 3)]:
+        meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(number))], epoch, step)
+    for table in (catalog.find(ITEMS.fqn), Catalog(meta).find(ITEMS.fqn)):
+        assert table.scalars == {"step": Scalar("step", DType.FLOAT32, value(1), 2, 5)}
+    meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(4))], 2, 5)
+    meta |= catalog.set_scalars(ITEMS.fqn, [("lr", DType.FLOAT32, value(5))], 1, 1)
+    assert {name: s.data for name, s in Catalog(meta).find(ITEMS.fqn).scalars.items()} == {
+        "step": value(4),
+        "lr": value(5),
+    }
+    meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(6))], 3, 0)
+    assert Catalog(meta).find(ITEMS.fqn).scalars["step"] == Scalar("step", DType.FLOAT32, value(6), 3, 0)
+
+
+@pytest.mark.parametrize("packed", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"])
+def test_damaged_scalars_are_named(packed: bytes) -> None:
+    """Scalars that cannot be read stop the shard with the key."""
+    meta = Catalog({}).add([ITEMS])
+    with pytest.raises(CorruptionError, match="scalars/1"):
+        Catalog(meta | {b"scalars/1": packed})

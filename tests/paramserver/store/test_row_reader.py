@@ -1,0 +1,73 @@
+"""Rows out of RocksDB, some at a time: every one is looked at, whatever the number that one get takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from row_batches import SPEC, make_batch, make_delta
+
+from headrace.paramserver.store import row_reader
+from headrace.paramserver.store.pending import Part, coalesce
+from headrace.paramserver.store.row_reader import ShardSource, read_rows, settle
+from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import RecordLayout
+
+LAYOUT = RecordLayout(SPEC, SPEC.whole)
+
+
+class _Stored:
+    """What RocksDB has, and how many rows it was asked for at a time."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.asked: list[int] = []
+
+    def put(self, ids: Sequence[int], step: int, *, deleted: Sequence[int] = ()) -> None:
+        batch = make_batch(1, version=(1, step))
+        run = coalesce(1, [Part.of_delta(make_delta(ids, step, deleted=deleted), batch)]).copied()
+        keys = encode_keys(1, SPEC.whole, run.row_ids)
+        self.values.update(zip(keys, (record.tobytes() for record in run.records), strict=True))
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self.asked.append(len(keys))
+        return [self.values.get(key) for key in keys]
+
+
+@pytest.fixture(params=[1, 3, 4, 2048])
+def rows_per_get(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have so many rows read at a time."""
+    number: int = request.param
+    monkeypatch.setattr(row_reader, "_ROWS_PER_GET", number)
+    return number
+
+
+def test_no_row_that_is_brought_in_replaces_a_newer_one(rows_per_get: int) -> None:
+    """Of the rows of a replay or backfill those stay that are as new as the stored ones, and all that came in order."""
+    stored = _Stored()
+    stored.put([1, 4, 9], 7, deleted=[6])
+    stored.put([2, 5, 10], 6)
+    stored.put([3, 7], 5)
+    brought = Part.of_delta(make_delta(range(12), 6), make_batch(2, version=(1, 6), is_conditional=True))
+    in_order = Part.of_delta(make_delta([9, 20], 3), make_batch(3, version=(1, 3)))
+    kept = settle(coalesce(1, [brought, in_order]), stored.get)
+    assert kept.row_ids.tolist() == [0, 2, 3, 5, 7, 8, 9, 10, 11, 20]
+    assert kept.is_conditional is None
+    steps = dict(zip(kept.row_ids.tolist(), kept.records_at(slice(None))["step"].tolist(), strict=True))
+    assert steps == {0: 6, 2: 6, 3: 6, 5: 6, 7: 6, 8: 6, 9: 3, 10: 6, 11: 6, 20: 3}
+    assert sum(stored.asked) == 11 and max(stored.asked) <= rows_per_get  # not for those that came in order
+
+
+def test_every_row_that_is_asked_for_is_read(rows_per_get: int) -> None:
+    """Rows come in the order asked, twice where they are asked for twice, missing and deleted ones as such."""
+    stored = _Stored()
+    stored.put(range(0, 20, 2), 4, deleted=[7])
+    ids = np.array([19, 4, 7, 0, 4, 18, 2, 6, 30, 16], np.int64)
+    rows = read_rows(1, SPEC, [ShardSource(LAYOUT, None, True)], ids, stored.get, seq=9)
+    assert rows.presence.tolist() == [0, 1, 2, 1, 1, 1, 1, 1, 0, 1]
+    assert rows.steps.tolist() == [0, 4, 4, 4, 4, 4, 4, 4, 0, 4]
+    is_there = rows.presence == 1
+    weights = np.frombuffer(make_delta(ids[is_there], 4).columns["weights"], "<f4").reshape(-1, SPEC.dim)
+    assert rows.weights[is_there].tobytes() == weights.tobytes()
+    assert sum(stored.asked) == 10 and max(stored.asked) <= rows_per_get

@@ -1,0 +1,72 @@
+"""Listening sockets: all bound or none, and only where it is safe."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from held_ports import hold_ports
+
+from headrace.paramserver.supervisor.listeners import bind_listener, bind_listeners
+from headrace.schemas.errors import ConfigError
+
+
+def test_consecutive_ports() -> None:
+    """Shard i listens on port + i, and a connection waits there before anybody accepts it."""
+    port = hold_ports(3)
+    with bind_listeners("localhost", port, 3) as sockets:
+        assert [sock.getsockname()[1] for sock in sockets] == [port, port + 1, port + 2]
+        for sock in sockets:
+            assert not sock.getblocking()
+            assert not sock.get_inheritable()
+            socket.create_connection(sock.getsockname()[:2], timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def test_ephemeral_ports() -> None:
+    """With port 0 each shard gets a port of its own."""
+    with bind_listeners("127.0.0.1", 0, 4) as sockets:
+        assert len({sock.getsockname()[1] for sock in sockets}) == 4
+
+
+def test_one_taken_port_frees_all() -> None:
+    """When the second port is taken, the first is free again."""
+    port = hold_ports(2)
+    with (
+        socket.create_server(("127.0.0.1", port + 1)),
+        pytest.raises(ConfigError, match=f"port {port + 1} of 127.0.0.1, which shard 1 would take, is in use"),
+        bind_listeners("127.0.0.1", port, 2),
+    ):
+        raise AssertionError("bound all the same")
+    with bind_listeners("127.0.0.1", port, 1):
+        pass
+
+
+@pytest.mark.parametrize("host", ["no host", "192.0.2.1"])
+def test_a_refusal_names_the_flag_that_gave_the_host(host: str) -> None:
+    """A listener of another port than the shards' has another flag for its host too."""
+    with pytest.raises(ConfigError, match=f"^--metrics-host {host}: "):
+        bind_listener(host, 0, taker="metrics", flag="--metrics-port", is_open=True, host_flag="--metrics-host")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "problem"),
+    [
+        ("no-such-host.invalid", 0, "^--host no-such-host.invalid: "),
+        ("a" * 64 + ".example", 0, "^--host "),
+        ("127.0.0.1", 65535, "^--port 65535: 2 shards would need ports up to 65536$"),
+        ("0.0.0.0", 0, "without protection"),
+    ],
+)
+def test_refusals(host: str, port: int, problem: str) -> None:
+    """What cannot or must not be bound is one line that names the flag."""
+    with pytest.raises(ConfigError, match=problem), bind_listeners(host, port, 2):
+        raise AssertionError("bound all the same")
+
+
+@pytest.mark.parametrize("flag", ["is_protected", "insecure_bind"])
+def test_beyond_loopback(flag: str) -> None:
+    """Protection, or the user's word, opens other addresses."""
+    with bind_listeners("0.0.0.0", 0, 1, **{flag: True}) as sockets:
+        assert sockets[0].getsockname()[0] == "0.0.0.0"

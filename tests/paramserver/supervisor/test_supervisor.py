@@ -1,0 +1,210 @@
+"""The supervisor keeps shard processes running, says what happens to them, and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fact_log import FactLog, collect_facts
+
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.server_config import ServerConfig
+from headrace.paramserver.process.ready_file import ReadyFile
+from headrace.paramserver.supervisor.listeners import bind_listeners
+from headrace.paramserver.supervisor.supervisor import Supervisor
+
+FAKE = Path(__file__).parents[2] / "support" / "fake_shard_process.py"
+
+
+@pytest.fixture
+async def facts() -> AsyncIterator[FactLog]:
+    with contextlib.contextmanager(collect_facts)("headrace.paramserver.supervisor.supervisor") as log:
+        yield log
+
+
+@contextlib.contextmanager
+def _prepared(tmp_path: Path, *behaviour: str, num_shards: int = 2, **settings: object) -> Iterator[Supervisor]:
+    config = ServerConfig(data=tmp_path / "data", **{"drain_s": 20.0, **settings})  # type: ignore[arg-type]
+    with (
+        DataDir.claim(config.data, num_shards=num_shards) as data_dir,
+        bind_listeners(config.host, 0, num_shards) as sockets,
+    ):
+        data_dir.prepare()
+        yield Supervisor(
+            config,
+            data_dir,
+            sockets,
+            ready_file=ReadyFile(tmp_path / "ready.json"),
+            command=(sys.executable, str(FAKE), *behaviour),
+        )
+
+
+@contextlib.asynccontextmanager
+async def _running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[int]]:
+    """Run the supervisor; afterwards none of its processes is there."""
+    others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests' libraries
+    running = asyncio.create_task(supervisor.run())
+    try:
+        yield running
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        assert {process.pid for process in psutil.Process().children(recursive=True)} <= others
+
+
+async def _pid_at(address: str) -> int:
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        line = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    return int(line)
+
+
+async def test_serves_and_drains(tmp_path: Path, facts: FactLog) -> None:
+    """Each shard answers at its address, the ready file tells them, and SIGTERM ends the server with 0."""
+    with _prepared(tmp_path, "serve") as supervisor:
+        async with _running(supervisor) as running:
+            ready = await facts.next("server is ready")
+            told = json.loads((tmp_path / "ready.json").read_text())
+            assert told["address"] == ready["address"] == supervisor.address
+            assert told["pid"] == os.getpid()
+            for shard in told["shards"]:
+                assert await _pid_at(shard["address"]) == shard["pid"]
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 0
+            assert not (tmp_path / "ready.json").exists()
+            host, _, port = supervisor.address.rpartition(":")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, int(port)), timeout=10)
+
+
+async def test_restarts_a_killed_shard_on_the_same_port(tmp_path: Path, facts: FactLog) -> None:
+    """A killed shard is said so and replaced; a connection made meanwhile waits and is answered."""
+    with _prepared(tmp_path, "serve") as supervisor:
+        async with _running(supervisor):
+            await facts.next("server is ready")
+            shard = json.loads((tmp_path / "ready.json").read_text())["shards"][1]
+            os.kill(shard["pid"], signal.SIGKILL)
+            died = await facts.next("shard has died and is restarted")
+            assert died == {"shard": 1, "ended_by": "killed by SIGKILL", "pause_s": 0.1}
+            # Now nobody serves the port.
+            assert await _pid_at(shard["address"]) not in (shard["pid"], 0)
+            again = await facts.next("shard is ready again")
+            assert (again["shard"], again["address"]) == (1, shard["address"])
+            assert facts.messages().count("server is ready") == 1
+
+
+async def test_retries_a_failed_start(tmp_path: Path, facts: FactLog) -> None:
+    """A shard that ends before it was ready is started again."""
+    with _prepared(tmp_path, "once", str(tmp_path / "tried"), num_shards=1) as supervisor:
+        async with _running(supervisor):
+            died = await facts.next("shard has died and is restarted")
+            assert died["error"] == "the wheel is stuck"
+            await facts.next("server is ready")
+
+
+async def test_gives_up(tmp_path: Path, facts: FactLog) -> None:
+    """After too many quick deaths in a row, each pause longer, the server ends with 1 and the last error."""
+    with _prepared(tmp_path, "broken", num_shards=1, max_quick_deaths=4) as supervisor:
+        async with _running(supervisor) as running:
+            pauses = [(await facts.next("shard has died and is restarted"))["pause_s"] for _ in range(3)]
+            assert pauses == [0.1, 0.2, 0.4]
+            last = await facts.next("shard keeps dying; the server gives up")
+            assert last == {"shard": 0, "ended_by": "exit code 1", "error": "the wheel is stuck", "quick_deaths": 4}
+            assert await running == 1
+
+
+async def test_does_not_count_slow_deaths(tmp_path: Path, facts: FactLog) -> None:
+    """A shard that had lived long enough is restarted however often it dies."""
+    with _prepared(tmp_path, "serve", num_shards=1, max_quick_deaths=2, quick_death_s=0.0) as supervisor:
+        async with _running(supervisor):
+            await facts.next("server is ready")
+            for _ in range(3):
+                os.kill(await _pid_at(supervisor.address), signal.SIGKILL)
+                assert (await facts.next("shard has died and is restarted"))["pause_s"] == 0.1
+                await facts.next("shard is ready again")
+
+
+async def test_storage_error_stops_all(tmp_path: Path, facts: FactLog) -> None:
+    """A storage error is not retried: it is said, and the server ends with its code."""
+    with _prepared(tmp_path, "storage") as supervisor:
+        async with _running(supervisor) as running:
+            said = await facts.next("shard cannot go on; the server stops")
+            assert said["error"] == "log record 7 is rotten"
+            assert await running == 3
+            assert "shard has died and is restarted" not in facts.messages()
+
+
+async def test_kills_after_the_deadline(tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that does not drain is killed at the deadline, said so, and the exit code is 1."""
+    monkeypatch.setattr("headrace.paramserver.supervisor.supervisor._CLOSE_GRACE_S", 0.2)
+    with _prepared(tmp_path, "stubborn", num_shards=1, drain_s=0.0) as supervisor:
+        async with _running(supervisor) as running:
+            await facts.next("server is ready")
+            supervisor.stop()
+            await facts.next("shard has not drained in time and is killed")
+            assert await running == 1
+
+
+async def test_second_signal_kills(tmp_path: Path, facts: FactLog) -> None:
+    """The second SIGINT does not wait for the drain."""
+    with _prepared(tmp_path, "stubborn", drain_s=3600.0) as supervisor:
+        async with _running(supervisor) as running:
+            await facts.next("server is ready")
+            os.kill(os.getpid(), signal.SIGINT)
+            await facts.next("server stops")
+            assert not running.done()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert await running == 130
+
+
+async def test_cancelled(tmp_path: Path, facts: FactLog) -> None:
+    """A cancelled supervisor kills its processes and waits for them (which `_running` checks)."""
+    with _prepared(tmp_path, "stubborn") as supervisor:
+        async with _running(supervisor):
+            await facts.next("server is ready")
+
+
+async def test_babbling_child(tmp_path: Path, facts: FactLog) -> None:
+    """A child that reports nonsense is killed, and counts as dead."""
+    with _prepared(tmp_path, "babble", num_shards=1, max_quick_deaths=1) as supervisor:
+        async with _running(supervisor) as running:
+            last = await facts.next("shard keeps dying; the server gives up")
+            assert last["error"] == "not a report of a shard process: b'hello\\n'"
+            assert await running == 1
+
+
+async def test_command_that_is_not_there(tmp_path: Path, facts: FactLog) -> None:
+    """A process that cannot be started counts as dead."""
+    with _prepared(tmp_path, num_shards=1, max_quick_deaths=2) as supervisor:
+        supervisor._command = (str(tmp_path / "absent"),)
+        async with _running(supervisor) as running:
+            last = await facts.next("shard keeps dying; the server gives up")
+            assert last["error"] == "the process cannot be started: No such file or directory"
+            assert await running == 1
+
+
+async def test_children_share_the_lock(tmp_path: Path, facts: FactLog) -> None:
+    """The directory stays locked until the last shard process is gone, also without the supervisor's descriptor."""
+    from headrace.schemas.errors import ConfigError
+
+    with _prepared(tmp_path, "serve", num_shards=1) as supervisor:
+        async with _running(supervisor) as running:
+            await facts.next("server is ready")
+            supervisor._data_dir.close()
+            with pytest.raises(ConfigError, match="in use by another server"):
+                DataDir.claim(tmp_path / "data", num_shards=None)
+            supervisor.stop()
+            assert await running == 0
+            DataDir.claim(tmp_path / "data", num_shards=None).close()

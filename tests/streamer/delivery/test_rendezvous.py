@@ -1,0 +1,120 @@
+"""Finding the store, and taking an epoch that nobody else has."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_shard import FakeStore
+from shard_servers import serve_shards
+from trainer_tables import WRITER
+
+from headrace.paramserver.ingest.sessions import last_epoch_after
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import StorageError
+from headrace.schemas.tables import DType, TableSpec
+from headrace.streamer.delivery.rendezvous import _gather, claim_epoch, find_store, open_session
+
+CONNECT = functools.partial(ParamServerClient.connect, timeout_s=5.0)
+
+
+async def test_trainers_that_start_together_get_epochs_of_their_own() -> None:
+    """All have seen the same highest epoch, and each goes on until it holds one alone."""
+    async with FakeStore() as store:
+        host, port = "127.0.0.1", store.shards[0].port
+        found = await find_store(host, port, WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        writers = await asyncio.gather(
+            *(claim_epoch(found, WRITER.with_epoch(0), CONNECT, timeout_s=5.0, random=lambda: 0.5) for _ in range(5))
+        )
+    epochs = [writer.epoch for writer in writers]
+    assert sorted(epochs) == [found.highest_epoch + i for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path: Path, shard: int) -> None:
+    """Shards that are far behind the highest epoch are brought up to it, whichever has seen it."""
+    async with serve_shards(tmp_path, 3) as ports:
+        for _ in range(2):  # the highest that is accepted, and then the highest again
+            async with await CONNECT("127.0.0.1", ports[shard]) as client:
+                reached = (await client.hello(WRITER.with_epoch(0).hello(()))).highest_epoch
+                await client.hello(WRITER.with_epoch(last_epoch_after(reached)).hello(()))
+        found = await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        assert found.highest_epoch == last_epoch_after(0) + 2**20
+        writer = await claim_epoch(found, WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        for _ in range(2):  # a second time after a lost connection
+            replies = await open_session(found.shards, writer, (), CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        assert writer.epoch == found.highest_epoch + 1
+        assert [reply.highest_epoch for reply in replies] == [writer.epoch] * 3
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+async def test_shards_that_listen_everywhere_are_where_the_first_was_found(host: str) -> None:
+    """Such a server cannot say by which of its addresses others reach it."""
+    async with FakeStore(num_shards=2, host=host) as store:
+        found = await find_store("127.0.0.1", store.shards[1].port, WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        expected = [("127.0.0.1", shard.port) for shard in store.shards]
+    assert [(shard.host, shard.port) for shard in found.shards] == expected
+
+
+async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
+    """A table that one shard alone has is known, and frames are as short as the least of the shards wants them."""
+    async with serve_shards(tmp_path, 2) as ports:
+        async with await CONNECT("127.0.0.1", ports[1]) as client:
+            await client.hello(WRITER.hello([TableSpec(fqn="items", num_rows=9, dim=2, dtype=DType.FLOAT32)]))
+        found = await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+    assert found.table_names == {"items"}
+    shards = [
+        dataclasses.replace(shard, max_frame_bytes=size) for shard, size in zip(found.shards, (9, 7), strict=True)
+    ]
+    assert dataclasses.replace(found, shards=tuple(shards)).max_frame_bytes == 7
+
+
+async def test_no_call_goes_on_behind_an_error() -> None:
+    """When one shard refuses, what was asked of the others has ended too: their connections are closed."""
+    has_ended = asyncio.Event()
+
+    async def refuse() -> None:
+        raise StorageError("the disk is on fire")
+
+    async def answer() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        has_ended.set()
+
+    with pytest.raises(StorageError):
+        await _gather([refuse(), answer()])
+    assert has_ended.is_set()
+
+
+def _lose_first(store: FakeStore) -> None:
+    del store.shards[0]
+
+
+def _swap_ports(store: FakeStore) -> None:
+    first, second = store.shards
+    first.port, second.port = second.port, first.port
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_lose_first, "has an incomplete shard map"),
+        (lambda store: store.shards.clear(), "has an incomplete shard map"),
+        (lambda store: store.shards.append(store.shards[1]), "has an incomplete shard map"),
+        (_swap_ports, "says that it is shard 1 of 2"),
+    ],
+)
+async def test_a_shard_map_that_contradicts_itself_is_refused(change: Callable[[FakeStore], None], reason: str) -> None:
+    """Rows are only sent where all shards are known, each once, and each says that it is the one it is taken for."""
+    async with FakeStore(num_shards=2) as store:
+        shards, ports = list(store.shards), [shard.port for shard in store.shards]
+        change(store)
+        try:
+            with pytest.raises(StorageError, match=reason):
+                await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
+        finally:
+            store.shards[:] = shards

@@ -1,0 +1,492 @@
+"""The sender's thread: when a flush is durable, when its buffer is free, and who is told of what."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_shard import WAIT_S, FakeStore, Fault, hosted
+from trainer_tables import WRITER, Submitted, Trained
+
+from headrace.schemas.errors import FencedError, HeadraceError, RowRangeError, SpecMismatchError, UnavailableError
+from headrace.schemas.tables import DType, TableSpec
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.sender import Sender
+from headrace.streamer.delivery.spool import Spool
+from headrace.streamer.flush.flush import Flush
+
+
+class Sending:
+    """A sender to a fake store, and a flusher that feeds it.
+
+    Attributes:
+        table: What is sent.
+    """
+
+    def __init__(self, store: FakeStore, **settings: Any) -> None:
+        self.store = store
+        settings = {"retry_min_s": 0.001, "retry_max_s": 0.01, "connect_timeout_s": 5, **settings}
+        self.table = Trained(num_rows=200, dim=16)
+        # Its flusher submits to the sender, its pool is the one that the sender gives back to.
+        self.submitted = Submitted([self.table], num_shards=store.num_shards, **settings)
+        self.pool, self.flusher = self.submitted.pool, self.submitted.flusher
+        self.sender = Sender(config=StreamerConfig.load(environ={}, **settings), pool=self.pool)
+        self.submitted._submit = self.sender.submit  # type: ignore[method-assign]
+        self.flusher._submit = self.sender.submit
+        self.flusher._withdraw = self.sender.withdraw
+        self.sender.start()
+
+    def open(self) -> None:
+        found = self.sender.find_store("127.0.0.1", self.store.shards[0].port, WRITER)
+        self.sender.open(found, WRITER)
+        self.sender.register([self.table.tapped.spec])
+
+    def send(self, step: int) -> None:
+        self.table.update(range(200), float(step))
+        self.flusher.on_step(step)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that happens on another thread."""
+        changed = self.sender._outstanding._changed
+        deadline_s = time.monotonic() + WAIT_S
+        with changed:
+            while not condition():
+                assert time.monotonic() < deadline_s
+                changed.wait(0.01)
+
+
+@contextmanager
+def sending_to(num_shards: int, **settings: Any) -> Iterator[Sending]:
+    with hosted(FakeStore(num_shards=num_shards)) as store:
+        sending = Sending(store, **settings)
+        try:
+            sending.open()
+            yield sending
+        finally:
+            sending.sender.stop(WAIT_S)
+
+
+def test_durable_means_on_every_shard() -> None:
+    """A flush is durable, and its buffer free, once the last shard has acked all of it."""
+    with sending_to(3) as to:
+        late = to.store.shards[1]
+        to.store.do(late.gate.clear)
+        to.send(1)
+        to.until(lambda: to.store.shards[0].num_inflight == 0 and late.num_inflight == 1)
+        with pytest.raises(UnavailableError, match=r"1 flushes \(.*MiB\) are not durable .*: shard 1 \(127"):
+            to.sender.wait_durable(0.01)
+        assert to.pool.num_free == 1
+        assert to.sender.stats().num_inflight_flushes == 1
+        to.store.do(late.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        to.until(lambda: to.pool.num_free == 2)
+        done = to.sender.stats()
+        assert (done.num_flushes, done.num_rows_sent, done.acked_step) == (1, 200, 1)
+        assert (done.num_inflight_flushes, done.inflight_bytes, done.num_connected) == (0, 0, 3)
+        assert done.lag_p50_s is not None
+        assert done.lag_p50_s >= 0.01
+
+
+def test_away_server_costs_two_buffers_and_then_coalesces() -> None:
+    """While the server is away two flushes wait, steps go on, and afterwards all arrives with its newest value."""
+    with sending_to(2) as to:
+        to.send(1)
+        to.sender.wait_durable(WAIT_S)
+        for shard in to.store.shards:
+            to.store.do(shard.stop)
+        for step in range(2, 50):
+            to.send(step)
+        assert to.sender.stats().num_inflight_flushes == 2
+        assert to.flusher.num_dirty_rows == 200
+        for shard in to.store.shards:
+            to.store.do(shard.start)
+        to.sender.wait_durable(WAIT_S)
+        to.flusher.flush_all(50, WAIT_S)
+        to.sender.wait_durable(WAIT_S)
+        steps = [batch.step for batch in to.store.shards[0].received if batch.ends_step]
+        assert steps == [1, 2, 3, 50]
+        assert to.sender.stats().num_reconnects >= 2
+
+
+def test_fatal_error_wakes_and_is_kept() -> None:
+    """A refused batch ends streaming: who waits is told, and so is who submits later."""
+    with sending_to(2) as to:
+        refusal = RowRangeError("row 9 is not in 0..8")
+        to.store.do(lambda: to.store.shards[1].faults.append(Fault(refusal)))
+        to.send(1)
+        with pytest.raises(RowRangeError, match="row 9"):
+            to.sender.wait_durable(WAIT_S)
+        assert isinstance(to.sender.error, RowRangeError)
+        to.table.mark([3])
+        with pytest.raises(RowRangeError):
+            to.flusher.flush_all(2, 1.0)
+        assert to.flusher.num_dirty_rows == 1
+
+
+def test_bug_ends_streaming_with_its_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An exception that nobody expected ends streaming as loudly as an expected one."""
+    with sending_to(1) as to:
+
+        def fail(flush: object) -> None:
+            raise ZeroDivisionError("by a bug")
+
+        monkeypatch.setattr(to.sender._channels[0], "_on_durable", fail)
+        to.send(1)
+        with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
+            to.sender.wait_durable(WAIT_S)
+    assert "streaming has failed by a bug" in caplog.text
+
+
+def test_no_server_is_one_clear_line() -> None:
+    """Where nothing listens the error names the place, the time and the way out."""
+    with hosted(FakeStore()) as store:
+        port = store.shards[0].port
+        store.do(store.shards[0].stop)
+        to = Sending(store, connect_timeout_s=0.1)
+        try:
+            with pytest.raises(UnavailableError) as caught:
+                to.open()
+            text = str(caught.value)
+            assert f"no parameter server at 127.0.0.1:{port} within 0.1 s" in text
+            assert f"`headrace serve --data DIR --port {port}`" in text
+            assert "\n" not in text
+        finally:
+            to.sender.stop(WAIT_S)
+
+
+def test_server_that_comes_up_in_time_is_found() -> None:
+    """A trainer may be started a little before its server."""
+    with hosted(FakeStore()) as store:
+        store.do(store.shards[0].stop)
+        to = Sending(store, connect_timeout_s=WAIT_S)
+        try:
+            starter = threading.Thread(target=lambda: store.do(store.shards[0].start))
+            starter.start()
+            to.open()
+            starter.join()
+            to.send(1)
+            to.sender.wait_durable(WAIT_S)
+        finally:
+            to.sender.stop(WAIT_S)
+
+
+def test_mismatched_table_is_refused_at_registration() -> None:
+    """A table that a shard has with another shape is refused before anything is sent."""
+    with sending_to(2) as to:
+        spec = to.table.tapped.spec
+        other = TableSpec(fqn=spec.fqn, num_rows=spec.num_rows, dim=spec.dim + 1, dtype=DType.FLOAT32)
+        with pytest.raises(SpecMismatchError, match="dim 16 ≠ 17"):
+            to.sender.register([other])
+        assert to.sender.error is None
+
+
+def test_older_epoch_is_fenced_at_open() -> None:
+    """A trainer whose epoch is below the run's present one cannot begin."""
+    with sending_to(2) as to:
+        late = Sending(to.store)
+        try:
+            found = late.sender.find_store("127.0.0.1", to.store.shards[0].port, WRITER)
+            to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): _session(epoch=7)}))
+            with pytest.raises(FencedError):
+                late.sender.open(found, WRITER)
+        finally:
+            late.sender.stop(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        (
+            lambda store: setattr(store, "server_id", "store-2"),
+            UnavailableError,
+            "has changed while it was being asked",
+        ),
+        (
+            lambda store: store.shards[1].sessions.update({(WRITER.run, WRITER.client): _session(WRITER.epoch, 3)}),
+            FencedError,
+            "already has batch 3 .* another trainer writes under the same name",
+        ),
+    ],
+    ids=["another store", "another trainer"],
+)
+def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
+    change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
+) -> None:
+    """Another store, or another trainer, that has come since the store was found is told of before a batch is sent."""
+    with hosted(FakeStore(num_shards=2)) as store:
+        late = Sending(store)
+        try:
+            found = late.sender.find_store("127.0.0.1", store.shards[0].port, WRITER)
+            store.do(lambda: change(store))
+            with pytest.raises(error, match=reason):
+                late.sender.open(found, WRITER)
+            assert not late.sender._tasks
+        finally:
+            late.sender.stop(WAIT_S)
+
+
+def _session(epoch: int, last_client_seq: int = 0) -> Any:
+    from fake_shard import Session
+
+    return Session(epoch, last_client_seq)
+
+
+def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
+    """Stopping does not wait for acks, again is harmless, and leaves no thread."""
+    with sending_to(2) as to:
+        for shard in to.store.shards:
+            to.store.do(shard.gate.clear)
+        to.send(1)
+        to.sender.stop(WAIT_S)
+        to.sender.stop(WAIT_S)
+        assert not any(thread.name == "headrace-sender" for thread in threading.enumerate())
+
+
+def test_spool_frees_buffers_while_the_server_stalls(tmp_path: Path) -> None:
+    """Under `spool` every step is kept while the server stalls, and all arrive in order."""
+    with sending_to(2, policy="spool", spool_dir=tmp_path) as to:
+        for shard in to.store.shards:
+            to.store.do(shard.gate.clear)
+        for step in range(1, 21):
+            to.until(lambda: to.pool.num_free > 0)
+            to.send(step)
+        to.until(lambda: to.sender.stats().spooled_bytes >= 19 * 200 * 72)
+        assert to.sender.stats().num_inflight_flushes == 20
+        assert to.flusher.num_dirty_rows == 0
+        for shard in to.store.shards:
+            to.store.do(shard.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        for shard in to.store.shards:
+            assert [batch.step for batch in shard.received if batch.ends_step] == list(range(1, 21))
+            for row in shard.rows["t.weight"].values():
+                ((_, stored),) = row.items()
+                assert stored.weights == to.table.weights[0].detach().numpy().tobytes()
+        assert to.sender.stats().spooled_bytes == 0
+
+
+def test_full_spool_coalesces(tmp_path: Path) -> None:
+    """A full spool leaves rows dirty, as if there were none, and loses nothing."""
+    with sending_to(1, policy="spool", spool_dir=tmp_path, spool_bytes=2**20) as to:
+        to.store.do(to.store.shards[0].gate.clear)
+        most = 2**20 // 16384
+        step = 0
+        while to.flusher.num_dirty_rows == 0:
+            step += 1
+            assert step < 2 * most + 4
+            if to.sender.stats().spooled_bytes < 2**20 - 16384:
+                to.until(lambda: to.pool.num_free > 0)
+            to.send(step)
+        assert 2**20 - 16384 <= to.sender.stats().spooled_bytes <= 2**20
+        to.store.do(to.store.shards[0].gate.set)
+        to.flusher.flush_all(step, WAIT_S)
+        to.sender.wait_durable(WAIT_S)
+        assert to.store.shards[0].received[-1].step == step
+        assert to.store.shards[0].received[-1].is_exact_cut
+
+
+def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk without room is said, and the flush goes from memory."""
+    with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
+        to.store.do(to.store.shards[0].gate.clear)
+        real_write = os.write
+
+        def fail(descriptor: int, data: Any) -> int:
+            if len(data) > 100:
+                raise OSError(28, "No space left on device")
+            return real_write(descriptor, data)
+
+        monkeypatch.setattr(os, "write", fail)
+        for step in (1, 2, 3):
+            to.send(step)
+        to.until(lambda: "No space left on device" in caplog.text)
+        assert to.pool.num_free == 0
+        to.store.do(to.store.shards[0].gate.set)
+        to.flusher.flush_all(4, WAIT_S)
+        to.sender.wait_durable(WAIT_S)
+        assert [b.step for b in to.store.shards[0].received if b.ends_step] == [1, 2, 4]
+
+
+def test_a_bug_of_the_spool_ends_streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody expected of the spool is told to the training thread: no flush is left behind in silence."""
+    with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
+        to.store.do(to.store.shards[0].gate.clear)
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("by a bug")
+
+        monkeypatch.setattr(Spool, "store", fail)
+        to.send(1)
+        to.send(2)
+        with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
+            to.sender.wait_durable(WAIT_S)
+
+
+def test_interrupted_call_is_cancelled() -> None:
+    """A call to the loop that is given up does not go on behind the caller's back."""
+    with sending_to(1) as to:
+        cancelled = threading.Event()
+
+        async def never() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        with pytest.raises(UnavailableError, match="has not answered within"):
+            to.sender._call(never, timeout_s=-0.95)
+        assert cancelled.wait(WAIT_S)
+
+
+class Late:
+    """What a flush waits for; the flush is whole, or comes to nothing, when the test says.
+
+    Attributes:
+        gate: Set when it has come.
+        comes: Whether it comes at all.
+        is_abandoned: Nobody waits any more.
+    """
+
+    def __init__(self, *, comes: bool = True) -> None:
+        self.gate = threading.Event()
+        self.comes = comes
+        self.error: Exception | None = None
+        self.is_abandoned = threading.Event()
+
+    def complete(self, flush: Flush) -> Flush | None:
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return dataclasses.replace(flush, pending=None) if self.comes else None
+
+    def abandon(self) -> None:
+        self.is_abandoned.set()
+
+
+def late_flushes(to: Sending, *lates: Late | None) -> None:
+    """Have the next flushes wait for something each."""
+    waiting, submit = list(lates), to.sender.submit
+
+    def submit_late(flush: Flush) -> None:
+        flush.pending = waiting.pop(0)
+        submit(flush)
+
+    to.flusher._submit = submit_late
+
+
+def test_flushes_that_are_not_whole_keep_their_order(tmp_path: Path) -> None:
+    """A flush waits for what is on its way from a device, and those after it wait for the flush; the spool as well."""
+    for settings in ({}, {"policy": "spool", "spool_dir": tmp_path}):
+        with sending_to(2, **settings) as to:
+            late = Late()
+            late_flushes(to, late, None)
+            to.send(1)
+            to.send(2)
+            to.until(lambda: to.sender.stats().num_inflight_flushes == 2)
+            assert not to.store.shards[0].received
+            late.gate.set()
+            to.sender.wait_durable(WAIT_S)
+            for shard in to.store.shards:
+                assert [batch.step for batch in shard.received if batch.ends_step] == [1, 2]
+            to.until(lambda: to.pool.num_free == 2)
+
+
+def test_a_flush_that_comes_to_nothing_is_not_waited_for() -> None:
+    """It is sent to no shard and no more on its way; its buffer is left to who takes its rows back."""
+    with sending_to(1) as to:
+        late = Late(comes=False)
+        late_flushes(to, late, None)
+        late.gate.set()
+        to.send(1)
+        to.send(2)
+        to.sender.wait_durable(WAIT_S)
+        assert [batch.step for batch in to.store.shards[0].received] == [2]
+        to.until(lambda: to.pool.num_free == 1)
+        assert to.sender.stats().inflight_bytes == 0
+
+
+def test_a_device_that_fails_ends_streaming() -> None:
+    """What the device has failed with is told to who waits, and no flush is completed any more."""
+    with sending_to(1) as to:
+        first, second = Late(), Late()
+        first.error = HeadraceError("the device has failed")
+        late_flushes(to, first, second)
+        to.send(1)
+        to.send(2)
+        first.gate.set()
+        with pytest.raises(HeadraceError, match="the device has failed"):
+            to.sender.wait_durable(WAIT_S)
+        assert second.is_abandoned.wait(WAIT_S)
+
+
+def test_a_flush_that_is_submitted_as_streaming_ends_is_abandoned() -> None:
+    """Who submits at the moment at which streaming ends does not wait for a device for ever."""
+    with sending_to(1) as to:
+        late, accept = Late(), to.sender._accept
+
+        def fail_first(entry: Any) -> None:
+            to.sender._fail(HeadraceError("ended"))
+            entry.flush.pending = late
+            accept(entry)
+
+        to.sender._accept = fail_first  # type: ignore[method-assign]
+        late_flushes(to, None)
+        to.send(1)
+        assert late.is_abandoned.wait(WAIT_S)
+
+
+def test_an_interrupt_after_the_hand_over_leaves_the_flush_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when the loop has a flush already: it is delivered, and its buffer is not filled again before that."""
+    with sending_to(1) as to:
+        shard = to.store.shards[0]
+        to.store.do(shard.gate.clear)
+        submit = to.sender.submit
+
+        def interrupted(flush: Flush) -> None:
+            submit(flush)
+            to.until(lambda: flush.is_taken)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(to.flusher, "_submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            to.send(1)
+        assert to.pool.num_free == 1  # of two
+        assert to.table.tapped.dirty.is_empty
+        to.store.do(shard.gate.set)
+        to.sender.wait_durable(WAIT_S)
+        assert to.pool.num_free == 2
+
+
+def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C amid `submit`, before the loop has the flush: it is never sent, and its rows go out with the next one."""
+    with sending_to(1) as to:
+        assert to.sender._loop is not None
+        queued: list[Callable[[], object]] = []
+
+        def interrupted(callback: Callable[..., object], *args: Any) -> None:
+            queued.append(lambda: callback(*args))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(to.sender._loop, "call_soon_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                to.send(1)
+        to.store.do(lambda: None)
+        to.sender._call(lambda: _called(queued[0]), timeout_s=WAIT_S)  # what was queued runs nevertheless
+        assert to.pool.num_free == 2
+        assert to.table.tapped.dirty.count == 200
+        to.sender.wait_durable(0)
+        to.flusher.flush_all(2, WAIT_S)
+        to.sender.wait_durable(WAIT_S)
+        assert to.sender.stats().num_flushes == 1
+
+
+async def _called(work: Callable[[], object]) -> None:
+    work()

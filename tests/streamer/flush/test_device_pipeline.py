@@ -1,0 +1,423 @@
+"""Flushes cut on a device: nothing waits, nothing is lost, and what a mark says is true."""
+
+from __future__ import annotations
+
+import threading
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from device_flushes import DeviceSubmitted, DeviceTrained, Store, row_bytes
+from fake_device import FakeDevice
+from hypothesis import given, settings
+from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
+
+from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
+from headrace.streamer.device.device_runtime import cuda_runtime
+from headrace.streamer.flush.flush import Flush
+from headrace.streamer.taps.tapped_table import zero_state
+
+SMALL = 64 * 2**10
+
+
+def sent(flush: Flush | None, num_shards: int = 1) -> dict[tuple[str, int], bytes]:
+    assert flush is not None
+    return {(fqn, row): data for _, fqn, row, data in rows_of(flush, num_shards)}
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1199), max_size=40),  # rows
+        st.sampled_from(["", "", "a", "b", "c"]),  # a table of which all rows change
+        st.integers(0, 2),  # flushes that the background thread completes
+        st.booleans(),  # acks
+        st.sampled_from(["", "", "", "", "submit fails", "nan", "leave"]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+class Training:
+    """Tables a and b of a device, c perhaps of the host, trained step by step; what arrives is checked."""
+
+    def __init__(self, seed: int, num_shards: int, *, has_host_table: bool, num_host_rows: int = 300) -> None:
+        self.fake = FakeDevice(seed)
+        self.tables: dict[str, Trained] = {
+            "a": DeviceTrained(self.fake, "a", 700, 24, states=[ROWWISE]),
+            "b": DeviceTrained(self.fake, "b", 430, 30, states=[POINTWISE], row_offset=2**33),
+            "c": Trained("c", num_host_rows, 40) if has_host_table else DeviceTrained(self.fake, "c", 300, 40),
+        }
+        if has_host_table:
+            self.fake.on_host.add(self.tables["c"].weights.data_ptr())
+        self.to = DeviceSubmitted(
+            self.fake,
+            list(self.tables.values()),
+            num_shards=num_shards,
+            staging_bytes=SMALL,
+            non_finite="reject",
+        )
+        self.store = Store(num_shards)
+        self.now: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self.history = {0: dict(self.now)}
+        self.to.on_whole = lambda flush: self.store.take(flush, self.history)
+
+    def change(self, step: int, fqn: str, rows: list[int], value: float) -> None:
+        table = self.tables[fqn]
+        table.update(rows, value)
+        data = row_bytes(value, sum(state.shape[1] for state in table.states.values()), table.weights.shape[1])
+        self.now.update({(fqn, row + table.tapped.row_offset): (step, data) for row in rows})
+        self.history[step] = dict(self.now)
+
+    def end_step(self, step: int, event: str) -> None:
+        self.history[step] = dict(self.now)
+        if event == "submit fails" and self.to.pool.num_free and not self.to.has_returned:
+            self.to.error = RuntimeError("no")
+            with pytest.raises(RuntimeError, match="no"):
+                self.to.flusher.on_step(step)
+            self.to.error = None
+            return
+        try:
+            if event == "leave":  # the table's rows have to be waited for
+                self.tables["a"].tapped.leave_device()
+                self.fake.on_host.add(self.tables["a"].weights.data_ptr())
+            self.to.on_step(step)
+        except NonFiniteError:
+            self.change(step, "b", [7], float(step))
+
+    def drain(self, step: int) -> None:
+        self.history[step] = dict(self.now)
+        try:
+            self.to.flush_all(step)
+        except NonFiniteError:
+            self.change(step, "b", [7], float(step))
+            self.to.flush_all(step)
+
+
+@settings(max_examples=40)
+@given(steps=STEPS, seed=st.integers(0, 2**32), num_shards=st.sampled_from([1, 3]), has_host_table=st.booleans())
+def test_every_change_arrives_once_and_marks_are_true(
+    steps: list[tuple[list[int], str, int, bool, str]], seed: int, num_shards: int, has_host_table: bool
+) -> None:
+    """Whatever runs when, rows go out as their step has left them, once a change, and each mark keeps its promise."""
+    training = Training(seed, num_shards, has_host_table=has_host_table)
+    for step, (rows, wide, num_completed, acks, event) in enumerate(steps, 1):
+        for fqn, first, end in (("a", 0, 500), ("b", 500, 900), ("c", 900, 1200)):
+            num_rows = training.tables[fqn].weights.shape[0]
+            of_table = range(num_rows) if wide == fqn else {row - first for row in rows if first <= row < end}
+            training.change(step, fqn, sorted(of_table), float(step))
+        if event == "nan":
+            training.change(step, "b", [7], float("nan"))
+        training.end_step(step, event)
+        for _ in range(min(num_completed, len(training.to.incomplete))):
+            training.to.complete()
+        if acks:
+            training.to.release()
+    training.drain(len(steps) + 1)
+    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
+    assert training.store.marks[-1].is_exact_cut
+    assert training.store.marks[-1].step == len(steps) + 1
+    training.to.release()
+    assert training.to.pool.num_free == 2
+    assert training.to.flusher.num_dirty_rows == 0
+
+
+@pytest.mark.parametrize("has_host_table", [False, True])
+@pytest.mark.parametrize("event", ["submit fails", "nan"])
+def test_rows_that_are_taken_back_amid_a_sweep_are_in_its_marks(event: str, has_host_table: bool) -> None:
+    """After a flush that is not sent, a sweep begins anew, though rows change all the time."""
+    training = Training(0, 1, has_host_table=has_host_table, num_host_rows=3000)
+    for fqn, table in training.tables.items():
+        training.change(1, fqn, list(range(table.weights.shape[0])), 1.0)
+    for step in range(1, 16):
+        training.change(step, "a", [0, 1], float(step))
+        if step == 1 and event == "nan":
+            training.change(step, "b", [7], float("nan"))  # in the second flush
+        training.end_step(step, event if step == 2 else "")
+        training.to.complete_all()
+        training.to.release()
+    assert len(training.store.marks) > 1
+    training.drain(16)
+    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
+
+
+def test_a_table_that_leaves_amid_a_sweep_is_in_its_marks() -> None:
+    """No mark is given before the rows are out that a table has taken with it to the host."""
+    training = Training(0, 1, has_host_table=False)
+    for fqn in ("a", "b"):
+        training.change(1, fqn, list(range(training.tables[fqn].weights.shape[0])), 1.0)
+    for step in range(1, 9):
+        training.change(step, "a", [0], float(step))
+        if step == 2:
+            training.tables["b"].tapped.leave_device()
+            training.fake.on_host.add(training.tables["b"].weights.data_ptr())
+        training.end_step(step, "")
+        training.to.complete_all()
+        training.to.release()
+    assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
+
+
+def test_reject_is_told_at_the_next_step_and_sends_nothing() -> None:
+    """A NaN keeps its flush and the one after it from being sent; the next step says so, with all rows dirty again."""
+    fake = FakeDevice()
+    a, b = DeviceTrained(fake, "a", 50), DeviceTrained(fake, "b", 50, row_offset=100, states=[ROWWISE])
+    to = DeviceSubmitted(fake, [a, b], non_finite="reject")
+    a.update([1], 1.0)
+    b.update([7], float("nan"))
+    to.on_step(1)
+    a.update([2], 2.0)
+    to.on_step(2)
+    assert [to.complete(), to.complete()] == [None, None]
+    assert to.pool.num_free == 0
+    with pytest.raises(NonFiniteError, match=r"'b': weights of row 107 is NaN"):
+        to.on_step(3)
+    assert to.pool.num_free == 2
+    b.update([7], 3.0)
+    to.on_step(4)
+    flush = to.complete()
+    assert sent(flush).keys() == {("a", 1), ("a", 2), ("b", 107)}
+    assert flush is not None
+    assert flush.mark is not None
+    assert (flush.mark.step, flush.mark.is_exact_cut) == (4, True)
+
+
+def test_flush_raises_what_was_not_sent() -> None:
+    """A flush that waits for everything raises for rows that cannot be sent, and then sends them."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table], non_finite="reject")
+    table.update([7], float("inf"))
+    with pytest.raises(NonFiniteError, match="row 7"):
+        to.flush_all(1)
+    table.update([7], 1.0)
+    to.flush_all(1)
+    assert sent(to.flushes[-1]).keys() == {("t.weight", 7)}
+
+
+def test_a_second_flush_at_a_step_sends_what_was_marked_since() -> None:
+    """That rows were marked is known without asking the device, and makes another flush; else there is none."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    table.update([1, 5], 1.0)
+    assert (to.flusher.num_dirty_rows, to.flusher.count_dirty_rows()) == (1, 2)
+    to.flush_all(1)
+    assert sent(to.flushes[-1]).keys() == {("t.weight", 1), ("t.weight", 5)}
+    assert to.flusher.num_dirty_rows == 0
+    to.flush_all(1)
+    assert len(to.flushes) == 1
+    table.update([2], 2.0)
+    to.flush_all(1)
+    assert len(to.flushes) == 2
+    assert sent(to.flushes[-1]).keys() == {("t.weight", 2)}
+
+
+def test_the_device_fails() -> None:
+    """What a kernel has stopped for is an error of the background thread, with the device's own words."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    table.tapped.dirty.mark(torch.tensor([1000]))
+    to.on_step(1)
+    with pytest.raises(HeadraceError, match=r"the device has failed: .*1000"):
+        to.complete()
+
+
+def test_scalars_are_read_by_the_device() -> None:
+    """A scalar in the device's memory travels as it was at the step, however late it is read."""
+    fake = FakeDevice()
+    table, count = DeviceTrained(fake), torch.zeros(1, dtype=torch.int64)
+    table.tapped._scalars = lambda: {"iter": count}
+    to = DeviceSubmitted(fake, [table])
+    for step in (1, 2):
+        fake.enqueue(lambda: count.add_(5))
+        table.update([step], 1.0)
+        to.on_step(step)
+    for step in (1, 2):
+        flush = to.complete()
+        assert flush is not None
+        ((name, _, data),) = flush.tables[0].scalars
+        assert (name, np.frombuffer(data, "<i8").tolist()) == ("iter", [5 * step])
+
+
+def test_columns_that_move_are_read_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """A table whose weights are another tensor is cut there; one that cannot be goes the host's way from then on."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    table.update([1], 1.0)
+    to.on_step(1)
+    table.weights = torch.full((50, 4), 2.0)
+    table.tapped.dirty.mark(torch.tensor([2]))
+    to.on_step(2)
+    to.complete_all()
+    assert [list(sent(flush).values()) for flush in to.flushes] == [[row_bytes(1.0, 0, 4)], [row_bytes(2.0, 0, 4)]]
+    to.release()
+    table.weights = torch.full((4, 50), 3.0).t()
+    table.tapped.dirty.mark(torch.tensor([3]))
+    to.flusher.on_step(3)
+    assert isinstance(table.tapped.dirty, DirtyRows)
+    assert "gathered by the host from now on: 't.weight'" in caplog.text
+    assert sent(to.complete()) == {("t.weight", 3): row_bytes(3.0, 0, 4)}
+
+
+def test_states_that_are_not_made_yet_are_zeros() -> None:
+    """Expanded zeros are packed like a state of memory of its own."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake, states=[POINTWISE])
+    table.states = {"exp_avg": zero_state(50, 4, torch.float32, fake.device)}
+    to = DeviceSubmitted(fake, [table])
+    table.tapped.dirty.mark(torch.tensor([9]))
+    to.on_step(1)
+    assert sent(to.complete())["t.weight", 9][16:] == bytes(16)
+
+
+def test_a_captured_graph() -> None:
+    """No step ends inside a capture; when marking was captured, a flush counts on rows that a replay has marked."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    fake.capturing = True
+    table.tapped.dirty.mark(torch.tensor([3]))
+    with pytest.raises(UnsupportedModelError, match="while a CUDA graph is captured"):
+        to.on_step(1)
+    assert to.pool.num_free == 2
+    fake.capturing = False
+    to.on_step(1)
+    to.complete_all()
+    assert to.flusher.num_dirty_rows > 0
+    to.flush_all(1)
+    to.flush_all(1)
+    assert len(to.flushes) == 3
+    late = DeviceTrained(fake, "late")
+    to.flusher.add_tables([late.tapped])
+    assert isinstance(late.tapped.dirty, DirtyRows)
+
+
+def test_without_a_device_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """The setting without a CUDA table says so in one line, and flushes as before."""
+    tables = [Trained("a"), Trained("b")]
+    to = Submitted(tables, device_pipeline=True)
+    tables[0].update([1], 1.0)
+    to.flusher.on_step(1)
+    assert [record.message for record in caplog.records] == [
+        "device_pipeline: gathered by the host, there are no kernels for cpu: 'a', 'b'"
+    ]
+    assert sent(to.flushes[0]).keys() == {("a", 1)}
+    assert to.flushes[0].mark is not None
+
+
+def test_no_room_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no pinned memory the setting to change is named, and the tables stay as they were."""
+    fake = FakeDevice()
+
+    def pinned(size_bytes: int) -> torch.Tensor:
+        raise ConfigError("device_pipeline: no pinned memory: lower staging_bytes")
+
+    monkeypatch.setattr(fake, "pinned", pinned)
+    to, table = DeviceSubmitted(fake, []), DeviceTrained(fake)
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        to.flusher.add_tables([table.tapped])
+    assert isinstance(table.tapped.dirty, DirtyRows)
+    assert not to.pipeline.is_active
+
+
+def test_evicted_rows_are_deleted_by_the_host() -> None:
+    """A table with evicted rows is gathered by the host, and what was on its way from the device is not forgotten."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    table.update([1, 2], 1.0)
+    to.on_step(1)
+    to.complete_all()
+    table.update([3, 4], 2.0)
+    to.flusher.settle(5.0)
+    table.tapped.evict(torch.tensor([2, 4]))
+    assert to.flusher.count_dirty_rows() == 3
+    to.flusher.on_step(2)
+    flush = to.complete()
+    assert flush is not None
+    assert deleted_of(flush, 1) == [(0, "t.weight", 2), (0, "t.weight", 4)]
+    assert sent(flush).keys() == {("t.weight", 3)}
+    assert flush.mark is not None
+    assert flush.mark.is_exact_cut
+
+
+def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:
+    """More tables make the bitmap and the headers longer; a cut that is on its way keeps its own."""
+    fake = FakeDevice(3)
+    first, second = DeviceTrained(fake, "first"), DeviceTrained(fake, "second", 130)
+    to = DeviceSubmitted(fake, [first], num_shards=3)
+    first.update([1], 1.0)
+    to.on_step(1)
+    first.update([2], 2.0)
+    second.mark([129])
+    to.flusher.add_tables([second.tapped])
+    to.on_step(2)
+    assert sent(to.complete(), 3).keys() == {("first", 1)}
+    assert sent(to.complete(), 3).keys() == {("first", 2), ("second", 129)}
+
+
+def test_all_rows_for_a_new_store() -> None:
+    """When every row is wanted again, every row goes out, and none that does not exist."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake, num_rows=130)
+    to = DeviceSubmitted(fake, [table])
+    to.flusher.mark_all(generation=1)
+    to.on_step(1)
+    flush = to.complete()
+    assert flush is not None
+    assert (len(sent(flush)), flush.generation) == (130, 1)
+
+
+def test_an_ended_sender_wakes_who_waits() -> None:
+    """Who waits for the device is woken when streaming has ended, and the flush then tells why."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    table.update([1], 1.0)
+    to.on_step(1)
+    pending = to.incomplete[0].pending
+    assert pending is not None
+    waker = threading.Thread(target=pending.abandon)
+    waker.start()
+    to.flusher.settle(60.0)
+    waker.join()
+    to.error = HeadraceError("streaming has ended")
+    with pytest.raises(HeadraceError, match="streaming has ended"):
+        to.flusher.flush_all(2, 1.0)
+
+
+def test_rows_that_were_evicted_before_it_was_added_are_deleted() -> None:
+    """A table that comes with evictions stays with the host, which sends them: no deletion is lost on the way."""
+    fake = FakeDevice()
+    table, plain = DeviceTrained(fake, "evicting"), DeviceTrained(fake, "plain")
+    table.tapped.evict(torch.tensor([2, 4]))
+    to = DeviceSubmitted(fake, [plain])
+    to.flusher.add_tables([table.tapped])
+    table.update([1], 1.0)
+    plain.update([3], 1.0)
+    to.flusher.on_step(1)
+    flush = to.complete()
+    assert flush is not None
+    assert deleted_of(flush, 1) == [(0, "evicting", 2), (0, "evicting", 4)]
+    assert sent(flush).keys() == {("evicting", 1), ("plain", 3)}
+
+
+def test_kinds_of_tables_that_the_host_gathers() -> None:
+    """Virtual ids, identities and tables without rows here go the host's way, and arrive."""
+    fake = FakeDevice()
+    plain, virtual = DeviceTrained(fake, "plain"), VirtualRows("virtual")
+    to = DeviceSubmitted(fake, [plain])
+    to.flusher.add_tables([virtual.tapped, DeviceTrained(fake, "empty", 0, total_rows=9).tapped])
+    virtual.update([2**40], 1.0)
+    plain.update([1], 1.0)
+    to.flusher.on_step(1)
+    assert sent(to.complete()).keys() == {("virtual", 2**40), ("plain", 1)}
+
+
+def test_cuda_runtime_says_what_is_missing() -> None:
+    """A device without kernels has no runtime, but a reason."""
+    assert cuda_runtime(torch.device("meta")) == "there are no kernels for meta"

@@ -1,0 +1,226 @@
+"""Another optimizer than the one attached that trains a table is told; one that wraps it, or trains others, is not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_shard import FakeStore
+from mirror import Mirror
+from streamed_training import Training, streaming
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps import foreign_steps
+from headrace.streamer.taps.tap import Tap, tap_model
+
+Make = Callable[..., torch.optim.Optimizer]
+TOLD = r"table 'table.weight' is trained by another optimizer \(Adagrad\) than the one attached \(SGD\)"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 4)
+        self.head = nn.Linear(4, 1)
+
+    def loss(self) -> torch.Tensor:
+        self.zero_grad()
+        loss: torch.Tensor = self.head(self.table(torch.tensor([1, 7]))).sum()
+        loss.backward()
+        return loss
+
+
+def watched(model: Model, optimizer: Any) -> tuple[Tap, Mirror]:
+    mirror = Mirror()
+    tap = tap_model(model, optimizer, mirror.on_step)
+    mirror.watch(tap)
+    return tap, mirror
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_new_optimizer_is_told_at_its_first_step(is_wrapped: bool) -> None:
+    """Its step ends with the error, whatever wraps it, and so does every flush after it; the old one's too."""
+    model = Model()
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    tap, _ = watched(model, old)
+    model.loss()
+    old.step()
+    new: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    if is_wrapped:
+        new = Clamping(new)
+    model.loss()
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        new.step()
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        tap.tables[0].weights()
+    tap.close()
+    model.loss()
+    new.step()
+
+
+def test_a_table_that_is_given_to_another_optimizer_is_told() -> None:
+    """Also when both were attached, and the table went from one to the other."""
+    model = Model()
+    tables = torch.optim.SGD(model.table.parameters(), lr=0.1)
+    head = torch.optim.Adagrad(model.head.parameters(), lr=0.1)
+    tap, _ = watched(model, [tables, head])
+    tables.param_groups[0]["params"] = []
+    head.add_param_group({"params": list(model.table.parameters())})
+    model.loss()
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        head.step()
+    tap.close()
+
+
+def test_a_new_optimizer_in_backward_is_told() -> None:
+    """An optimizer that is applied in backward is one as well; those of the first time go on in silence."""
+    model = Model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    tap, mirror = watched(model, [])
+    for _ in range(2):
+        model.loss()
+        tap.end_step()
+    assert mirror.taken == [{"table.weight": [1, 7]}] * 2
+    _apply_optimizer_in_backward(torch.optim.Adagrad, model.table.parameters(), {"lr": 0.1})
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        model.loss()
+
+
+def test_a_compiled_step_of_a_new_optimizer_is_told() -> None:
+    """Compiled, it is told no later."""
+    model = Model()
+    tap, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    new = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    model.loss()
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        torch.compile(new.step, backend="eager")()
+    tap.close()
+
+
+class Clamping(torch.optim.Optimizer):
+    """A wrapper that has the same parameters as what it wraps, and writes them too."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.5, 0.5)
+
+
+def keyed(model: Model, make: Make) -> Any:
+    """Return the wrappers of TorchRec around one another, as they are after they were copied: with step hooks."""
+    keyed_module = pytest.importorskip("torchrec.optim.keyed")
+    warmup = pytest.importorskip("torchrec.optim.warmup")
+    inner = keyed_module.KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: make(params, lr=0.1))
+    stages = [warmup.WarmupStage(policy=warmup.WarmupPolicy.LINEAR, max_iters=3)]
+    copied = type("Copied", (keyed_module.CombinedOptimizer,), {})
+    combined = copied([warmup.WarmupOptimizer(inner, stages, lr=0.1)])
+    combined._patch_step_function()  # as unpickling does, for the whole class
+    return combined
+
+
+def test_wrappers_of_the_attached_optimizer_are_not_told() -> None:
+    """A wrapper may write the table after the step within its own, and have the table in its groups."""
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    tap, mirror = watched(model, inner)
+    outer = Clamping(Clamping(inner))
+    for _ in range(3):
+        model.loss()
+        outer.step()
+        tap.end_step()
+        mirror.check()
+    assert len(mirror.taken) >= 3
+
+
+@pytest.mark.parametrize("makes_anew", [False, True])
+def test_wrappers_of_torchrec(makes_anew: bool) -> None:
+    """They are looked through: their steps are the inner one's, and a new inner one is told."""
+    model = Model()
+    optimizer = keyed(model, torch.optim.SGD)
+    _, mirror = watched(model, optimizer)
+    for _ in range(2):
+        model.loss()
+        optimizer.step()
+    assert mirror.taken == [{"table.weight": [1, 7]}] * 2
+    if makes_anew:
+        optimizer = keyed(model, torch.optim.Adagrad)
+        model.loss()
+        with pytest.raises(UnsupportedModelError, match=TOLD):
+            optimizer.step()
+
+
+def test_other_optimizers_are_not_told() -> None:
+    """Of other parameters, of a copy, and of the table without an update, though somebody has written to it before."""
+    model = Model()
+    own = torch.optim.SGD(model.table.parameters(), lr=0.1)
+    tap, mirror = watched(model, own)
+    twin = copy.deepcopy(model)
+    others = [
+        torch.optim.Adagrad(model.head.parameters(), lr=0.1),
+        torch.optim.Adagrad(twin.parameters(), lr=0.1),
+        torch.optim.Adagrad(model.parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        model.loss()
+        twin.loss()
+        own.step()
+        with torch.no_grad():
+            model.table.weight.mul_(0.5)
+        model.table.weight.grad = None
+        for other in others:
+            other.step()
+        tap.end_step()
+        mirror.check()
+
+
+def test_a_tap_that_nobody_has_is_not_kept() -> None:
+    """What looks at all steps holds no model, optimizer or tap, and a closed tap is asked no more."""
+    model, before = Model(), set(foreign_steps._watchers.values())
+    tap, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (own,) = set(foreign_steps._watchers.values()) - before  # other tests' taps may go meanwhile
+    reference = weakref.ref(model)
+    del model, tap, _
+    gc.collect()
+    assert reference() is None and own() is None
+    assert own not in foreign_steps._watchers.values()
+    other, before = Model(), set(foreign_steps._watchers.values())
+    watched(other, torch.optim.SGD(other.parameters(), lr=0.1))[0].close()
+    assert set(foreign_steps._watchers.values()) <= before
+    assert len(foreign_steps._hooks) == 2
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_streamer_says_so(
+    store: FakeStore, training: Training, on_error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under `raise` the new optimizer's step raises, under `log` it is logged once; a flush raises, and sends none."""
+    with streaming(store, training, on_error=on_error) as streamer, caplog.at_level(logging.ERROR, "headrace"):
+        training.step()
+        streamer.flush()
+        training.optimizer = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
+        num_batches = len(store.received)
+        for _ in range(3):
+            if on_error == "raise":
+                with pytest.raises(UnsupportedModelError, match="attach the model and its new optimizer to a new"):
+                    training.step()
+            else:
+                training.step()
+        with pytest.raises(UnsupportedModelError, match=r"'user\.weight' is trained by another optimizer"):
+            streamer.flush()
+        told = [record for record in caplog.records if "streaming has stopped" in record.getMessage()]
+        assert len(told) == (on_error == "log")
+        assert not any(batch.rows for batch in store.received[num_batches:])
