@@ -21,9 +21,12 @@ from headrace.schemas.errors import (
     SetBackError,
     error_from_code,
 )
+from headrace.schemas.messages import MAX_TEXT_BYTES
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["PROTOCOL_VERSION", "error_from_idl", "error_to_idl", "idl", "spec_from_idl", "spec_to_idl"]
+__all__ = ["PROTOCOL_VERSION", "error_from_idl", "error_to_idl", "idl", "spec_from_idl", "spec_to_idl", "wire_text"]
+
+_CUT_TEXT_BYTES = MAX_TEXT_BYTES - len("…".encode())
 
 
 def _load() -> ModuleType:
@@ -77,8 +80,8 @@ def spec_from_idl(struct: Any) -> TableSpec:
 
 
 def error_to_idl(error: HeadraceError) -> Any:
-    """Return the IDL's `ServerError` exception of an error."""
-    wire = idl.ServerError(code=error.code, message=str(error))
+    """Return the IDL's `ServerError` exception of an error, its message cut where it is too long for one."""
+    wire = idl.ServerError(code=error.code, message=wire_text(str(error)))
     if isinstance(error, SequenceGapError):
         wire.expected_seq = error.expected_seq
     elif isinstance(error, OverloadedError):
@@ -101,3 +104,10 @@ def error_from_idl(wire: Any) -> HeadraceError:
         epoch=wire.epoch,
         is_set_back=wire.is_set_back,
     )
+
+
+def wire_text(text: str) -> str:
+    """Return a text that a message can carry: cut where it is too long, and escaped where it is no Unicode."""
+    # A path may have bytes that are no text, which Python keeps as what UTF-8 has no code for.
+    data = text.encode("utf-8", "backslashreplace")
+    return data.decode() if len(data) <= MAX_TEXT_BYTES else data[:_CUT_TEXT_BYTES].decode(errors="ignore") + "…"

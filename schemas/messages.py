@@ -4,8 +4,9 @@ The codec walks the struct specifications that thriftpy2 derives from the IDL. D
 into the given buffer, never as copies; encoding returns a list of segments in which long columns are the caller's own
 buffers. Nothing here touches a socket.
 
-Safe against any byte: each length is checked against what is left, containers are capped by count and depth, a known
-field of another type than the IDL's is refused, an unknown field is skipped. Whatever is wrong raises `ProtocolError`.
+Safe against any byte: each length is checked against what is left, containers are capped by count and depth, texts by
+length, a known field of another type than the IDL's is refused, an unknown field is skipped. Whatever is wrong raises
+`ProtocolError`.
 
 Source: "Thrift Binary protocol encoding" in the Apache Thrift specification (doc/specs/thrift-binary-protocol.md).
 """
@@ -22,6 +23,7 @@ from headrace.schemas.errors import ProtocolError
 __all__ = [
     "CALL",
     "EXCEPTION",
+    "MAX_TEXT_BYTES",
     "REPLY",
     "MessageHeader",
     "Segment",
@@ -44,6 +46,10 @@ _MAX_DEPTH = 16
 # fill memory with small objects or hold up the loop.
 _MAX_ELEMENTS = 65_536
 _MAX_NAME_BYTES = 128
+MAX_TEXT_BYTES = 65_536
+"""Longest text of a message, in UTF-8. Errors quote names, escaped: of one as long as a frame that takes seconds."""
+# JSON that names every file of a store.
+_LONG_TEXTS = frozenset({"CreateSnapshotReply.part", "FinishSnapshotRequest.manifest"})
 # Below this a copy into the neighbouring bytes costs less than a segment of its own.
 _BULK_BYTES = 2048
 
@@ -174,6 +180,8 @@ class _Plan:
         for number, spec in sorted(cls.thrift_spec.items()):
             ttype, name, *detail, is_required = spec
             read, write = _codec_of(ttype, detail[0] if detail else None)
+            if f"{cls.__name__}.{name}" in _LONG_TEXTS:
+                read, write = _Decoder.read_long_text, _Encoder.write_long_text
             wire_type = _STRING if ttype == _SPEC_BINARY else ttype
             header = _FIELD_HEADER.pack(wire_type, number)
             bit = 1 << len(self.by_number)
@@ -198,7 +206,7 @@ def _codec_of(ttype: int, detail: Any) -> tuple[_Read, _Write]:
     if ttype == _BOOL:
         return _Decoder.read_bool, _Encoder.write_bool
     if ttype == _STRING:
-        return _Decoder.read_string, _Encoder.write_string
+        return _Decoder.read_text, _Encoder.write_text
     if ttype == _SPEC_BINARY:
         return _Decoder.read_binary, _Encoder.write_binary
     if ttype == _STRUCT:
@@ -282,7 +290,13 @@ class _Decoder:
             raise ProtocolError(f"a field of {size} bytes where {len(self.frame) - start} are left")
         return self.frame[start:end], end
 
-    def read_string(self, pos: int, depth: int) -> tuple[str, int]:
+    def read_text(self, pos: int, depth: int) -> tuple[str, int]:
+        (size,) = _I32_AT(self.frame, pos)
+        if size > MAX_TEXT_BYTES:
+            raise ProtocolError(f"a text of {size} bytes, the longest is {MAX_TEXT_BYTES}")
+        return self.read_long_text(pos, depth)
+
+    def read_long_text(self, pos: int, depth: int) -> tuple[str, int]:
         view, end = self.read_binary(pos, depth)
         return str(view, "utf-8"), end
 
@@ -355,7 +369,13 @@ class _Encoder:
     def write_bool(self, value: bool) -> None:
         self.small.append(1 if value else 0)
 
-    def write_string(self, value: str) -> None:
+    def write_text(self, value: str) -> None:
+        data = value.encode()
+        if len(data) > MAX_TEXT_BYTES:
+            raise ProtocolError(f"the text {value[:40]!r}… has {len(data)} bytes, the longest is {MAX_TEXT_BYTES}")
+        self.small += _LENGTH.pack(len(data)) + data
+
+    def write_long_text(self, value: str) -> None:
         data = value.encode()
         self.small += _LENGTH.pack(len(data)) + data
 

@@ -205,4 +205,4 @@ class TableSpec:
 
 def _check_name(what: str, name: str) -> None:
     if not name or len(name.encode()) > _MAX_NAME_BYTES or min(name) < " ":
-        raise RequestError(f"{what} {name!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")
+        raise RequestError(f"{what} {name[:40]!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")

@@ -43,9 +43,10 @@ class ServerLimits:
         admission_timeout_s: A request that waits longer for room is answered with `OverloadedError`, seconds.
         retry_after_s: What an overloaded answer tells the client to wait, seconds.
         hello_timeout_s: A connection must have said hello by then, seconds.
-        frame_timeout_s: A frame must be whole this long after its first byte, waits for room not counted, seconds.
+        frame_timeout_s: A frame must be whole this long after its first byte, waits for room not counted, seconds; of a
+            long one, of a client that has said hello, the next 64 KiB must have come.
         idle_timeout_s: A connection with nothing in flight is closed after this time, seconds; 0: never.
-        write_timeout_s: A peer must have taken a reply by then, seconds.
+        write_timeout_s: A peer must have taken a reply by then, of a long one the next 256 KiB, seconds.
     """
 
     max_frame_bytes: int = 64 * 2**20

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import re
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -15,7 +18,7 @@ from thriftpy2.thrift import TApplicationException
 
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.frame_writer import FrameWriter
-from headrace.paramserver.rpc.frames import Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc.frames import PROGRESS_BYTES, Frame, FrameReader, new_scratch
 from headrace.paramserver.rpc.tcp import keep_alive
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
@@ -56,8 +59,9 @@ class ParamServerClient:
     """One connection to one shard. Use it on one event loop; calls may overlap.
 
     Calls raise the server's errors as the classes of `headrace.schemas.errors`, and `UnavailableError` when the
-    connection is lost or a deadline passes; then the request may have taken effect or not. Their replies' `binary`
-    fields are read-only views that stay valid as long as they are referred to.
+    connection is lost or a deadline passes; then the request may have taken effect or not. A deadline is put off while
+    long frames move on, 64 KiB received or 256 KiB sent within its time: a slow link is no stuck server. Their replies'
+    `binary` fields are read-only views that stay valid as long as they are referred to.
 
     Cancellation: a call that is cancelled while its frame is being written closes the connection; at any other moment
     the connection and the other calls go on.
@@ -165,12 +169,16 @@ class ParamServerClient:
         """Add up digests of rows."""
         return await self._call("digestRows", request, timeout_s)
 
-    async def create_snapshot(self, request: Any, *, timeout_s: float = 600.0) -> Any:
-        """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`."""
+    async def create_snapshot(self, request: Any, *, timeout_s: float = 86_400.0) -> Any:
+        """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`.
+
+        The shard reads all of its store, which takes as long as it does. One that is gone without a word is found out
+        by the connection (`tcp.keep_alive`).
+        """
         return await self._call("createSnapshot", request, request.wait_ms / 1000 + timeout_s)
 
-    async def finish_snapshot(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `finishSnapshot`."""
+    async def finish_snapshot(self, request: Any, *, timeout_s: float = 600.0) -> Any:
+        """Call `finishSnapshot`; to remove the files of terabytes takes a file system minutes."""
         return await self._call("finishSnapshot", request, timeout_s)
 
     async def fetch_snapshot(self, request: Any, *, timeout_s: float = 30.0) -> Any:
@@ -263,15 +271,48 @@ def _result_of(name: str, header: MessageHeader, frame: memoryview, result_class
     return result.success
 
 
-def _expire(future: asyncio.Future[_Reply]) -> None:
-    if not future.done():
-        future.set_exception(TimeoutError())
-        future.exception()  # marks it as seen: its call may be writing yet, and then meets its own deadline
-
-
 def _again(error: HeadraceError) -> HeadraceError:
     """Return a copy to raise: one instance raised in several tasks would mix their tracebacks."""
     return type(error)(str(error))
+
+
+class _CallDeadline:
+    """Ends one call when its answer has not come in time, and no long frame has moved on for as long.
+
+    On a slow link a long frame takes its time, and so do those behind it. Ended there, a call would be made again and
+    come no further. One that the server forgot ends as well: as soon as no other keeps the link busy.
+    """
+
+    __slots__ = ("_future", "_protocol", "_sending", "_timeout_s", "_timer")
+
+    def __init__(self, protocol: _ClientProtocol, future: asyncio.Future[_Reply], timeout_s: float) -> None:
+        self._protocol, self._future, self._timeout_s = protocol, future, timeout_s
+        self._sending: asyncio.Timeout | None = None
+        # A bare timer and not `asyncio.timeout`, which costs as much as encoding a small call.
+        self._timer = protocol.loop.call_later(timeout_s, self._look)
+
+    @asynccontextmanager
+    async def of_sending(self) -> AsyncIterator[None]:
+        """Raise `TimeoutError` when the deadline comes within."""
+        async with asyncio.timeout(None) as self._sending:
+            yield
+        self._sending = None
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        loop = self._protocol.loop
+        deadline_s = self._protocol.moved_s + self._timeout_s
+        if deadline_s > loop.time():
+            self._timer = loop.call_at(deadline_s, self._look)
+            return
+        if not self._future.done():
+            self._future.set_exception(TimeoutError())
+            self._future.exception()  # marks it as seen: its call may be writing yet
+        # Also when it has been answered: a server that refuses a frame may not take the rest of it.
+        if self._sending is not None:
+            self._sending.reschedule(-math.inf)  # at once
 
 
 class _ClientProtocol(asyncio.BufferedProtocol):
@@ -279,11 +320,13 @@ class _ClientProtocol(asyncio.BufferedProtocol):
 
     def __init__(self, address: str, max_reply_bytes: int) -> None:
         self.lost: HeadraceError | None = None  # why the connection is of no more use
+        self.loop = asyncio.get_running_loop()
         self._address = address
-        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_tls = False
-        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._received_s = -math.inf  # when a long answer last moved on
+        self._moved_seen = 0
         self._pending: dict[int, asyncio.Future[_Reply]] = {}
         self._abandoned: set[int] = set()
         # No deadline of its own: each call brings one.
@@ -304,20 +347,24 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         """Whether a message has come from the server."""
         return self._reader.num_begun > 0
 
+    @property
+    def moved_s(self) -> float:
+        """When a long frame last moved on, either way, on the loop's clock; -inf before."""
+        return max(self._received_s, self._writer.moved_s)
+
     async def exchange(self, seqid: int, segments: list[Any], timeout_s: float) -> _Reply:
         """Send a call and return its reply, or raise `TimeoutError`. Cancellation: as `ParamServerClient` says."""
         if self.lost is not None:
             raise _again(self.lost)
-        future: asyncio.Future[_Reply] = self._loop.create_future()
+        future: asyncio.Future[_Reply] = self.loop.create_future()
         if seqid in self._pending or seqid in self._abandoned:
             raise UnavailableError(f"{self._address} has not answered for 2^31 calls")
         self._pending[seqid] = future
-        # A bare timer and not `asyncio.timeout`, which costs as much as encoding a small call.
-        timer = self._loop.call_later(timeout_s, _expire, future)
+        deadline = _CallDeadline(self, future, timeout_s)
         is_sent = False
         try:
             if not self._writer.try_send(segments):
-                async with asyncio.timeout(timeout_s):
+                async with deadline.of_sending():
                     await self._writer.send(segments)
             is_sent = True
             return await future
@@ -325,7 +372,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             lost: HeadraceError | None = self.lost
             raise _again(lost or UnavailableError(f"{self._address}: {exc}")) from None
         finally:
-            timer.cancel()
+            deadline.cancel()
             # Still there when no reply has come. A frame that was cut has closed the connection.
             if self._pending.pop(seqid, None) is not None and is_sent:
                 self._abandon(seqid)
@@ -386,10 +433,13 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         return self._reader.get_buffer(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
+        reader = self._reader
         try:
-            self._reader.buffer_updated(nbytes)
+            reader.buffer_updated(nbytes)
         except ProtocolError as exc:
             self.fail(ProtocolError(f"{self._address}: {exc}"))
+        if reader.num_moved - self._moved_seen >= PROGRESS_BYTES:
+            self._moved_seen, self._received_s = reader.num_moved, self.loop.time()
 
     def pause_writing(self) -> None:
         self._writer.pause()

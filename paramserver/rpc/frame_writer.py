@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 
 from headrace.paramserver.rpc.frames import PREFIX
@@ -31,15 +32,20 @@ class FrameWriter:
     Holds at most 128 KiB of short frames, and the transport as much again, or one piece.
 
     Thread: the loop's.
+
+    Attributes:
+        moved_s: When the kernel last took a piece of a frame that did not go out at once, on the loop's clock; -inf
+            before.
     """
 
     def __init__(self, *, timeout_s: float | None) -> None:
         """Wait for `attach`.
 
         Args:
-            timeout_s: A peer that does not take a frame within this time, seconds, is cut off; None leaves the
-                deadline to the callers of `send`.
+            timeout_s: A peer that does not take a short frame, or one more piece (256 KiB) of a longer one, within this
+                time, seconds, is cut off; None leaves the deadline to the callers of `send`.
         """
+        self.moved_s = -math.inf
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
@@ -136,20 +142,20 @@ class FrameWriter:
             self._loop.call_later(self._timeout_s, self._check_drained, self._drained)
 
     def _check_drained(self, drained: asyncio.Future[None]) -> None:
-        if not drained.done() and self._transport is not None:
-            self._transport.abort()
+        if not drained.done():
+            self._abort()
 
     async def _send_in_turn(self, segments: Sequence[Segment]) -> None:
         """Write a frame when all before it have left; the caller holds the lock."""
-        deadline_s = None if self._timeout_s is None else self._loop.time() + self._timeout_s
         self.flush()
-        await self._drain(deadline_s)
+        await self._drain()
         transport = self._open_transport()
         is_tls = transport.get_extra_info("sslcontext") is not None
         try:
             for piece in _pieces(segments, size_of_segments(segments)):
                 self._open_transport().write(piece)
-                await self._drain(deadline_s)
+                await self._drain()
+                self.moved_s = self._loop.time()
                 if is_tls:
                     # Python 3.11's TLS transport learns that the socket was lost a turn of the loop later, and what is
                     # written until then is lost with a warning each.
@@ -157,22 +163,26 @@ class FrameWriter:
                 if transport.is_closing() or self._transport is None:
                     raise UnavailableError("the connection was lost")
         except BaseException:
-            transport.abort()
+            self._abort()
             raise
 
-    async def _drain(self, deadline_s: float | None) -> None:
+    async def _drain(self) -> None:
         if self._drained is None:
             return
-        transport = self._transport
         try:
-            async with asyncio.timeout_at(deadline_s):
+            # By the piece and not by the frame: a frame takes its time on a slow link, and would be begun for ever.
+            async with asyncio.timeout(self._timeout_s):
                 # Shielded: a cancelled sender must not end the wait of those behind it.
                 await asyncio.shield(self._drained)
         except TimeoutError as exc:
-            if transport is not None:
-                transport.abort()
+            self._abort()
             assert self._timeout_s is not None
-            raise UnavailableError(f"the peer did not take a frame within {format_seconds(self._timeout_s)}") from exc
+            raise UnavailableError(f"the peer took nothing for {format_seconds(self._timeout_s)}") from exc
+
+    def _abort(self) -> None:
+        # Not one that is lost: asyncio's raises AttributeError where it was lost after a peer's end of file.
+        if self._transport is not None:
+            self._transport.abort()
 
     def _open_transport(self) -> asyncio.WriteTransport:
         transport = self._transport

@@ -26,6 +26,7 @@ from headrace.schemas.errors import HeadraceError, ProtocolError
 __all__ = [
     "MAX_HEAD_BYTES",
     "PREFIX",
+    "PROGRESS_BYTES",
     "SCRATCH_BYTES",
     "SMALL_FRAME_BYTES",
     "Frame",
@@ -40,6 +41,8 @@ SCRATCH_BYTES = 32 * 2**10
 SMALL_FRAME_BYTES = 16 * 2**10
 # Enough for a message's header: 12 bytes and a name of at most 128.
 MAX_HEAD_BYTES = 140
+# A peer that moves so much of a long frame within a deadline is slow and not stuck, and the deadline begins anew.
+PROGRESS_BYTES = 64 * 2**10
 
 # How other protocols begin. As lengths they are beyond any bound that makes sense.
 _HTTP_HEADS = frozenset({b"HTTP", b"<!DO", b"<htm", b"GET ", b"HEAD", b"POST", b"PUT "})
@@ -86,6 +89,7 @@ class FrameReader(Generic[Grant]):
     Attributes:
         max_frame_bytes: Longest frame that is taken from now on.
         num_begun: Frames whose length has been read.
+        num_moved: Bytes of long frames that have come, but for the first ones of each.
         is_paused: A frame waits for its grant, or `pause` was called: receive nothing until `resume`.
     """
 
@@ -114,7 +118,7 @@ class FrameReader(Generic[Grant]):
             small_frame_bytes: Up to here a frame is copied out of the scratch buffer.
         """
         self.max_frame_bytes = max_frame_bytes
-        self.num_begun = 0
+        self.num_begun = self.num_moved = 0
         self.is_paused = False
         self._scratch = scratch
         self._pool = pool
@@ -156,6 +160,8 @@ class FrameReader(Generic[Grant]):
             return
         if self._body is not None and self._filled < len(self._body):
             self._filled += nbytes
+            if self._length > self._small_frame_bytes:
+                self.num_moved += nbytes
             if self._filled == len(self._body):
                 self._finish()
             return
@@ -216,6 +222,7 @@ class FrameReader(Generic[Grant]):
             elif self._num_to_skip:
                 step = min(end - pos, self._num_to_skip)
                 self._num_to_skip -= step
+                self.num_moved += step
                 pos += step
             elif end - pos < PREFIX.size:
                 break

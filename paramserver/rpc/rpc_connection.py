@@ -242,7 +242,10 @@ class Connection(asyncio.BufferedProtocol):
             self._deadlines.note_pause()
             return
         transport.resume_reading()
-        self._deadlines.note_input(is_mid_frame=self._reader.is_mid_frame, num_begun=self._reader.num_begun)
+        reader = self._reader
+        self._deadlines.note_input(
+            is_mid_frame=reader.is_mid_frame, num_begun=reader.num_begun, num_moved=reader.num_moved
+        )
 
     def _begin(self, frame: Frame[Ticket]) -> None:
         try:
@@ -366,5 +369,7 @@ class Connection(asyncio.BufferedProtocol):
         if is_frame_late:
             self._context.stats.num_timed_out += 1
             wait_s = self._limits.frame_timeout_s
-            self._context.refusals.warn("slow", self.peer.address, f"no whole frame within {format_seconds(wait_s)}")
+            self._context.refusals.warn(
+                "slow", self.peer.address, f"the rest of a frame has not come within {format_seconds(wait_s)}"
+            )
         self.abort()

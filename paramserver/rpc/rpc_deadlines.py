@@ -1,4 +1,4 @@
-"""How long a server's connection may take: for a hello, for the rest of a frame, for anything at all.
+"""How long a server's connection may take: for a hello, for the next part of a frame, for anything at all.
 
 One timer a connection watches all three. It is set when the connection begins and looks again when it fires, so that a
 request costs no timer.
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.frames import PROGRESS_BYTES
 
 __all__ = ["Deadlines"]
 
@@ -47,7 +48,7 @@ class Deadlines:
         self._loop = asyncio.get_running_loop()
         self._active_s = self._loop.time()
         self._frame_since_s: float | None = None
-        self._frames_seen = 0
+        self._frames_seen = self._moved_seen = 0
         self._finished_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -55,18 +56,22 @@ class Deadlines:
         """Note that the connection is alive."""
         self._active_s = self._loop.time()
 
-    def note_input(self, *, is_mid_frame: bool, num_begun: int) -> None:
-        """Note how far the reader has come: a frame that has begun has to end in time.
+    def note_input(self, *, is_mid_frame: bool, num_begun: int, num_moved: int) -> None:
+        """Note how far the reader has come: a frame that has begun has to end in time, a long one to move on.
+
+        On a slow link a long frame takes longer than any time that is short enough for a peer that is stuck; cut off
+        there, it would be begun again for ever.
 
         Args:
             is_mid_frame: A part of a frame is there.
             num_begun: Frames that were begun so far.
+            num_moved: Bytes of long frames that have come so far.
         """
         if not is_mid_frame:
             self._frame_since_s = None
-        elif self._frame_since_s is None or num_begun != self._frames_seen:
+        elif self._frame_since_s is None or num_begun != self._frames_seen or self._has_moved_on(num_moved):
             self._frame_since_s = self._active_s
-            self._frames_seen = num_begun
+            self._frames_seen, self._moved_seen = num_begun, num_moved
             self._set(self._active_s + self._limits.frame_timeout_s)
         if self._timer is None:
             self.watch()
@@ -88,6 +93,10 @@ class Deadlines:
         """Look no more: the connection is gone."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def _has_moved_on(self, num_moved: int) -> bool:
+        # A stranger's longest frame is short enough to be whole in time.
+        return num_moved - self._moved_seen >= PROGRESS_BYTES and not self._is_stranger()
 
     def _deadline_s(self) -> float:
         if self._finished_s is not None:

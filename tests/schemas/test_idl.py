@@ -14,6 +14,7 @@ from headrace.schemas.errors import (
     SequenceGapError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, error_from_idl, error_to_idl, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.messages import REPLY, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -100,3 +101,13 @@ def test_specs_differ_by_any_field() -> None:
     """The fingerprint that travels changes with every field."""
     for change in ({"num_rows": 1001}, {"dim": 9}, {"has_identities": False}, {"fqn": "x"}, {"states": ()}):
         assert spec_to_idl(dataclasses.replace(SPEC, **change)).fingerprint != SPEC.fingerprint  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "\U000e0001" * 10**6, "/data/\udcff/store: no space", "\udcff" * 20_000])
+def test_every_message_of_an_error_can_be_sent(text: str) -> None:
+    """One that is too long is cut, and bytes of a path that are no text are told by their numbers."""
+    wire = error_to_idl(RequestError(text))
+    body = idl.ParameterServer.getEmbeddings_result(error=wire)
+    frame = memoryview(b"".join(map(bytes, encode_message("getEmbeddings", REPLY, 1, body))))
+    back = decode_struct(type(body), frame, decode_header(frame).body_offset).error
+    assert back.message.replace("\\udcff", "\udcff").removesuffix("…")[:10_000] == text[:10_000]

@@ -32,6 +32,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.messages import (
     CALL,
     EXCEPTION,
+    MAX_TEXT_BYTES,
     REPLY,
     MessageHeader,
     decode_header,
@@ -215,6 +216,35 @@ def test_a_list_of_another_type_is_refused() -> None:
     body = joined(encode_message("m", CALL, 1, SERVICE.setEmbeddings_args(request=request)))[13:]
     decoded = decode_struct(SERVICE.setEmbeddings_args, memoryview(body.replace(deltas + b"\x0c", deltas + b"\0")), 0)
     assert decoded.request.deltas == []
+
+
+@pytest.mark.parametrize("character", ["x", "\0", "ä", "\U000e0001"])
+def test_texts_are_bounded_both_ways(character: str) -> None:
+    """A text up to the bound travels; one byte more is refused before it is made, quoted or sent."""
+    num_characters = MAX_TEXT_BYTES // len(character.encode())
+    for text, fits in ((character * num_characters, True), (character * num_characters + "x", False)):
+        request = SERVICE.findRows_args(request=idl.FindRowsRequest(fqn=text, identities=b""))
+        body = memoryview(thriftpy_encoded(request))
+        if fits:
+            assert joined(encode_message("m", CALL, 1, request))[13:] == body
+            assert decode_struct(SERVICE.findRows_args, body, 0).request.fqn == text
+        else:
+            with pytest.raises(ProtocolError, match="the longest is 65536") as caught:
+                encode_message("m", CALL, 1, request)
+            assert len(str(caught.value)) < 600
+            with pytest.raises(ProtocolError, match="a text of 65537 bytes, the longest is 65536"):
+                decode_struct(SERVICE.findRows_args, body, 0)
+
+
+def test_a_snapshots_files_are_named_however_many() -> None:
+    """The JSON of a manifest and of its parts is no name, and as long as a store has files."""
+    manifest = "{" + " " * 10 * MAX_TEXT_BYTES + "}"
+    for body in (
+        SERVICE.finishSnapshot_args(request=idl.FinishSnapshotRequest(name="n", manifest=manifest)),
+        SERVICE.createSnapshot_result(success=idl.CreateSnapshotReply(part=manifest)),
+    ):
+        data = joined(encode_message("m", CALL, 1, body))[13:]
+        assert plain(decode_struct(type(body), memoryview(data), 0)) == plain(body)
 
 
 @pytest.mark.parametrize("frame", [pytest.param(frame, id=what) for what, frame in nasty_messages()])

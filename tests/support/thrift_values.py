@@ -124,6 +124,7 @@ def nasty_bodies() -> Iterator[tuple[str, bytes]]:
     yield "a field that comes twice", request + field(STRING, 1, i32(1) + b"a") * 2
     yield "a request that comes twice", (request + b"\0") * 2 + b"\0"
     yield "text that is not UTF-8", request + field(STRING, 1, i32(2) + b"\xff\xfe")
+    yield "text that is too long", request + field(STRING, 1, i32(10**6) + b"\0" * 10**6) + b"\0\0"
     yield "an empty request", request + b"\0\0"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace.paramserver.rpc import frame_writer
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.schemas.errors import UnavailableError
 
@@ -159,12 +160,34 @@ async def test_a_peer_that_takes_nothing_is_cut_off(size_bytes: int) -> None:
     async with asyncio.timeout(WAIT_S):
         await pipe.aborted.wait()
     if size_bytes > 64 * KIB:
-        with pytest.raises(UnavailableError, match="did not take"):
+        with pytest.raises(UnavailableError, match="took nothing"):
             await send
     else:
         await send  # it was copied
     with pytest.raises(UnavailableError):
         await writer.send([b"more"])
+
+
+async def test_a_long_frame_that_a_slow_peer_takes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the whole frame but each piece of it has the deadline, or it would be begun anew for ever."""
+    deadlines_s: list[float] = []
+    timeout = asyncio.timeout
+
+    def noted(delay_s: float) -> asyncio.Timeout:
+        deadlines_s.append(delay_s)
+        return timeout(delay_s)
+
+    writer, pipe = attached(timeout_s=30.0)
+    pipe.stuck = True
+    monkeypatch.setattr(frame_writer.asyncio, "timeout", noted)
+    send = asyncio.create_task(writer.send([bytes(2048 * KIB)]))
+    for _ in range(9):  # the frame's length, and eight pieces
+        await pipe.written.wait()
+        pipe.written.clear()
+        pipe.writer.resume()
+    await send
+    assert deadlines_s == [30.0] * 9
+    assert 0 <= writer._loop.time() - writer.moved_s < WAIT_S
 
 
 async def test_flush_hands_over_what_waits() -> None:

@@ -1,53 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from loop_clock import Clock
 
 from headrace.paramserver.rpc import rpc_deadlines
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_deadlines import Deadlines
-
-
-class Timer:
-    def __init__(self, when_s: float, callback: Callable[[], None]) -> None:
-        self.when_s, self.callback, self.is_cancelled = when_s, callback, False
-
-    def when(self) -> float:
-        """When it fires."""
-        return self.when_s
-
-    def cancel(self) -> None:
-        """Do not fire."""
-        self.is_cancelled = True
-
-
-class Clock:
-    """An event loop's clock that stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-        self.timers: list[Timer] = []
-
-    def time(self) -> float:
-        """Seconds."""
-        return self.now_s
-
-    def call_at(self, when_s: float, callback: Callable[[], None]) -> Timer:
-        """Set a timer."""
-        self.timers.append(Timer(when_s, callback))
-        return self.timers[-1]
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass, and every timer on the way fire at its time."""
-        end_s = self.now_s + seconds
-        while due := [timer for timer in self.timers if not timer.is_cancelled and timer.when_s <= end_s]:
-            timer = min(due, key=Timer.when)
-            self.timers.remove(timer)
-            self.now_s = max(self.now_s, timer.when_s)
-            timer.callback()
-        self.now_s = end_s
 
 
 class Watched:
@@ -100,9 +60,28 @@ def test_a_frame_ends_in_time_however_it_drips(monkeypatch: pytest.MonkeyPatch) 
     watched = Watched(monkeypatch)
     for _ in range(60):
         watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
         watched.clock.advance(0.1)
     assert watched.expired[0] == (5.0, True)
+
+
+@pytest.mark.parametrize("is_stranger", [False, True])
+def test_a_long_frame_of_a_client_is_given_time_while_it_moves_on(
+    monkeypatch: pytest.MonkeyPatch, is_stranger: bool
+) -> None:
+    """Over a slow link each 64 KiB have the time of a frame, of those who have said hello; what drips is cut off."""
+    watched = Watched(monkeypatch)
+    watched.is_stranger = is_stranger
+    for kib in range(0, 64 * 20, 16):
+        watched.deadlines.touch()
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=kib << 10)
+        watched.clock.advance(1.2)
+    assert watched.expired[:1] == ([(5.0, True)] if is_stranger else [])
+    for moved in range(100):  # bytes, not KiB
+        watched.deadlines.touch()
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=(64 * 20 << 10) + moved)
+        watched.clock.advance(0.1)
+    assert watched.expired
 
 
 def test_every_frame_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +89,7 @@ def test_every_frame_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     for number in range(100):
         watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=number)
+        watched.deadlines.note_input(is_mid_frame=True, num_begun=number, num_moved=0)
         watched.clock.advance(4)
     assert watched.expired == []
 
@@ -118,14 +97,14 @@ def test_every_frame_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_time_in_which_we_do_not_read_is_not_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame that waits for room has no deadline here, and a new one when it goes on."""
     watched = Watched(monkeypatch)
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
     watched.is_waiting = True
     watched.deadlines.note_pause()
     watched.clock.advance(1000)
     assert watched.expired == []
     watched.is_waiting = False
     watched.deadlines.touch()
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
     watched.clock.advance(4.9)
     assert watched.expired == []
     watched.clock.advance(0.2)
@@ -149,7 +128,7 @@ def test_who_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_finished_connection_lingers_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does not close is closed, and not counted as slow."""
     watched = Watched(monkeypatch)
-    watched.deadlines.note_input(is_mid_frame=True, num_begun=1)
+    watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
     watched.deadlines.note_finish()
     watched.clock.advance(2)
     assert watched.expired == [(1.0, False)]
