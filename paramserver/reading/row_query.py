@@ -14,7 +14,17 @@ from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["RowPart", "RowQuery", "Rows", "parts_together", "request_for", "rows_in_reply", "scatter_reply"]
+__all__ = [
+    "MAX_ROWS_READ",
+    "MAX_TABLES_READ",
+    "RowPart",
+    "RowQuery",
+    "Rows",
+    "parts_together",
+    "request_for",
+    "rows_in_reply",
+    "scatter_reply",
+]
 
 # An answer of this size is long enough to be fast, and short enough to share a connection with others.
 _CHUNK_BYTES = 8 * 2**20
@@ -22,6 +32,10 @@ _CHUNK_BYTES = 8 * 2**20
 _OVERHEAD_BYTES = 4096
 # So that a request's answer is not long in coming, and others get their turn.
 _MAX_TABLES = 64
+MAX_ROWS_READ = 2**20
+"""Rows that one request may ask a shard for: while it looks them up, each takes some 100 bytes besides its columns."""
+MAX_TABLES_READ = 1024
+"""Tables that a server reads for one request at most: some milliseconds of its event loop."""
 _ROW_ID_BYTES = 8
 _VERSION_BYTES = 3 * 8
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from importlib import metadata
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.freshness import Freshness
@@ -31,15 +33,15 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplicaService"]
 
 _Ids = npt.NDArray[np.int64]
 
-# What a reply holds besides its columns, with room.
-_REPLY_OVERHEAD_BYTES = 4096
+# What a reply holds besides its columns, and of each table besides those, with room.
+_REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
 # ON THE WIRE: `RowPresence` in paramserver.thrift. A replica does not tell a deleted row from one that never was.
 _MISSING, _PRESENT = 0, 1
 # Eight bytes of row, epoch and step for eight bytes of identity.
@@ -105,22 +107,18 @@ class ReplicaService:
         raise UnauthorizedError("this is a replica: batches go to the parameter server")
 
     async def get_embeddings(self, call: Call, request: Any) -> Any:
-        """Return rows as lookups see them.
+        """Return rows as lookups see them, of several tables as of one moment.
 
         Cancellation: harmless; the lookup ends by itself.
         """
         replica = self._replica
-        spec = _spec_of(replica, request.fqn)
-        if request.with_states:
-            raise RequestError(
-                f"table {spec.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
-            )
-        if request.with_versions:
-            raise RequestError(
-                f"table {spec.fqn!r}: a replica does not tell the versions of rows; ask the parameter server"
-            )
-        row_ids = _row_ids_of(request, spec, self._limits.max_frame_bytes)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, _look_up, replica, spec, row_ids)
+        wanted = _wanted_of(request, replica, self._limits.max_frame_bytes)
+        found, seq = await asyncio.get_running_loop().run_in_executor(self._executor, _look_up, replica, wanted)
+        first, *more = found
+        reply = idl.GetEmbeddingsReply(**first, seq=seq)
+        if request.more is not None:
+            reply.more = [idl.RowsFound(**columns) for columns in more]
+        return reply
 
     async def find_rows(self, call: Call, request: Any) -> Any:
         """Return the rows that raw ids are mapped to, as lookups see them.
@@ -169,7 +167,7 @@ class ReplicaService:
                 visible_epoch=state.visible[0],
                 visible_step=state.visible[1],
                 shards=[_shard_to_idl(shard) for shard in state.shards],
-                failure=state.failure,
+                failure=None if state.failure is None else wire_text(state.failure),
             ),
         )
 
@@ -184,28 +182,29 @@ class ReplicaService:
         return replica
 
 
-def _look_up(replica: EmbeddingReplica, spec: TableSpec, row_ids: _Ids) -> Any:
-    """Return the `GetEmbeddingsReply`; its columns are copies.
+def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, _Ids]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the columns of each table, copies, and up to which seq batches are in them.
 
     Thread: any.
     """
-    missing: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+    missing: dict[int, npt.NDArray[np.bool_]] = {}
 
-    def gather(table: ReplicaTable, ids: _Ids) -> Looked:
-        nonlocal missing
-        found = table.gather(ids)  # perhaps twice; the last time is the one that counts
-        missing = found[1]
-        return found
+    def gather_of(part: int) -> Callable[[ReplicaTable, _Ids], Looked]:
+        def gather(table: ReplicaTable, ids: _Ids) -> Looked:
+            found = table.gather(ids)  # perhaps twice; the last time is the one that counts
+            missing[part] = found[1]
+            return found
+
+        return gather
 
     seq = _visible_seq(replica)
-    (rows,) = replica.look([(spec.fqn, row_ids, gather)])
-    rows = rows.to(TORCH_DTYPES[spec.dtype]).contiguous()
-    return idl.GetEmbeddingsReply(
-        presence=np.where(missing, _MISSING, _PRESENT).astype(np.uint8),
-        weights=rows.view(torch.uint8).numpy(),
-        states=[],
-        seq=seq,
-    )
+    found = replica.look([(spec.fqn, ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
+    columns = []
+    for part, rows in enumerate(found):
+        rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
+        presence = np.where(missing[part], _MISSING, _PRESENT).astype(np.uint8)
+        columns.append({"presence": presence, "weights": rows.view(torch.uint8).numpy(), "states": []})
+    return columns, seq
 
 
 def _find_rows(replica: EmbeddingReplica, fqn: str, identities: _Ids) -> Any:
@@ -225,25 +224,51 @@ def _visible_seq(replica: EmbeddingReplica) -> int:
     return min((shard.visible_seq for shard in replica.freshness()), default=0)
 
 
-def _row_ids_of(request: Any, spec: TableSpec, max_reply_bytes: int) -> _Ids:
-    """Return a request's row ids as int64[n], a copy: the request's buffer is not the lookup's.
+def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) -> list[tuple[TableSpec, _Ids]]:
+    """Return the tables that a request asks for and the rows of each.
 
     Raises:
-        RequestError: The bytes are not whole ids, or the reply would be too long for a frame.
-        RowRangeError: An id is no row of the table.
+        UnknownTableError: The replica has no such table.
+        RequestError: It asks for what a replica does not have, for too many tables, or for more than fits a frame.
+        RowRangeError: An id is no row of its table.
     """
-    if len(request.row_ids) % 8:
-        raise RequestError(f"table {spec.fqn!r}: {len(request.row_ids)} bytes of row ids are not a multiple of 8")
-    row_ids = np.frombuffer(request.row_ids, "<i8").astype(np.int64)
-    row_bytes = spec.dim * spec.dtype.size_bytes + 1
-    most = (max_reply_bytes - _REPLY_OVERHEAD_BYTES) // row_bytes
+    parts = [request, *(request.more or ())]
+    if len(parts) > MAX_TABLES_READ:
+        raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
+    if request.with_states:
+        raise RequestError(
+            f"table {request.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
+        )
+    if request.with_versions:
+        raise RequestError(
+            f"table {request.fqn!r}: a replica does not tell the versions of rows; ask the parameter server"
+        )
+    wanted, left = [], max_reply_bytes - _REPLY_OVERHEAD_BYTES
+    for part in parts:
+        spec = _spec_of(replica, part.fqn)
+        row_ids = _row_ids_of(part.row_ids, spec, left)
+        left -= row_ids.size * _row_bytes(spec) + _TABLE_OVERHEAD_BYTES
+        wanted.append((spec, row_ids))
+    return wanted
+
+
+def _row_ids_of(column: Any, spec: TableSpec, left: int) -> _Ids:
+    """Return row ids as int64[n], a copy: the request's buffer is not the lookup's. `left`: bytes of the reply."""
+    if len(column) % 8:
+        raise RequestError(f"table {spec.fqn!r}: {len(column)} bytes of row ids are not a multiple of 8")
+    row_ids = np.frombuffer(column, "<i8").astype(np.int64)
+    most = max(left, 0) // _row_bytes(spec)
     if row_ids.size > most:
         raise RequestError(
-            f"table {spec.fqn!r}: {row_ids.size} rows of {row_bytes} bytes are too long for one reply; ask for {most} "
-            "at a time"
+            f"table {spec.fqn!r}: {row_ids.size} rows of {_row_bytes(spec)} bytes are too long for one reply; ask for "
+            f"{most} at a time"
         )
     spec.check_row_ids(row_ids)
     return row_ids
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    return spec.dim * spec.dtype.size_bytes + 1
 
 
 def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:

@@ -158,14 +158,21 @@ class _Pick:
             records: One a position.
             is_conditional: Whether a row's record leaves it open; None where none does.
         """
-        rows = self.open[at]
-        mine = self.records[rows]
-        # A record of the same version that came later stays.
-        wins = ~self.has[rows] | _is_newer(records, mine)
-        self.records[rows[wins]] = records[wins]
-        self.has[rows] = True
+        self.take(self.open[at], records)
         closed = at if is_conditional is None else at[~is_conditional]
         self.open = np.delete(self.open, closed)
+
+    def take(self, rows: _Array, records: _Array) -> None:
+        """Take what a source has, and close nothing: of the oldest one, after which none is asked.
+
+        Args:
+            rows: Which, open ones.
+            records: One a row.
+        """
+        # A record of the same version that came later stays.
+        wins = ~self.has[rows] | _is_newer(records, self.records[rows])
+        self.records[rows[wins]] = records[wins]
+        self.has[rows] = True
 
 
 def _is_newer(records: _Array, others: _Array) -> npt.NDArray[np.bool_]:
@@ -193,7 +200,8 @@ def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -
             rows = wanted[start : start + _ROWS_PER_GET]
             records, presence = source.layout.decode(get(encode_keys(table_id, source.layout.shard, ids[rows])))
             found = np.flatnonzero(presence)
-            pick.offer(np.searchsorted(pick.open, rows[found]), records[found], None)
+            # To close rows takes a look at all that are open: of many rows, once for each 2,048 of them.
+            pick.take(rows[found], records[found])
     return pick
 
 

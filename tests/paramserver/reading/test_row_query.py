@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.paramserver.reading.row_query import (
+    MAX_ROWS_READ,
     RowPart,
     RowQuery,
     Rows,
@@ -94,6 +95,8 @@ def test_a_row_that_hardly_fits_is_asked_for_alone() -> None:
     """At least one row is asked for, and never so many that an answer holds up its connection."""
     assert rows_in_reply(5000, 10_000) == 1
     assert rows_in_reply(2**30, 2**10) == 8 * 2**10
+    narrow = RowQuery(spec=TableSpec(fqn="flags", num_rows=0, dim=1, dtype=DType.UINT8))
+    assert narrow.rows_at_once(2**30) <= MAX_ROWS_READ  # more would be refused
 
 
 def part_of(ids: list[int]) -> RowPart:

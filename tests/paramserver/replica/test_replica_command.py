@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from held_ports import hold_ports
-from hellos import hello_of_nobody, hello_of_writer
+from replica_answers import HALF, IDS, SPEC, call, read, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
 from watched_server import WAIT_S, wait_until
 
@@ -24,104 +22,17 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import endpoint_process
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
-from headrace.paramserver.rpc.address import parse_address
-from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import Token, client_tls_context
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
-    HeadraceError,
-    ProtocolMismatchError,
-    RequestError,
-    RowRangeError,
     UnauthorizedError,
     UnavailableError,
     UnknownTableError,
 )
-from headrace.schemas.idl import idl
-from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import TableSpec
 
 TLS = Path(__file__).parents[1] / "tls"
 TOKEN = "a-token-of-some-length"
-STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
-SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=3, dtype=DType.FLOAT32, states=(STATE,), has_identities=True)
-HALF = TableSpec(fqn="item.weight", num_rows=50, dim=2, dtype=DType.BFLOAT16)
-OTHER = TableSpec(fqn="no.such", num_rows=1, dim=1, dtype=DType.FLOAT32)
-IDS = np.arange(0, 1000, 2)
-
-
-def values(step: int, *, rows: int = IDS.size) -> np.ndarray:
-    return (np.arange(3 * rows, dtype=np.float32) + step).reshape(rows, 3)
-
-
-def delta_of(spec: TableSpec, ids: np.ndarray, weights: np.ndarray, deleted: np.ndarray | None) -> Any:
-    states = [
-        idl.StateColumn(name=s.name, dtype=int(s.dtype), width=1, data=np.zeros(ids.size, np.float32))
-        for s in spec.states
-    ]
-    return idl.TableDelta(
-        fqn=spec.fqn,
-        fingerprint=spec.fingerprint,
-        column_offset=0,
-        width=spec.dim,
-        row_ids=ids.astype(np.int64),
-        weights=weights,
-        states=states,
-        identities=ids.astype(np.int64) + 7 if spec.has_identities else None,
-        deleted_row_ids=deleted,
-    )
-
-
-def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: np.ndarray | None = None) -> None:
-    """Write every second row of one table, and some of the other; each step is one batch."""
-
-    async def send() -> None:
-        async with await ParamServerClient.connect(*parse_address(server.address, default_port=0)) as client:
-            await client.hello(hello_of_writer(SPEC, HALF))
-            await client.set_embeddings(
-                idl.SetEmbeddingsRequest(
-                    run="run",
-                    client="rank0",
-                    epoch=1,
-                    client_seq=step,
-                    step=step,
-                    time_us=time.time_ns() // 1000,
-                    ends_step=ends_step,
-                    is_exact_cut=ends_step,
-                    deltas=[
-                        delta_of(SPEC, IDS, values(step), deleted),
-                        delta_of(HALF, np.arange(4), np.full((4, 2), 0x3F80, np.uint16), None),
-                    ],
-                )
-            )
-
-    asyncio.run(send())
-
-
-def read(address: str, fqn: str, ids: Any, **options: Any) -> Any:
-    async def ask() -> Any:
-        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
-            return await reader.get(fqn, ids, **options)
-
-    return asyncio.run(ask())
-
-
-def told(address: str) -> Any:
-    """Return the `StatusReply`."""
-
-    async def ask() -> Any:
-        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
-            return await reader.status()
-
-    return asyncio.run(ask())[0]
-
-
-def call(address: str, method: str, *arguments: Any, greeting: Any = None) -> Any:
-    async def ask() -> Any:
-        async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
-            reply = await client.hello(greeting or hello_of_nobody())
-            return await getattr(client, method)(*arguments) if method else reply
-
-    return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")
@@ -138,68 +49,6 @@ def endpoint(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) ->
         yield running
 
 
-def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endpoint: Endpoint) -> None:
-    """The same client gets the same bytes from both, in any order, repeated ids and missing rows too."""
-    ids = np.concatenate([np.arange(999, -1, -1), [4, 4, 4]])
-    mine, theirs = read(endpoint.address, SPEC.fqn, ids), read(server.address, SPEC.fqn, ids)
-    assert mine.weights.tobytes() == theirs.weights.tobytes()
-    # A row that was deleted is missing here, where the server remembers it.
-    assert mine.presence.tolist() == np.where(theirs.presence == 2, 0, theirs.presence).tolist()
-    assert set(theirs.presence) == {0, 1, 2}
-    half = read(endpoint.address, HALF.fqn, np.arange(50))
-    assert half.weights.dtype == np.uint16
-    assert half.weights.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
-    assert read(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
-
-
-def test_a_long_read_comes_in_chunks(endpoint: Endpoint) -> None:
-    """A reader cuts what does not fit the replica's frames, as it told in its hello."""
-    ids = np.tile(np.arange(1000), 20)
-    assert read(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
-
-
-def request(spec: TableSpec, row_ids: bytes, **options: bool) -> Any:
-    fields = {"with_states": False, "with_versions": False, **options}
-    return idl.GetEmbeddingsRequest(fqn=spec.fqn, row_ids=row_ids, **fields)
-
-
-@pytest.mark.parametrize(
-    ("asked", "kind", "words"),
-    [
-        (request(SPEC, b"", with_states=True), RequestError, "a replica keeps no optimizer states"),
-        (request(SPEC, b"", with_versions=True), RequestError, "does not tell the versions of rows"),
-        (request(SPEC, b"1234567"), RequestError, "7 bytes of row ids are not a multiple of 8"),
-        (request(SPEC, np.array([1000]).tobytes()), RowRangeError, r"row id 1000 is not in 0\.\.999"),
-        (request(SPEC, np.array([-1]).tobytes()), RowRangeError, "row id -1"),
-        (request(SPEC, bytes(8 * 6000)), RequestError, "6000 rows of 13 bytes are too long for one reply"),
-        (request(OTHER, b""), UnknownTableError, "no table 'no.such' in this replica; it has item.weight, user.weight"),
-    ],
-)
-def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[HeadraceError], words: str) -> None:
-    """Each is a clear error, and the connection goes on."""
-    with pytest.raises(kind, match=words):
-        call(endpoint.address, "get_embeddings", asked)
-
-
-def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -> None:
-    """`findRows` gives what the server gives; a table without identities and half an id are errors."""
-
-    def find(address: str, fqn: str, data: bytes) -> Any:
-        return call(address, "find_rows", idl.FindRowsRequest(fqn=fqn, identities=data))
-
-    wanted = np.array([7, 9, 11, 8, -1, 1005], np.int64).tobytes()
-    found = find(endpoint.address, SPEC.fqn, wanted)
-    assert np.frombuffer(found.row_ids, np.int64).tolist() == [0, 2, 4, -1, -1, 998]
-    assert bytes(found.row_ids) == bytes(find(server.address, SPEC.fqn, wanted).row_ids)
-    for fqn, data, words in (
-        (HALF.fqn, wanted, "has no identities"),
-        (SPEC.fqn, b"123", "3 bytes of identities"),
-        (SPEC.fqn, bytes(8 * 4000), "4000 identities are too many for one reply"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            find(endpoint.address, fqn, data)
-
-
 def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
     """Rows that are kept smaller, or on disk, are served in the table's own type."""
     arguments = ["--precision=fp16", f"--disk-tables={HALF.fqn}", "--disk-table-bytes=1MiB", f"--disk-dir={tmp_path}/d"]
@@ -210,33 +59,6 @@ def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
         assert list((tmp_path / "d").rglob("CURRENT")), "no table is on disk"
         half = read(endpoint.address, HALF.fqn, np.arange(50)).weights
         assert half.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
-
-
-def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
-    """A trainer, an administrator and a client of another version are refused with the reason."""
-    for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
-        with pytest.raises(
-            UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
-        ):
-            call(endpoint.address, "", greeting=hello_of_nobody(role))
-    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
-        call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
-    batch = idl.SetEmbeddingsRequest(
-        run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
-    )
-    with pytest.raises(UnauthorizedError):
-        call(endpoint.address, "set_embeddings", batch)
-
-
-def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:
-    """The shard map is the replica itself; tables are told without what it does not keep."""
-    mine, theirs = call(endpoint.address, ""), call(server.address, "")
-    assert mine.server_id == theirs.server_id
-    assert [(s.shard, f"{s.host}:{s.port}") for s in mine.shards] == [(0, endpoint.address)]
-    assert {(t.fqn, t.num_rows, t.dim, len(t.states), t.has_identities) for t in mine.tables} == {
-        (SPEC.fqn, 1000, 3, 0, False),
-        (HALF.fqn, 50, 2, 0, False),
-    }
 
 
 def test_status(endpoint: Endpoint, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +93,8 @@ def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
         assert 0 < delay_s < WAIT_S
         with pytest.raises(UnknownTableError):
             read(endpoint.address, HALF.fqn, [1])
-        warnings = [fact for fact in endpoint.facts() if fact["level"] == "warning"]
-        assert [(fact["message"], fact["tables"]) for fact in warnings] == [
-            ("tables that the server does not have yet", "no.such")
+        assert [fact["message"] for fact in endpoint.facts() if fact["level"] == "warning"] == [
+            "replica: tables: 'no.such' is no table of the server yet; the nearest are item.weight, user.weight"
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,3 +72,17 @@ def test_every_row_that_is_asked_for_is_read(rows_per_get: int) -> None:
     weights = np.frombuffer(make_delta(ids[is_there], 4).columns["weights"], "<f4").reshape(-1, SPEC.dim)
     assert rows.weights[is_there].tobytes() == weights.tobytes()
     assert sum(stored.asked) == 10 and max(stored.asked) <= rows_per_get
+
+
+def test_a_row_costs_the_same_however_many_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times the rows take some twenty times the processor time, and not four hundred."""
+    monkeypatch.setattr(row_reader, "_ROWS_PER_GET", 64)
+    sources = [ShardSource(LAYOUT, None, True)]
+
+    def seconds_of(num_rows: int) -> float:
+        begin_s = time.thread_time()
+        read_rows(1, SPEC, sources, np.arange(num_rows), lambda keys: [None] * len(keys), seq=1)
+        return time.thread_time() - begin_s
+
+    seconds_of(1000)
+    assert seconds_of(400_000) < 60 * seconds_of(20_000)

@@ -1,0 +1,151 @@
+"""What a replica's process answers over the wire, beside its server's answers, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hellos import hello_of_nobody
+from replica_answers import HALF, OTHER, SPEC, call, read, write
+from replica_endpoint import Endpoint, replica_endpoint
+
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.errors import (
+    HeadraceError,
+    ProtocolMismatchError,
+    RequestError,
+    RowRangeError,
+    UnauthorizedError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import TableSpec
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data") as running:
+        write(running, 1, deleted=np.array([1, 3]))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("replica")
+    with replica_endpoint(folder, server.address, "--max-frame-bytes=64KiB", "--max-client-bytes=256KiB") as running:
+        yield running
+
+
+def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endpoint: Endpoint) -> None:
+    """The same client gets the same bytes from both, in any order, repeated ids and missing rows too."""
+    ids = np.concatenate([np.arange(999, -1, -1), [4, 4, 4]])
+    mine, theirs = read(endpoint.address, SPEC.fqn, ids), read(server.address, SPEC.fqn, ids)
+    assert mine.weights.tobytes() == theirs.weights.tobytes()
+    # A row that was deleted is missing here, where the server remembers it.
+    assert mine.presence.tolist() == np.where(theirs.presence == 2, 0, theirs.presence).tolist()
+    assert set(theirs.presence) == {0, 1, 2}
+    half = read(endpoint.address, HALF.fqn, np.arange(50))
+    assert half.weights.dtype == np.uint16
+    assert half.weights.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+    assert read(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+
+
+def test_a_long_read_comes_in_chunks(endpoint: Endpoint) -> None:
+    """A reader cuts what does not fit the replica's frames, as it told in its hello."""
+    ids = np.tile(np.arange(1000), 20)
+    assert read(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
+
+
+def test_one_request_reads_several_tables(server: ServerProcess, endpoint: Endpoint) -> None:
+    """`more` has the rows of the further tables in their order, none for none, as the server answers."""
+    ids = np.array([4, 1, 4, 998], np.int64)
+    more = [wanted(HALF, ids[:2].tobytes()), wanted(SPEC, b""), wanted(SPEC, bytes(8))]
+    asked = request(SPEC, ids.tobytes(), more=more)
+    mine, theirs = (call(address, "get_embeddings", asked) for address in (endpoint.address, server.address))
+    assert [bytes(part.weights) for part in (mine, *mine.more)] == [bytes(p.weights) for p in (theirs, *theirs.more)]
+    assert [list(part.presence) for part in (mine, *mine.more)] == [[1, 0, 1, 1], [0, 1], [], [1]]
+    assert call(endpoint.address, "get_embeddings", request(SPEC, b"")).more is None
+    assert call(endpoint.address, "get_embeddings", request(SPEC, b"", more=[])).more == []
+
+
+def wanted(spec: TableSpec, row_ids: bytes) -> Any:
+    return idl.RowsWanted(fqn=spec.fqn, row_ids=row_ids)
+
+
+def request(spec: TableSpec, row_ids: bytes, **options: Any) -> Any:
+    fields = {"with_states": False, "with_versions": False, **options}
+    return idl.GetEmbeddingsRequest(fqn=spec.fqn, row_ids=row_ids, **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        (request(SPEC, b"", with_states=True), RequestError, "a replica keeps no optimizer states"),
+        (request(SPEC, b"", with_versions=True), RequestError, "does not tell the versions of rows"),
+        (request(SPEC, b"1234567"), RequestError, "7 bytes of row ids are not a multiple of 8"),
+        (request(SPEC, np.array([1000]).tobytes()), RowRangeError, r"row id 1000 is not in 0\.\.999"),
+        (request(SPEC, np.array([-1]).tobytes()), RowRangeError, "row id -1"),
+        (request(SPEC, bytes(8 * 6000)), RequestError, "6000 rows of 13 bytes are too long for one reply"),
+        (request(SPEC, b"", more=[wanted(HALF, b"123")]), RequestError, "3 bytes of row ids are not a multiple of 8"),
+        (request(SPEC, b"", more=[wanted(OTHER, b"")]), UnknownTableError, "no table 'no.such'"),
+        (request(SPEC, b"", more=[wanted(SPEC, b"")] * 1024), RequestError, "rows of 1025 tables with one request"),
+        (
+            request(SPEC, bytes(8 * 4000), more=[wanted(SPEC, bytes(8 * 800))]),
+            RequestError,
+            "800 rows of 13 bytes are too long for one reply; ask for 721 at a time",
+        ),
+        (request(OTHER, b""), UnknownTableError, "no table 'no.such' in this replica; it has item.weight, user.weight"),
+    ],
+)
+def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[HeadraceError], words: str) -> None:
+    """Each is a clear error, and the connection goes on."""
+    with pytest.raises(kind, match=words):
+        call(endpoint.address, "get_embeddings", asked)
+
+
+def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -> None:
+    """`findRows` gives what the server gives; a table without identities and half an id are errors."""
+
+    def find(address: str, fqn: str, data: bytes) -> Any:
+        return call(address, "find_rows", idl.FindRowsRequest(fqn=fqn, identities=data))
+
+    ids = np.array([7, 9, 11, 8, -1, 1005], np.int64).tobytes()
+    found = find(endpoint.address, SPEC.fqn, ids)
+    assert np.frombuffer(found.row_ids, np.int64).tolist() == [0, 2, 4, -1, -1, 998]
+    assert bytes(found.row_ids) == bytes(find(server.address, SPEC.fqn, ids).row_ids)
+    for fqn, data, words in (
+        (HALF.fqn, ids, "has no identities"),
+        (SPEC.fqn, b"123", "3 bytes of identities"),
+        (SPEC.fqn, bytes(8 * 4000), "4000 identities are too many for one reply"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            find(endpoint.address, fqn, data)
+
+
+def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
+    """A trainer, an administrator and a client of another version are refused with the reason."""
+    for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
+        with pytest.raises(
+            UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
+        ):
+            call(endpoint.address, "", greeting=hello_of_nobody(role))
+    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
+        call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
+    batch = idl.SetEmbeddingsRequest(
+        run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
+    )
+    with pytest.raises(UnauthorizedError):
+        call(endpoint.address, "set_embeddings", batch)
+
+
+def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:
+    """The shard map is the replica itself; tables are told without what it does not keep."""
+    mine, theirs = call(endpoint.address, ""), call(server.address, "")
+    assert mine.server_id == theirs.server_id
+    assert [(s.shard, f"{s.host}:{s.port}") for s in mine.shards] == [(0, endpoint.address)]
+    assert {(t.fqn, t.num_rows, t.dim, len(t.states), t.has_identities) for t in mine.tables} == {
+        (SPEC.fqn, 1000, 3, 0, False),
+        (HALF.fqn, 50, 2, 0, False),
+    }

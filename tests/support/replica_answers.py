@@ -1,0 +1,99 @@
+"""A server with rows of two tables, and what is asked of it and of its replica's process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+from hellos import hello_of_nobody, hello_of_writer
+from watched_server import WAIT_S
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=3, dtype=DType.FLOAT32, states=(STATE,), has_identities=True)
+HALF = TableSpec(fqn="item.weight", num_rows=50, dim=2, dtype=DType.BFLOAT16)
+OTHER = TableSpec(fqn="no.such", num_rows=1, dim=1, dtype=DType.FLOAT32)
+IDS = np.arange(0, 1000, 2)
+
+
+def values(step: int, *, rows: int = IDS.size) -> np.ndarray:
+    return (np.arange(3 * rows, dtype=np.float32) + step).reshape(rows, 3)
+
+
+def delta_of(spec: TableSpec, ids: np.ndarray, weights: np.ndarray, deleted: np.ndarray | None) -> Any:
+    states = [
+        idl.StateColumn(name=s.name, dtype=int(s.dtype), width=1, data=np.zeros(ids.size, np.float32))
+        for s in spec.states
+    ]
+    return idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=0,
+        width=spec.dim,
+        row_ids=ids.astype(np.int64),
+        weights=weights,
+        states=states,
+        identities=ids.astype(np.int64) + 7 if spec.has_identities else None,
+        deleted_row_ids=deleted,
+    )
+
+
+def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: np.ndarray | None = None) -> None:
+    """Write every second row of one table, and some of the other; each step is one batch."""
+
+    async def send() -> None:
+        async with await ParamServerClient.connect(*parse_address(server.address, default_port=0)) as client:
+            await client.hello(hello_of_writer(SPEC, HALF))
+            await client.set_embeddings(
+                idl.SetEmbeddingsRequest(
+                    run="run",
+                    client="rank0",
+                    epoch=1,
+                    client_seq=step,
+                    step=step,
+                    time_us=time.time_ns() // 1000,
+                    ends_step=ends_step,
+                    is_exact_cut=ends_step,
+                    deltas=[
+                        delta_of(SPEC, IDS, values(step), deleted),
+                        delta_of(HALF, np.arange(4), np.full((4, 2), 0x3F80, np.uint16), None),
+                    ],
+                )
+            )
+
+    asyncio.run(send())
+
+
+def read(address: str, fqn: str, ids: Any, **options: Any) -> Any:
+    async def ask() -> Any:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.get(fqn, ids, **options)
+
+    return asyncio.run(ask())
+
+
+def told(address: str) -> Any:
+    """Return the `StatusReply`."""
+
+    async def ask() -> Any:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
+            return await reader.status()
+
+    return asyncio.run(ask())[0]
+
+
+def call(address: str, method: str, *arguments: Any, greeting: Any = None) -> Any:
+    async def ask() -> Any:
+        async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
+            reply = await client.hello(greeting or hello_of_nobody())
+            return await getattr(client, method)(*arguments) if method else reply
+
+    return asyncio.run(ask())
