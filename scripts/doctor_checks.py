@@ -20,6 +20,7 @@ from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.config.server_config import ServerConfig
 from headrace.paramserver.metrics.status_command import show_size
 from headrace.paramserver.process.machine_memory import machine_memory_bytes
+from headrace.paramserver.process.open_files import FILES_OF_STORE
 from headrace.schemas.errors import HeadraceError
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
 
 # Of the pairs that load together, this version is tested with these.
 _TORCH, _TORCHREC = "2.13.", "1.8."
-_FILES_OF_STORE = 4096
 _PROCESS_BYTES = 600 << 20
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"}
 _NUM_SYNCS, _SYNC_BYTES = 32, 256 << 10
@@ -132,7 +132,7 @@ def check_gpu() -> Iterator[Finding]:
 def check_open_files(max_connections: int) -> Iterator[Finding]:
     """Compare the limit of open files with what a shard may need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + _FILES_OF_STORE
+    wanted = max_connections + FILES_OF_STORE
     if hard != resource.RLIM_INFINITY and hard < wanted:
         advice = f"Raise it (ulimit -Hn {wanted}, LimitNOFILE= in systemd), or lower --max-connections."
         yield _problem("open files", f"the limit is {hard}, a shard may need {wanted}", advice)

@@ -87,8 +87,8 @@ def list_snapshots(directory: _Directory, *, as_json: _AsJson = False) -> None:
         print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
     elif manifests:
         table = Table(box=box.SIMPLE)
-        for column in ("name", "made, UTC"):
-            table.add_column(column)
+        table.add_column("name", overflow="fold", min_width=max(len(manifest.name) for manifest in manifests))
+        table.add_column("made, UTC")
         for column in ("epoch", "step", "shards", "tables", "size"):
             table.add_column(column, justify="right")
         for manifest in manifests:

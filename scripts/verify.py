@@ -25,6 +25,7 @@ from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.scripts.progress_bar import ProgressBar, show_rows
 from headrace.scripts.server_flags import Access, with_server_flags
 
 __all__ = ["verify"]
@@ -91,8 +92,8 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
     timeout_s: Annotated[
-        float, typer.Option(help="How long to wait in all, seconds.", min=0.1, metavar="SECONDS")
-    ] = 3600.0,
+        float, typer.Option(help="Give up when no answer has come for so long, seconds.", min=0.1, metavar="SECONDS")
+    ] = 600.0,
     access: Access,
 ) -> int:
     """Add up digests of all rows that a server holds, and compare them with another server's or with saved ones.
@@ -112,21 +113,25 @@ def verify(
         reach_log=reach_log,
     )
 
-    async def compare() -> list[_TableResult]:
+    async def compare(bar: ProgressBar) -> list[_TableResult]:
         async with (
-            asyncio.timeout(timeout_s),
+            asyncio.timeout(timeout_s) as deadline,
             await connect(address) as reader,
         ):
+            progress = _Progress(bar, deadline, timeout_s)
+            await progress.expect(reader, table)
             if against is None or saved is not None:
-                return await _digest_all(reader, table, saved)
+                return await _digest_all(reader, table, saved, progress)
             async with await _connect_to_other(connect, against) as other:
-                return await _compare_servers(reader, other, table)
+                await progress.expect(other, table)
+                return await _compare_servers(reader, other, table, progress)
 
     try:
-        results = asyncio.run(compare())
+        with show_rows("Adding up") as bar:
+            results = asyncio.run(compare(bar))
     except TimeoutError as exc:
         why = reach_log.trouble() or "give it more with --timeout-s"
-        raise ConfigError(f"not done within {format_seconds(timeout_s)}: {why}") from exc
+        raise ConfigError(f"nothing has come for {format_seconds(timeout_s)}: {why}") from exc
     seconds = time.perf_counter() - begin_s
     if save is not None:
         _save(save, results)
@@ -140,18 +145,38 @@ def verify(
 async def _connect_to_other(connect: Callable[[str], Awaitable[EmbeddingReader]], against: str) -> EmbeddingReader:
     try:
         return await connect(against)
-    except UnavailableError as exc:
+    except (ConfigError, UnavailableError) as exc:
         what = "" if ":" in against else "no such file, nor a server of that name: "
-        raise UnavailableError(f"--against {against}: {what}{exc}") from exc
+        raise type(exc)(f"--against {against}: {what}{exc}") from exc
+
+
+class _Progress:
+    """Shows how many rows have been looked at, and puts the deadline off: a store of any size gets its time."""
+
+    def __init__(self, bar: ProgressBar, deadline: asyncio.Timeout, timeout_s: float) -> None:
+        self._bar, self._deadline, self._timeout_s = bar, deadline, timeout_s
+        self._done = self._total = 0
+
+    async def expect(self, reader: EmbeddingReader, only: list[str] | None) -> None:
+        """Take a server's rows into account."""
+        tables = [table for status in await reader.status() for table in status.tables]
+        self._total += sum(table.num_rows_estimate for table in tables if only is None or table.spec.fqn in only)
+
+    def __call__(self, num_rows: int) -> None:
+        self._done += num_rows
+        self._total = max(self._total, self._done)  # it was an estimate
+        self._bar.update(self._done, self._total)
+        if not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
 
 
 async def _digest_all(
-    reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None
+    reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None, progress: _Progress
 ) -> list[_TableResult]:
     async def look(fqn: str) -> _TableResult:
         if fqn not in reader.tables and not (only is not None and saved is None):
             return _TableResult(fqn=fqn, digest=None, problem="not on the server")
-        result = _TableResult(fqn=fqn, digest=await reader.digest(fqn))
+        result = _TableResult(fqn=fqn, digest=await reader.digest(fqn, on_progress=progress))
         if saved is not None:
             _compare_saved(result, saved.get(fqn))
         return result
@@ -172,7 +197,7 @@ def _compare_saved(result: _TableResult, saved: _Saved | None) -> None:
 
 
 async def _compare_servers(
-    reader: EmbeddingReader, other: EmbeddingReader, only: list[str] | None
+    reader: EmbeddingReader, other: EmbeddingReader, only: list[str] | None, progress: _Progress
 ) -> list[_TableResult]:
     async def compare(fqn: str) -> _TableResult:
         result = _TableResult(fqn=fqn, digest=None)
@@ -181,7 +206,7 @@ async def _compare_servers(
         elif difference := reader.tables[fqn].describe_difference(other.tables[fqn]):
             result.problem = difference
         else:
-            ours, theirs = await asyncio.gather(reader.digest(fqn), other.digest(fqn))
+            ours, theirs = await asyncio.gather(*(of.digest(fqn, on_progress=progress) for of in (reader, other)))
             result.digest, result.differing = ours, ours.differing_buckets(theirs)
             for bucket in result.differing:
                 if len(result.row_ids) >= _MAX_NAMED:

@@ -6,7 +6,8 @@ import asyncio
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,9 @@ _ROWS_AT_ONCE = 2048
 # At first fewer: behind a small table's rows come those of others, which are read for nothing.
 _FIRST_ROWS_AT_ONCE = 64
 _MAX_BUCKETS = 256
+# Of one scan; then the answer goes as far as that. Who asks gives up after a minute and asks the same again: what takes
+# longer would never be answered, on a slow disk or of long rows. A second one in the line is answered in time, too.
+_MAX_SCAN_S = 20.0
 _MAX_ROW = 2**63 - 1
 _PRESENT = 1
 
@@ -102,8 +106,10 @@ class Digester:
 class _Scan:
     """One pass over a table, from the first row asked for on."""
 
-    def __init__(self, store: RowStore, query: _Query) -> None:
+    def __init__(self, store: RowStore, query: _Query, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._query = query
+        self._clock = clock
+        self._reached_row = query.first_row
         table_id = query.table.table_id
         self._streams = [
             _Stream(
@@ -118,12 +124,13 @@ class _Scan:
         query, spec = self._query, self._query.table.spec
         buckets: dict[int, tuple[int, int]] = {}
         presence: dict[int, npt.NDArray[np.uint8]] = {}
-        next_row = query.end_row
+        next_row, ends_s = query.end_row, self._clock() + _MAX_SCAN_S
         for ids, weights, states in self._chunks(seq):
             states = {} if query.only_weights else states
             digests = digest_rows(ids, list(_columns(spec, weights, states, query.columns)))
+            is_late = self._clock() > ends_s
             for bucket, digest, count in zip(*(part.tolist() for part in bucket_digests(ids, digests)), strict=True):
-                if bucket not in buckets and len(buckets) == query.max_buckets:
+                if bucket not in buckets and (len(buckets) == query.max_buckets or (is_late and buckets)):
                     next_row = bucket * BUCKET_ROWS
                     break
                 known = buckets.get(bucket, (0, 0))
@@ -131,6 +138,8 @@ class _Scan:
                 if query.with_presence:
                     flags = presence.setdefault(bucket, np.zeros(BUCKET_ROWS, np.uint8))
                     flags[ids[ids // BUCKET_ROWS == bucket] % BUCKET_ROWS] = 1
+            if is_late and self._reached_row // BUCKET_ROWS > max(buckets, default=query.first_row // BUCKET_ROWS):
+                next_row = min(next_row, self._reached_row // BUCKET_ROWS * BUCKET_ROWS)  # amid deleted rows
             if next_row < query.end_row:
                 break
         order = sorted(buckets)
@@ -151,7 +160,7 @@ class _Scan:
         spec, sources = query.table.spec, [stream.source for stream in streams]
         while any([stream.fill() for stream in streams]):  # every one, so no generator
             # Up to here every stream has all of its rows.
-            last_row = min(stream.last_row for stream in streams)
+            last_row = self._reached_row = min(stream.last_row for stream in streams)
             taken = [stream.take_up_to(last_row) for stream in streams]
             if len(sources) == 1 and sources[0].layout.shard == spec.whole:
                 yield _whole_rows(spec, sources[0].layout, *taken[0])

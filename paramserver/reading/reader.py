@@ -39,6 +39,7 @@ from headrace.schemas.tables import ColumnShard, DType, TableSpec
 __all__ = ["EmbeddingReader", "Rows"]
 
 _Int64s = npt.NDArray[np.int64]
+_OnRows = Callable[[int], None]
 _T = TypeVar("_T")
 
 
@@ -268,6 +269,7 @@ class EmbeddingReader:
         with_presence: bool = False,
         only_weights: bool = False,
         timeout_s: float | None = None,
+        on_progress: _OnRows = lambda _: None,
     ) -> TableDigest:
         """Return digests of the rows that the shards have, by bucket, see `schemas/row_digest.py`.
 
@@ -281,6 +283,7 @@ class EmbeddingReader:
             with_presence: Say which rows are there.
             only_weights: Leave all states out: digests that a replica has too.
             timeout_s: Deadline, seconds; None for none: a shard looks at some hundred thousand rows a second.
+            on_progress: Called every some seconds with the number of rows looked at since the last call.
 
         Raises:
             UnknownTableError: No shard knows the table.
@@ -296,7 +299,8 @@ class EmbeddingReader:
                 end_row = 2**63 - 1 if end_row is None else end_row
                 digest = TableDigest(spec=spec, columns=columns)
                 span = (first_row, end_row)
-                work = [self._digest(digest, link, span, with_presence, only_weights) for link in self._shards]
+                flags = {"with_presence": with_presence, "only_weights": only_weights or None}
+                work = [self._digest(digest, link, span, flags, on_progress) for link in self._shards]
                 await _gather(work)
                 return digest
         except TimeoutError as exc:
@@ -306,11 +310,11 @@ class EmbeddingReader:
             ) from exc
 
     async def _digest(
-        self, digest: TableDigest, link: ShardLink, span: tuple[int, int], with_presence: bool, only_weights: bool
+        self, digest: TableDigest, link: ShardLink, span: tuple[int, int], flags: dict[str, Any], on_rows: _OnRows
     ) -> None:
         first_row, end_row = span
         seq = None
-        max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if with_presence else 24))
+        max_buckets = max(1, link.max_reply_bytes // 2 // (BUCKET_ROWS // 8 if flags["with_presence"] else 24))
         while first_row < min(end_row, digest.spec.num_rows or end_row):
             request = idl.DigestRowsRequest(
                 fqn=digest.spec.fqn,
@@ -319,11 +323,11 @@ class EmbeddingReader:
                 column_offset=digest.columns.offset,
                 width=digest.columns.width,
                 max_buckets=max_buckets,
-                with_presence=with_presence,
-                only_weights=only_weights or None,
+                **flags,
             )
             reply = await retry(lambda: link.digest_rows(request))  # noqa: B023
             digest.add(reply)
+            on_rows(int(np.frombuffer(reply.counts, "<i8").sum()))
             digest.seqs[link.hello.shard] = reply.seq
             digest.is_steady &= seq in (None, reply.seq)
             if reply.next_row <= first_row:

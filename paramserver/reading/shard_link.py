@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -88,6 +90,7 @@ class ShardLink:
         hello: What the shard said last, or what it is expected to be.
         failure: Why the last attempt failed, for a message; None after one that went well.
         places: Bounds what this reader asks of the shard at once.
+        pieces_moved_s: When pieces of a snapshot were last seen to move on, monotonic seconds; -inf before.
     """
 
     def __init__(self, dial: Dial, host: str, port: int, expected: Any = None) -> None:
@@ -104,6 +107,7 @@ class ShardLink:
         self.hello = expected
         self.failure: HeadraceError | None = None
         self.places = asyncio.Semaphore(_NUM_IN_FLIGHT)
+        self.pieces_moved_s = -math.inf
         self._dial = dial
         self._port = port
         self._client: ParamServerClient | None = None
@@ -163,8 +167,14 @@ class ShardLink:
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Ask once for a piece of a snapshot."""
-        client = await self._connected()
-        return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
+        client, timeout_s = await self._connected(), self._dial.timeout_s
+        asked_s = time.monotonic()
+        try:
+            return await self._attempt(client, client.fetch_snapshot(request, timeout_s=timeout_s))
+        finally:
+            # The client ends a call after its time unless long frames move on; twice that is no late timer.
+            if time.monotonic() - asked_s > 2 * timeout_s:
+                self.pieces_moved_s = time.monotonic()
 
     async def expire_rows(self, request: Any) -> Any:
         """Ask once for expiry of rows, or after a run of it."""
@@ -238,18 +248,30 @@ class _ClosedError(UnavailableError):
     retriable = False
 
 
-async def retry(attempt: Callable[[], Awaitable[_T]]) -> _T:
+async def retry(
+    attempt: Callable[[], Awaitable[_T]],
+    *,
+    patience_s: float = math.inf,
+    moved_s: Callable[[], float] = lambda: -math.inf,
+) -> _T:
     """Repeat an attempt until it succeeds, fails for good, or the caller's deadline cancels it.
 
+    Args:
+        attempt: What to do.
+        patience_s: For how long attempts may fail with nothing moving on, seconds: from the first that failed, or from
+            `moved_s` if that is later. An attempt that goes on, however slowly, is no failure.
+        moved_s: Says when an attempt has last been seen to move on, monotonic seconds.
+
     Raises:
-        HeadraceError: One that is not retriable.
+        HeadraceError: One that is not retriable, or that of the last attempt.
     """
-    pause_s = _FIRST_PAUSE_S
+    pause_s, failing_since_s = _FIRST_PAUSE_S, math.inf
     while True:
         try:
             return await attempt()
         except HeadraceError as exc:
-            if not exc.retriable:
+            failing_since_s = min(failing_since_s, time.monotonic())
+            if not exc.retriable or time.monotonic() - max(failing_since_s, moved_s()) > patience_s:
                 raise
             wait_s = pause_s * random.uniform(0.5, 1.0)
             if isinstance(exc, OverloadedError):

@@ -27,16 +27,18 @@ from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.update_log import UpdateLog, UpdateLogConfig
 from headrace.paramserver.process.log_format import fact
 from headrace.paramserver.process.loop_probe import LoopProbe
+from headrace.paramserver.process.open_files import files_for_store
 from headrace.paramserver.process.short_pauses import step_back
 from headrace.paramserver.process.tracing import span
+from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.shard.log_retention import LogRetention
 from headrace.paramserver.shard.metrics_watch import ShardWatch, Watched, count_rows
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshots.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store.applier import Applier, ApplierConfig
-from headrace.paramserver.store.catalog import Catalog, Table
-from headrace.paramserver.store.identity_index import index_stored_rows
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.identity_index import index_in_thread
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
@@ -63,8 +65,7 @@ _WINDOW_PART = 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # A row of a reply: epoch, step and time; and row id, epoch and step of an identity.
 _VERSION_BYTES = _FOUND_BYTES = 3 * 8
-# What one read may ask of the loop: some milliseconds.
-_MAX_TABLES_READ = 1024
+_ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
 
@@ -195,8 +196,9 @@ class Shard:
         """Return rows as the acked batches have left them, applied or not."""
         with_states, with_versions = request.with_states, request.with_versions
         parts = [request, *(request.more or ())]
-        if len(parts) > _MAX_TABLES_READ:
-            raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {_MAX_TABLES_READ}")
+        if len(parts) > MAX_TABLES_READ:
+            raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
+        _check_number(sum(len(part.row_ids) for part in parts) // _ROW_ID_BYTES)
         wanted, reply_bytes = [], 0
         for part in parts:
             table = self._ingest.catalog.find(part.fqn)
@@ -219,6 +221,7 @@ class Shard:
         """Return the rows that have identities, as the acked batches have left them, applied or not."""
         table = self._ingest.catalog.find(request.fqn)
         identities = decode_identities(table, request.identities)
+        _check_number(identities.size)
         self._check_reply(table, identities.size, _FOUND_BYTES)
         found = await self._applier.find(table.table_id, table.spec, identities)
         return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
@@ -250,7 +253,7 @@ class Shard:
 
         Cancellation: the part stays until it is discarded; the shard goes on.
         """
-        part = await self._snapshot_maker.create(request)
+        part = await self._snapshot_maker.create(request, is_wanted=lambda: call.peer.is_connected)
         return idl.CreateSnapshotReply(part=part.encode())
 
     async def finish_snapshot(self, call: Call, request: Any) -> Any:
@@ -262,6 +265,7 @@ class Shard:
             await asyncio.to_thread(self._snapshots.remove, request.name)
         elif request.manifest is None:
             await asyncio.to_thread(self._snapshots.discard, request.name)
+            self._snapshot_maker.let_go(request.name)
         else:
             try:
                 manifest = SnapshotManifest.decode(request.manifest.encode())
@@ -310,8 +314,9 @@ class Shard:
         return ShardWatch(watched, server)
 
     def begin_drain(self) -> None:
-        """Answer the requests that only wait for something to happen. Idempotent."""
+        """Answer the requests that only wait for something to happen, or would take long. Idempotent."""
         self.feed.stop()
+        self._snapshot_maker.stop()
 
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows of this shard."""
@@ -390,6 +395,11 @@ class Shard:
         session.num_connections += 1
 
 
+def _check_number(num_rows: int) -> None:
+    if num_rows > MAX_ROWS_READ:
+        raise RequestError(f"{num_rows} rows with one request: ask for at most {MAX_ROWS_READ} at once")
+
+
 def _row_reply_bytes(spec: TableSpec, with_states: bool, with_versions: bool) -> int:
     """Return what a row takes in a `GetEmbeddingsReply`."""
     states = sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states) if with_states else 0
@@ -429,7 +439,9 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
     """
     log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
     store_config = StoreConfig(
-        block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=config.memtable_bytes // _NUM_MEMTABLES
+        block_cache_bytes=config.block_cache_bytes,
+        write_buffer_bytes=config.memtable_bytes // _NUM_MEMTABLES,
+        max_open_files=files_for_store(),
     )
     applier_config = ApplierConfig(
         window_bytes=max(config.max_backlog_bytes // _WINDOW_PART, 1),
@@ -439,7 +451,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
     async with contextlib.AsyncExitStack() as stack:
         store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
         stack.push_async_callback(asyncio.to_thread, store.close)
-        if num_tables := await asyncio.to_thread(index_stored_rows, store, list(Catalog(store.read_meta()))):
+        if num_tables := await index_in_thread(store):
             fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
         log = await asyncio.to_thread(FileUpdateLog.open, config.directory / "log", config=log_config)
         # The applier is closed after the log, which hands it the last durable batches.

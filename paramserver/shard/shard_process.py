@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 from headrace.paramserver.config.shard_config import ShardConfig
 from headrace.paramserver.process.log_format import configure_logging, fact
 from headrace.paramserver.process.log_repeats import limit_repeats
+from headrace.paramserver.process.open_files import allow_open_files
 from headrace.paramserver.process.short_pauses import shorten_pauses
 from headrace.paramserver.shard.shard_channel import (
     EXIT_CONFIG,
@@ -46,8 +46,6 @@ _log = logging.getLogger(__name__)
 _STDIN_FD = 0
 # What a drain may take beyond `drain_s` before the process ends itself. A supervisor, if there is one, is faster.
 _LAST_GRACE_S = 10.0
-# Files that a shard's log and store may have open at once.
-_FILES_OF_STORE = 4096
 
 
 def main(*arguments: str) -> int:
@@ -64,7 +62,7 @@ def main(*arguments: str) -> int:
     order = ShardOrder.decode(line)
     configure_logging(level=order.log_level, log_format=order.log_format, always={"shard": order.config.shard})
     limit_repeats()
-    max_connections = _allow_open_files(order.config.max_connections)
+    max_connections = allow_open_files(order.config.max_connections)
     order = replace(order, config=replace(order.config, max_connections=max_connections))
     try:
         asyncio.run(_ShardProcess(order, metrics_fd).run())
@@ -79,25 +77,6 @@ def main(*arguments: str) -> int:
         _report(order, ShardReport(error=f"{type(exc).__name__}: {exc}"))
         return EXIT_ERROR
     return EXIT_OK
-
-
-def _allow_open_files(max_connections: int) -> int:
-    """Raise the limit of open files to what the connections and RocksDB may need, as far as this user may.
-
-    Returns:
-        The connections that there may be, so that whoever opens many leaves files to the log: without one it stops.
-    """
-    wanted = max_connections + _FILES_OF_STORE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed >= wanted:
-        return max_connections
-    most = min(max_connections, max(allowed - _FILES_OF_STORE, allowed // 2))
-    message = "the limit of open files is low: raise it (ulimit -n)"
-    fact(_log, logging.WARNING, message, limit=hard, wanted=wanted, max_connections=most)
-    return most
 
 
 def _limits_of(config: ShardConfig) -> ServerLimits:

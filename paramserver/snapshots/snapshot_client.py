@@ -18,6 +18,7 @@ from typing import Any
 import aiofiles
 
 from headrace.paramserver.config.server_config import DEFAULT_PORT
+from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.files.durable_files import fsync_path
 from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.rpc.address import parse_address
@@ -38,7 +39,10 @@ __all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snaps
 
 # One attempt waits this long for the run; a trainer that flushes less often needs more of them.
 _ATTEMPT_S = 10.0
-_CHUNK_BYTES = 8 << 20
+# Pieces of several files are on their way at a time, so that no round trip is waited for; each is short enough to come
+# through before a bad link breaks.
+_CHUNK_BYTES, _FILES_AT_ONCE = 2 << 20, 8
+_DISCARD_S = 60.0
 # A server that is away for longer ends a fetch, which can be taken up again.
 _PATIENCE_S = 60.0
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -81,9 +85,10 @@ async def create_snapshot(
         manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
         finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode())
         await links[0].finish_snapshot(finish)
+        await _discard(links, name)  # there is nothing left of it but the log that each has kept for it
         return manifest
     except BaseException:
-        await _discard(links[0], name)
+        await _discard(links, name)
         raise
     finally:
         await asyncio.gather(*(link.close() for link in links))
@@ -129,14 +134,15 @@ async def fetch_snapshot(
         directory: Where `NAME/` goes; made when it is not there.
         dial: How to connect.
         name: Snapshot; empty for the newest.
-        on_progress: Called with (bytes so far, bytes in all).
+        on_progress: Called with (bytes so far, bytes in all) for each piece that has come; bytes that are fetched once
+            more count once. What it raises ends the fetch.
 
     Raises:
         ConfigError: There is another snapshot of its name in the directory.
         GoneError: There is no such snapshot, or it was removed meanwhile; then what has come is removed, too.
         UnavailableError: The server is not there, or has gone for long.
         CorruptionError: A file came damaged, twice.
-        StorageError: The disk failed.
+        StorageError: The disk failed, or has no room for it.
 
     Cancellation: what has come stays, and a later call goes on from there.
     """
@@ -152,17 +158,8 @@ async def fetch_snapshot(
                     f"{files.folder_of(manifest.name)} is another snapshot of that name: remove it, or fetch elsewhere"
                 )
             return published
-        done, total = 0, manifest.size_bytes
-        folder = files.new_folder(manifest.name)
-        for path, file in manifest.files().items():
-            try:
-                await _fetch_file(link, manifest.name, path, file, folder)
-            except GoneError:  # and so is what a later call would go on from
-                await asyncio.to_thread(files.discard, manifest.name)
-                raise
-            done += file.size_bytes
-            if on_progress is not None:
-                on_progress(done, total)
+        await asyncio.to_thread(_check_room, files, manifest)
+        await _fetch_files(link, manifest, files, on_progress)
         await asyncio.to_thread(files.publish, manifest)
         return manifest
     finally:
@@ -217,7 +214,10 @@ async def _cut(links: list[ShardLink], name: str, run: str | None, at_step: bool
             name=name, epoch=epoch, min_step=step + ahead, wait_ms=round(min(left_s, _ATTEMPT_S) * 1000)
         )
         # Each is waited for, whatever the others say: a part that is still being made cannot be dropped.
+        asked_s = time.monotonic()
         results = await asyncio.gather(*(link.create_snapshot(request) for link in links), return_exceptions=True)
+        # The deadline is for the run to come to a step: hours of hashing are no part of it.
+        deadline_s += max(time.monotonic() - asked_s - request.wait_ms / 1000, 0.0)
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
             if not isinstance(error, UnavailableError | OverloadedError) or time.monotonic() >= deadline_s:
@@ -227,7 +227,7 @@ async def _cut(links: list[ShardLink], name: str, run: str | None, at_step: bool
             return parts
         if time.monotonic() >= deadline_s:
             raise UnavailableError("the shards did not come to one step in time: the run is too fast for it")
-        await _discard(links[0], name)
+        await _discard(links, name)
         # Some had passed the step before they were asked, or the run stands still.
         ahead = 0 if errors else min(2 * ahead + 1, 1 << 20)
 
@@ -242,11 +242,17 @@ async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:
     return epoch, max((client.step for client in clients if client.epoch == epoch), default=-1)
 
 
-async def _discard(link: ShardLink, name: str) -> None:
+async def _discard(links: list[ShardLink], name: str) -> None:
+    """Have what is not published removed, and each shard keep no log for it any more."""
+    request = idl.FinishSnapshotRequest(name=name)
     try:
-        await link.finish_snapshot(idl.FinishSnapshotRequest(name=name))
-    except HeadraceError:
-        return  # swept later; what went wrong before is what matters
+        async with asyncio.timeout(_DISCARD_S):  # so that a shard that hangs does not keep who gives up
+            results = await asyncio.gather(*(link.finish_snapshot(request) for link in links), return_exceptions=True)
+    except TimeoutError:
+        return  # swept later
+    for result in results:  # but ours: swept later; what went wrong before is what matters
+        if isinstance(result, BaseException) and not isinstance(result, HeadraceError):
+            raise result
 
 
 async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
@@ -261,18 +267,74 @@ async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
             raise CorruptionError(f"{link.address}: the manifest of snapshot {name!r} does not come whole")
 
 
-async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotFile, folder: Path) -> None:
-    """Bring one file, going on where an earlier call has stopped; once more from the beginning if it is damaged."""
-    target = folder / path
+async def _fetch_files(
+    link: ShardLink, manifest: SnapshotManifest, files: SnapshotFiles, on_progress: Callable[[int, int], None] | None
+) -> None:
+    """Bring all files, some at a time; the first error ends them all."""
+    done, total = 0, manifest.size_bytes
+    waiting, folder = iter(manifest.files().items()), files.new_folder(manifest.name)
+
+    def count(new_bytes: int) -> None:
+        nonlocal done
+        done += new_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    async def fetch() -> None:
+        for path, file in waiting:
+            await _fetch_file(link, manifest.name, path, file, folder, count)
+
+    # No `TaskGroup`: up to Python 3.12 an error amid the caller's cancellation takes the cancellation's place.
+    tasks = [asyncio.create_task(fetch(), name="headrace-fetch-files") for _ in range(_FILES_AT_ONCE)]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    if any(isinstance(result, _RemovedError) for result in results):  # and so is what a later call would go on from
+        await asyncio.to_thread(files.discard, manifest.name)
+    for task in ended:
+        task.result()
+
+
+class _RemovedError(GoneError):
+    """The server has no such snapshot, or not any more."""
+
+
+async def _fetch_file(
+    link: ShardLink,
+    name: str,
+    path: str,
+    expected: SnapshotFile,
+    folder: Path,
+    count: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Bring one file, going on where an earlier call has stopped; once more from the beginning if it is damaged.
+
+    `count` is called for what is there and for each piece that comes, with the bytes that had not been there before: 0
+    for those that come once more.
+    """
+    target, counted_bytes = folder / path, 0
+
+    def count_to(size_bytes: int) -> None:
+        nonlocal counted_bytes
+        before, counted_bytes = counted_bytes, max(counted_bytes, min(size_bytes, expected.size_bytes))
+        count(counted_bytes - before)
+
     for attempt in range(2):
         await asyncio.to_thread(_make_folder, target.parent)
         try:
             async with aiofiles.open(target, "ab") as file:
-                while (size_bytes := await file.tell()) < expected.size_bytes:
+                if size_bytes := await file.tell():
+                    count_to(size_bytes)
+                while size_bytes < expected.size_bytes:
                     reply = await _piece(link, name, path, size_bytes)
                     if not reply.data:
                         raise CorruptionError(f"{link.address}: {path} of snapshot {name!r} ends at {size_bytes} bytes")
                     await file.write(reply.data)
+                    size_bytes += len(reply.data)
+                    count_to(size_bytes)
         except OSError as exc:
             raise StorageError(f"{target}: {exc.strerror or exc}") from exc
         try:
@@ -287,14 +349,25 @@ async def _fetch_file(link: ShardLink, name: str, path: str, expected: SnapshotF
 async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:
     request = idl.FetchSnapshotRequest(name=name, path=path, offset=offset, max_bytes=_CHUNK_BYTES)
     try:
-        async with asyncio.timeout(_PATIENCE_S):
-            return await retry(lambda: link.fetch_snapshot(request))
-    except TimeoutError as exc:
-        raise UnavailableError(f"{link.address}: no piece of snapshot {name!r} within {_PATIENCE_S:g} s") from exc
+        return await retry(
+            lambda: link.fetch_snapshot(request), patience_s=_PATIENCE_S, moved_s=lambda: link.pieces_moved_s
+        )
+    except GoneError as exc:
+        raise _RemovedError(str(exc)) from exc
+    except (UnavailableError, OverloadedError) as exc:
+        if not exc.retriable:
+            raise
+        raise UnavailableError(f"{link.address}: no piece of snapshot {name!r} for {_PATIENCE_S:g} s: {exc}") from exc
 
 
 def _published(files: SnapshotFiles, name: str) -> SnapshotManifest | None:
     return files.manifest_of(name) if files.folder_of(name).exists() else None
+
+
+def _check_room(files: SnapshotFiles, manifest: SnapshotManifest) -> None:
+    there = files.new_folder(manifest.name).rglob("*")
+    lacking_bytes = manifest.size_bytes - sum(path.stat().st_size for path in there if path.is_file())
+    check_room(files.path, lacking_bytes, what=f"the rest of snapshot {manifest.name!r}")
 
 
 def _make_folder(path: Path) -> None:

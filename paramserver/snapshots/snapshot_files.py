@@ -14,8 +14,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crc32c import crc32c
@@ -33,6 +33,7 @@ from headrace.schemas.snapshot_manifest import (
 )
 
 __all__ = [
+    "FileIdentity",
     "SnapshotFiles",
     "check_file",
     "hash_file",
@@ -50,8 +51,17 @@ _ROW_FILES = ".sst"
 _STALE_S = 86_400.0
 
 
-FileIdentity = tuple[int, int]
-"""A file whatever its names are: its device and its inode."""
+FileIdentity = tuple[int, int, int, int]
+"""A file whatever its names are: its device and its inode; its length and time of change, as an inode is used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadManifest:
+    """A manifest that was read: of a store of terabytes it lists ten thousands of files, too many to be read often."""
+
+    identity: FileIdentity
+    manifest: SnapshotManifest
+    paths: frozenset[str]
 
 
 class SnapshotFiles:
@@ -66,6 +76,7 @@ class SnapshotFiles:
     def __init__(self, path: Path) -> None:
         """Look into a directory, which need not be there."""
         self.path = path
+        self._read_manifests: dict[str, _ReadManifest] = {}
 
     def folder_of(self, name: str) -> Path:
         """Return the directory of a published snapshot."""
@@ -89,6 +100,8 @@ class SnapshotFiles:
                 names = [entry.name for entry in os.scandir(self.path) if entry.is_dir() and entry.name[0] != "."]
             except FileNotFoundError:
                 names = []
+        for name in set(self._read_manifests).difference(names):
+            self._read_manifests.pop(name, None)
         manifests, damage = [], []
         for name in sorted(names):
             try:
@@ -106,15 +119,23 @@ class SnapshotFiles:
             GoneError: There is no such snapshot.
             CorruptionError: The manifest is damaged.
         """
+        return self._read_manifest(name).manifest
+
+    def _read_manifest(self, name: str) -> _ReadManifest:
         path = self.folder_of(name) / MANIFEST_NAME
         try:
             with _mapped_errors(path):
-                manifest = SnapshotManifest.decode(path.read_bytes())
+                identity = _identity_of(path)
+                known = self._read_manifests.get(name)
+                if known is None or known.identity != identity:
+                    manifest = SnapshotManifest.decode(path.read_bytes())
+                    known = self._read_manifests[name] = _ReadManifest(identity, manifest, frozenset(manifest.files()))
+                return known
         except FileNotFoundError as exc:
+            self._read_manifests.pop(name, None)
             raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
         except CorruptionError as exc:
             raise CorruptionError(f"{path}: {exc}") from exc
-        return manifest
 
     def newest(self, server_id: str | None = None) -> SnapshotManifest | None:
         """Return the newest snapshot that can be read and stays; None when there is none.
@@ -228,13 +249,13 @@ class SnapshotFiles:
             GoneError: The snapshot is not there, or has no such file.
             StorageError: It cannot be read.
         """
-        manifest = self.manifest_of(name)
-        if path and path not in manifest.files():
+        known = self._read_manifest(name)
+        if path and path not in known.paths:
             raise GoneError(f"snapshot {name!r} has no file {path!r}")
         file_path = self.folder_of(name) / (path or MANIFEST_NAME)
         try:
             with _mapped_errors(file_path), open(file_path, "rb") as file:
-                if manifest.lease_s:
+                if known.manifest.lease_s:
                     os.utime(self.folder_of(name))  # its lease begins anew
                 return os.pread(file.fileno(), max_bytes, offset), os.fstat(file.fileno()).st_size
         except FileNotFoundError as exc:
@@ -267,11 +288,16 @@ def read_manifest(folder: Path) -> SnapshotManifest:
         CorruptionError: The manifest is damaged.
         StorageError: It cannot be read.
     """
+    path = folder / MANIFEST_NAME
     try:
         with _mapped_errors(folder):
-            return SnapshotManifest.decode((folder / MANIFEST_NAME).read_bytes())
+            data = path.read_bytes()
     except FileNotFoundError as exc:
         raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}") from exc
+    try:
+        return SnapshotManifest.decode(data)
+    except CorruptionError as exc:
+        raise CorruptionError(f"{path}: {exc}") from exc
 
 
 def check_file(path: Path, expected: SnapshotFile, *, on_progress: Callable[[int], None] | None = None) -> None:
@@ -308,23 +334,36 @@ def hash_file(path: Path, *, on_progress: Callable[[int], None] | None = None) -
     return SnapshotFile(name=path.name, size_bytes=size_bytes, crc32c=crc)
 
 
-def hash_folder(folder: Path, *, known: Mapping[FileIdentity, SnapshotFile] | None = None) -> tuple[SnapshotFile, ...]:
+def hash_folder(
+    folder: Path,
+    *,
+    known: MutableMapping[FileIdentity, SnapshotFile] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[SnapshotFile, ...]:
     """Make a shard's folder last, and return what a manifest says of each of its files.
 
     Args:
         folder: With files that nobody changes any more.
-        known: What is said of these is not read again; see `SnapshotFiles.row_files_of_newest`.
+        known: What is said of these is not read again; see `SnapshotFiles.row_files_of_newest`. The other files of
+            rows are added when they have been read, so that nothing is read twice whatever comes in between.
+        on_progress: Called with the bytes that have been read since the last call; what it raises ends it.
 
     Raises:
         StorageError: A file cannot be read or synced.
     """
+    known = {} if known is None else known
     with _mapped_errors(folder):
         paths = sorted(folder.iterdir())
         files = []
         for path in paths:
+            identity = _identity_of(path)
+            if (before := known.get(identity)) is not None:
+                files.append(replace(before, name=path.name))
+                continue
             fsync_path(path)
-            before = (known or {}).get(_identity_of(path))
-            files.append(replace(before, name=path.name) if before else hash_file(path))
+            files.append(hash_file(path, on_progress=on_progress))
+            if path.suffix == _ROW_FILES:
+                known[identity] = files[-1]
         fsync_path(folder)
         fsync_path(folder.parent)
     return tuple(files)
@@ -332,7 +371,7 @@ def hash_folder(folder: Path, *, known: Mapping[FileIdentity, SnapshotFile] | No
 
 def _identity_of(path: Path) -> FileIdentity:
     status = path.stat()
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -2,13 +2,16 @@
 
 The cut is decided while records get their places in the log: when the run stands exactly at a step, every record up to
 now is in and none behind it is. At that seq the applier stops for as long as the copy takes, some milliseconds besides
-a flush; acks go on meanwhile. Hashing comes afterwards, in a thread.
+a flush; acks go on meanwhile. Hashing comes afterwards, in a thread: hours of it for the first snapshot of a store of
+terabytes. So what has been hashed is remembered for the next attempt, and nothing is hashed for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from headrace.paramserver.ingest.ingest import Ingest
 from headrace.paramserver.log.log_leases import MAX_LEASE_S, LogLeases
 from headrace.paramserver.log.update_log import UpdateLog
-from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, hash_folder
+from headrace.paramserver.snapshots.snapshot_files import FileIdentity, SnapshotFiles, hash_folder
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.durations import format_seconds
@@ -27,8 +30,8 @@ from headrace.schemas.tables import TableSpec
 __all__ = ["SnapshotMaker"]
 
 _MAX_WAIT_S = 3600.0
-# For the other shards, and for publishing, which nobody tells a shard of.
-_PUBLISH_S = 3600.0
+# Who removes log looks for published snapshots first and then for leases: one that is published in between has both.
+_LET_GO_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,33 @@ class SnapshotMaker:
         self._server_id = server_id
         self._shard = shard
         self._is_busy = False
+        self._is_stopping = False
+        self._hashed: dict[FileIdentity, SnapshotFile] = {}  # files of rows of the last attempt
 
-    async def create(self, request: Any) -> ShardPart:
+    def stop(self) -> None:
+        """Hash no more: the shard is about to end. Idempotent."""
+        self._is_stopping = True
+
+    def let_go(self, name: str) -> None:
+        """Keep no log for a snapshot any more, soon: it is published or dropped, or nobody has begun it."""
+        for lease in self._cuts.held():
+            if lease.name == _lease_of(name):
+                self._cuts.renew(lease.name, lease.seq, _LET_GO_S)
+
+    async def create(self, request: Any, *, is_wanted: Callable[[], bool] = lambda: True) -> ShardPart:
         """Answer a `CreateSnapshotRequest`: wait for the cut, copy, hash.
 
+        Args:
+            request: What is asked for.
+            is_wanted: Says whether the caller still waits; asked by a thread, while files are hashed.
+
         Raises:
-            UnavailableError: The run did not come to such a step in time.
+            UnavailableError: The run did not come to such a step in time, or nobody waits for the part any more.
             OverloadedError: Another snapshot is being made.
             StorageError: The disk failed.
 
-        Cancellation: what was copied stays until it is swept; the shard goes on.
+        Cancellation: what was copied stays until it is swept; the shard goes on. Hashing ends, and what has been hashed
+        is not read again by the next attempt.
         """
         if request.epoch < 0 or request.wait_ms < 0:
             raise RequestError(f"epoch {request.epoch} or a wait of {request.wait_ms} ms is out of range")
@@ -86,18 +106,21 @@ class SnapshotMaker:
         if self._is_busy:
             raise OverloadedError("another snapshot is being made", retry_after_s=1.0)
         self._is_busy = True
+        abandoned = threading.Event()
         try:
             await asyncio.to_thread(_make_place, folder)
             # Now, so that there is little left to flush while the applier stands.
             await asyncio.to_thread(self._store.flush)
             cut = await self._wait_for_cut(request, folder)
             await cut.copied
-            hashed = await asyncio.to_thread(self._hash, folder)
-            self._cuts.renew(_lease_of(request), cut.seq + 1, _PUBLISH_S)
+            hashed = await asyncio.to_thread(self._hash, folder, lambda: is_wanted() and not abandoned.is_set())
+            # Others may hash for as long as a call takes. `let_go` is told of the end, unless the caller was killed.
+            self._cuts.renew(_lease_of(request.name), cut.seq + 1, MAX_LEASE_S)
         except BaseException:
-            self._cuts.renew(_lease_of(request), 1, 0)
+            self._cuts.renew(_lease_of(request.name), 1, 0)
             raise
         finally:
+            abandoned.set()
             self._is_busy = False
         return ShardPart(
             shard=self._shard,
@@ -110,9 +133,18 @@ class SnapshotMaker:
             mark=self._log.mark_of(cut.seq),
         )
 
-    def _hash(self, folder: Path) -> tuple[SnapshotFile, ...]:
+    def _hash(self, folder: Path, is_wanted: Callable[[], bool]) -> tuple[SnapshotFile, ...]:
+        def check_wanted(_: int) -> None:
+            if self._is_stopping or not is_wanted():
+                raise UnavailableError("the snapshot is not made: the shard stops, or nobody waits for it any more")
+
         # Once the copy has its links: until then an inode may be given to another file.
-        return hash_folder(folder, known=self._files.row_files_of_newest(self._server_id))
+        known = self._hashed | self._files.row_files_of_newest(self._server_id)
+        self._hashed = known
+        hashed = hash_folder(folder, known=known, on_progress=check_wanted)
+        sizes = {(file.size_bytes, file.crc32c) for file in hashed}  # those of files that have gone are of no use
+        self._hashed = {key: file for key, file in known.items() if (file.size_bytes, file.crc32c) in sizes}
+        return hashed
 
     async def _wait_for_cut(self, request: Any, folder: Path) -> _Cut:
         cut = self._cut_here(request, folder)
@@ -149,12 +181,12 @@ class SnapshotMaker:
         seq = self._ingest.accepted_seq
         copied = self._applier.run_at(seq, lambda: self._store.checkpoint(folder))
         tables = tuple(table.spec for table in self._ingest.catalog)
-        self._cuts.renew(_lease_of(request), seq + 1, MAX_LEASE_S)
+        self._cuts.renew(_lease_of(request.name), seq + 1, MAX_LEASE_S)
         return _Cut(seq, step, tables, copied)
 
 
-def _lease_of(request: Any) -> str:
-    return f"snapshot {request.name}"
+def _lease_of(name: str) -> str:
+    return f"snapshot {name}"
 
 
 def _make_place(folder: Path) -> None:

@@ -44,7 +44,7 @@ _LAST_ROW = 2**63 - 1
 _READ_AHEAD_BYTES = 32 << 20
 _MIN_REGION_BYTES, _MAX_REGION_BYTES = 128 << 10, 1 << 20
 # Files are read once, from one end to the other: a cache would not help.
-_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20)
+_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
 
 
 class SnapshotReader:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.files.durable_files import fsync_path
 from headrace.paramserver.ingest.sessions import Sessions
 from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, NewDataDir, check_target
-from headrace.paramserver.snapshots.snapshot_files import link_or_copy, part_folder, verify_snapshot
+from headrace.paramserver.snapshots.snapshot_files import link_or_copy, part_folder, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.paramserver.snapshots.store_builder import StoreBuilder
 from headrace.paramserver.store.row_store import RowStore
@@ -26,7 +27,7 @@ from headrace.schemas.snapshot_manifest import SnapshotManifest
 __all__ = ["restore_snapshot"]
 
 _WORK = "restore"
-_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20)
+_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
 # Trainers may have taken epochs after the cut, and one of them may still run. So many are passed over, that none is
 # given away a second time.
 _EPOCHS_PASSED_OVER = 1000
@@ -54,11 +55,17 @@ def restore_snapshot(
     Raises:
         ConfigError: There is no snapshot, or something at the target.
         CorruptionError: A file of the snapshot is missing or damaged; it is named.
-        StorageError: The disk failed; nothing was made.
+        StorageError: The disk failed, or has no room for it; nothing was made.
 
     Thread: any without an event loop; it blocks.
     """
     check_target(target.absolute())
+    found = read_manifest(snapshot)
+    is_linked = (
+        num_shards in (None, len(found.parts)) and snapshot.stat().st_dev == target.absolute().parent.stat().st_dev
+    )
+    if not is_linked:
+        check_room(target.absolute().parent, found.size_bytes, what=f"what is made of snapshot {found.name!r}")
     manifest = verify_snapshot(snapshot, on_progress=on_progress)
     if num_shards in (None, len(manifest.parts)):
         _take_files(snapshot, target, manifest)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
+from headrace.paramserver.files.direct_file import write_buffer
 from headrace.paramserver.files.durable_files import fsync_path
 from headrace.paramserver.ingest.sessions import Sessions
 from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, NewDataDir
@@ -39,9 +40,9 @@ __all__ = ["StoreBuilder"]
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20)
-# Rows of all shards that wait to be written, about; each file is a shard's part of it.
-_BUFFER_BYTES = 128 << 20
+_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
+# A file of each shard is written at a time, and 8 bytes of each of its rows stay in memory until it ends.
+_ALL_FILES_BYTES, _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2 << 30, 64 << 20, 256 << 20
 
 
 class StoreBuilder:
@@ -61,7 +62,7 @@ class StoreBuilder:
         specs: Sequence[TableSpec],
         run: str,
         work: str = "backfill",
-        buffer_bytes: int = _BUFFER_BYTES,
+        file_bytes: int | None = None,
     ) -> None:
         """Begin.
 
@@ -71,7 +72,8 @@ class StoreBuilder:
             specs: Its tables, in the order in which their rows will come.
             run: Name of the session that stands for whoever has brought the rows.
             work: What makes the directory, in a word.
-            buffer_bytes: Memory for rows that are not written yet, about; they take twice as much while they are.
+            file_bytes: Length of a file of rows, about; a few bytes of memory for each of its rows. None for what
+                suits a store of terabytes: each file costs time in many places, and none is long enough to be felt.
 
         Raises:
             ConfigError: The target is not empty, or is being made by another process.
@@ -86,9 +88,10 @@ class StoreBuilder:
         self._finished_tables: set[str] = set()
         self._last_row = -1
         self._directory = NewDataDir(target, num_shards=num_shards, work=work)
+        default_bytes = min(max(_ALL_FILES_BYTES // num_shards, _MIN_FILE_BYTES), _MAX_FILE_BYTES)
         with self._directory.mapped_errors():
             self._shards = [
-                _ShardFiles(self._directory.shard_path(shard), buffer_bytes // num_shards)
+                _ShardFiles(self._directory.shard_path(shard), file_bytes or default_bytes)
                 for shard in range(num_shards)
             ]
 
@@ -158,7 +161,7 @@ class StoreBuilder:
         self._table, self._last_row = self._catalog.find(fqn), -1
         with self._directory.mapped_errors():
             for files in self._shards:
-                files.flush()
+                files.end_file()
         return self._table
 
     def finish(self) -> None:
@@ -184,47 +187,53 @@ class StoreBuilder:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for files in self._shards:
+            files.close()
         self._directory.__exit__(kind, exc, traceback)
 
 
 class _ShardFiles:
     """One shard's rows on their way into files."""
 
-    def __init__(self, path: Path, buffer_bytes: int) -> None:
+    def __init__(self, path: Path, file_bytes: int) -> None:
         self.path = path
         self._incoming = path / "incoming"
         self._incoming.mkdir()
-        self._buffer_bytes = buffer_bytes
-        self._table: Table | None = None
-        self._waiting: list[tuple[_Ids, _Array]] = []
-        self._waiting_bytes = 0
+        self._file_bytes = file_bytes
+        self._buffer = write_buffer()
+        self._writer: TableFileWriter | None = None
         self._files: list[Path] = []
 
     def add(self, table: Table, ids: _Ids, records: _Array) -> None:
-        self._table = table
-        self._waiting.append((ids, records))
-        self._waiting_bytes += records.nbytes
-        if self._waiting_bytes >= self._buffer_bytes:
-            self.flush()
+        """Write rows of the table that the file is of, if there is one."""
+        if self._writer is None:
+            config = _STORE_CONFIG
+            self._writer = TableFileWriter(
+                block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key, buffer=self._buffer
+            )
+            self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
+            self._writer.begin(self._files[-1])
+        self._writer.add(Run(table.table_id, table.layout_of(table.spec.whole), ids, records, None))
+        if self._writer.size_bytes >= self._file_bytes:
+            self.end_file()
 
-    def flush(self) -> None:
-        """Write what waits to a file of its own."""
-        if not self._waiting:
-            return
-        table, waiting = self._table, self._waiting
-        assert table is not None
-        layout = table.layout_of(table.spec.whole)
-        runs = [Run(table.table_id, layout, ids, records, None) for ids, records in waiting]
-        path = self._incoming / f"{len(self._files) + 1:06d}.sst"
-        config = _STORE_CONFIG
-        writer = TableFileWriter(block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key)
-        writer.write(path, runs)
-        self._files.append(path)
-        self._waiting, self._waiting_bytes = [], 0
+    def end_file(self) -> None:
+        """Make the file whole; the next rows go to another one."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.finish()
+            finally:
+                writer.close()
+
+    def close(self) -> None:
+        """Leave the file as it is. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
 
     def finish(self, tables: Sequence[Table], meta: dict[bytes, bytes]) -> None:
         """Make the store of the files."""
-        self.flush()
+        self.end_file()
         store = RowStore.open(self.path / "store", config=_STORE_CONFIG)
         try:
             # Without rows it only learns what column shards there are.

@@ -20,10 +20,11 @@ import msgpack
 from headrace.paramserver.files.direct_file import supports_direct_io, write_buffer
 from headrace.paramserver.store.pending import CoalescedRun, Run
 from headrace.paramserver.store.rocks_db import STALL_POLL_S, RocksDb
+from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.store_config import StoreConfig, rocks_options
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
-from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
+from headrace.schemas.row_keys import META_PREFIX, encode_keys
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]
@@ -64,6 +65,7 @@ class RowStore:
         self._flush_lock = threading.Lock()
         self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
         self._unflushed_bytes = 0
+        self._row_counts = FileRowCounts(db.path)
         self._num_errors = 0  # RocksDB's, when it last took in a file
         self._is_new = False  # what tells that the store is ours is in no file yet
         self._layouts: dict[int, tuple[ColumnShard, ...]] = {}
@@ -374,17 +376,16 @@ class RowStore:
 
     def num_rows_estimates(self, table_ids: Sequence[int]) -> list[int]:
         """Return `num_rows_estimate` of each table; RocksDB is asked once, whose list is one of all files."""
-        totals = [self._unflushed_rows[table_id] for table_id in table_ids]
-        bounds = [(key_prefix(table_id), key_prefix(table_id + 1)) for table_id in table_ids]
-        for file in self._db.live_files():
-            start_key, end_key = file["start_key"] or b"", file["end_key"] or b""
+        totals = {table_id: self._unflushed_rows[table_id] for table_id in table_ids}
+        files = self._db.live_files()
+        for file, num_entries in zip(files, self._row_counts.count(files), strict=True):
             # A file holds several tables only where one ends and the next begins: their ids are numbered in one row.
-            low, high = (int.from_bytes(key[:4], "big") for key in (start_key, end_key))
-            num_rows = int(file["num_entries"]) // max(high - max(low, 1) + 1, 1)
-            for at, (first, end) in enumerate(bounds):
-                if start_key < end and end_key >= first:
-                    totals[at] += num_rows
-        return totals
+            low, high = (int.from_bytes((file[key] or b"")[:4], "big") for key in ("start_key", "end_key"))
+            tables = range(max(low, 1), high + 1)  # not those of the metadata, table 0
+            for table_id in tables:
+                if table_id in totals:
+                    totals[table_id] += num_entries // len(tables)
+        return [totals[table_id] for table_id in table_ids]
 
     def scan(
         self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None

@@ -28,6 +28,8 @@ class StoreConfig:
         compression: `none` or `lz4`. Trained floats hardly shrink, and reading them back costs time.
         max_background_jobs: Threads that flush and compact.
         rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs a row.
+        max_open_files: Files that RocksDB holds open (`process/open_files.py`); to read of another one it opens it
+            anew, which is one read of the disk more.
         file_bytes: Rows of at least so many bytes go to RocksDB as a file, fewer through its memtable. A file costs a
             third of the time a row, but a few milliseconds to take in, and a later compaction.
     """
@@ -39,6 +41,7 @@ class StoreConfig:
     compression: str = "none"
     max_background_jobs: int = 2
     rows_per_write: int = 2048
+    max_open_files: int = 512
     file_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class StoreConfig:
             ("bloom_bits_per_key", 1, 30),
             ("max_background_jobs", 2, 256),
             ("rows_per_write", 1, 1 << 20),
+            ("max_open_files", 20, 1 << 30),
             ("file_bytes", 0, 1 << 50),
         ):
             value = getattr(self, name)
@@ -106,7 +110,7 @@ def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     options.set_bytes_per_sync(1 << 20)
     # Past the page cache, which is for what lookups read.
     options.set_use_direct_io_for_flush_and_compaction(is_direct)
-    options.set_max_open_files(512)
+    options.set_max_open_files(config.max_open_files)
     options.enable_statistics()  # hits and misses of the block cache, for the metrics
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(16 << 20)

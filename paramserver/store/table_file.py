@@ -54,7 +54,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class TableFileWriter:
-    """Writes one file; used once.
+    """Writes one file; used once: `write`, or `begin`, `add` and `finish`.
 
     Thread: any; it blocks, and other Python threads run meanwhile, but for fractions of a millisecond.
     """
@@ -70,12 +70,18 @@ class TableFileWriter:
         self._block_bytes = block_bytes
         self._bloom_bits_per_key = bloom_bits_per_key
         self._buffer = buffer or write_buffer()
+        self._file: DirectFileWriter | None = None
         self._offset = 0
         self._hashes: list[npt.NDArray[np.uint64]] = []
         self._index: list[tuple[bytes, _Array, int]] = []  # prefix, last row of each block, bytes of a block
         self._num_blocks = self._num_rows = self._value_bytes = 0
         self._chunks: dict[int, _Array] = {}  # by rows of a block
         self._chunk_value_bytes = -1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes written so far."""
+        return self._offset
 
     def write(self, path: Path, runs: Sequence[Run | CoalescedRun]) -> int:
         """Write rows to a new file and sync it; return its size in bytes.
@@ -87,12 +93,48 @@ class TableFileWriter:
         Raises:
             OSError: The disk failed; what is there is no table.
         """
-        with DirectFileWriter(path, self._buffer) as file:
+        try:
+            self.begin(path)
             for run in runs:
-                self._write_run(file, run)
-            self._write_tail(file)
-            file.sync()
+                self.add(run)
+            return self.finish()
+        finally:
+            self.close()
+
+    def begin(self, path: Path) -> None:
+        """Make the file, or empty the one that is there. `finish` or `close` it.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        self._file = DirectFileWriter(path, self._buffer)
+
+    def add(self, run: Run | CoalescedRun) -> None:
+        """Write rows whose keys are above all before; of each, 8 bytes stay in memory, and some more of each block.
+
+        Raises:
+            OSError: The disk failed; what is there is no table.
+        """
+        assert self._file is not None, "a file that has begun"
+        self._write_run(self._file, run)
+
+    def finish(self) -> int:
+        """Write what a table ends with, sync it, and return its size in bytes. REQUIRES: one row at least.
+
+        Raises:
+            OSError: The disk failed; what is there is no table.
+        """
+        assert self._file is not None, "a file that has begun"
+        self._write_tail(self._file)
+        self._file.sync()
+        self.close()
         return self._offset
+
+    def close(self) -> None:
+        """Close the file as it is. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _write_run(self, file: DirectFileWriter, run: Run | CoalescedRun) -> None:
         prefix = key_prefix(run.table_id, run.layout.shard)

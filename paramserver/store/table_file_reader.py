@@ -60,12 +60,17 @@ _MIN_EQUAL_BLOCKS = 8
 class TableFileReader:
     """One file, open. Use `open`, and with `with`.
 
+    Attributes:
+        path: The file.
+        num_entries: Keys that it holds, rows or not.
+
     Thread: any, one at a time; reading and copying let other Python threads run.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         """Made by `open`."""
         self.path = path
+        self.num_entries = 0
         self._fd = fd
         self._checksum: Callable[[memoryview], int] | None = None
         self._index_at = (0, 0)
@@ -228,6 +233,7 @@ class TableFileReader:
         if not _is_plain(properties):
             return False
         self._index_at = index_offset, index_size
+        self.num_entries = _number(properties, b"num.entries")
         self._has_user_keys = _number(properties, b"index.key.is.user.key") == 1
         return True
 

@@ -22,8 +22,9 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 def test_a_snapshot_from_making_to_removing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is made, listed, verified, fetched to another directory, verified there, found damaged, and pruned."""
     data, copy = tmp_path / "data", tmp_path / "copy"
+    names = ["20261122T113345.194669Z", "one", "two", "three"]  # the first as the time of day makes it
     with ServerProcess.start(data, shards=2) as server:
-        for name in ("one", "two", "three"):
+        for name in names:
             code, out, _ = _run(capsys, "snapshot", "create", server.address, "--name", name)
             assert code == 0 and f"Snapshot {name}: no common step, 2 shards" in out
         code, out, err = _run(capsys, "snapshot", "create", server.address, "--name", "one")
@@ -31,9 +32,9 @@ def test_a_snapshot_from_making_to_removing(tmp_path: Path, capsys: pytest.Captu
         code, out, _ = _run(capsys, "snapshot", "fetch", server.address, "--to", copy)
         assert code == 0 and "Snapshot three" in out
     code, out, _ = _run(capsys, "snapshot", "list", data, "--json")
-    assert code == 0 and [s["name"] for s in json.loads(out)["snapshots"]] == ["one", "two", "three"]
+    assert code == 0 and [s["name"] for s in json.loads(out)["snapshots"]] == names
     code, out, _ = _run(capsys, "snapshot", "list", data)
-    assert code == 0 and all(name in out for name in ("one", "two", "three"))
+    assert code == 0 and all(name in out for name in names)
     assert _run(capsys, "snapshot", "verify", data)[0] == 0
     code, out, _ = _run(capsys, "snapshot", "verify", copy / "three")
     assert code == 0 and "all checksums are right" in out

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import digest_rows
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import verify as verify_module
+from headrace.scripts.progress_bar import ProgressBar
 
 SPEC = TableSpec(
     fqn="items.weight",
@@ -221,6 +223,30 @@ def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path) -> No
     assert main(["verify", servers[1], "--against", str(tmp_path / "digests.json")]) == 0
 
 
+def test_the_deadline_is_for_an_answer_and_not_for_all(
+    servers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store of any size gets its time as long as it gets on, and how far it is is shown."""
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(ProgressBar, "update", lambda _, *at: shown.append(at))
+    rescheduled: list[float | None] = []
+    reschedule = asyncio.Timeout.reschedule
+    monkeypatch.setattr(
+        asyncio.Timeout, "reschedule", lambda self, when: (rescheduled.append(when), reschedule(self, when))[1]
+    )
+    assert main(["verify", servers[0], "--against", servers[1], "--timeout-s", "5000"]) == 0
+    assert shown[-1][0] == 2 * IDS.size and all(done <= total for done, total in shown)
+    assert len([when for when in rescheduled if when and when > time.monotonic() + 4000]) >= len(shown)
+    capsys.readouterr()
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EmbeddingReader, "digest", never)
+    assert main(["verify", servers[0], "--timeout-s", "0.2"]) == 1
+    assert "nothing has come for 0.2 s: give it more with --timeout-s" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """It is said at once, in one line, and of `--against` what it was taken for."""
     assert main(["verify", "127.0.0.1:1"]) == 1
@@ -229,3 +255,5 @@ def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFi
     assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in capsys.readouterr().err
     assert main(["verify", servers[0], "--against", "no-such-file.invalid"]) == 1
     assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--against", "no/such/file"]) == 1
+    assert "--against no/such/file: no such file, nor a server of that name" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,13 +11,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headrace.paramserver.ingest.digester import _Stream
+from headrace.paramserver.ingest.digester import _Query, _Scan, _Stream
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.pending import Run
 from headrace.paramserver.store.row_reader import ShardSource
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import CorruptionError
+from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_keys import encode_keys, key_prefix
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=100_000, dim=1, dtype=DType.FLOAT32)
@@ -50,6 +54,34 @@ def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> N
         found += ids.tolist()
     assert found == list(range(min(num_rows, end_row)))
     assert num_read <= most
+
+
+@pytest.mark.parametrize("live", [100, 2, 0], ids=["all", "few", "none"])
+def test_a_scan_that_takes_long_is_answered_in_parts(live: int, tmp_path: Path) -> None:
+    """Who asks has a deadline and would ask for all of it again: each answer goes on, and parts add up to the whole."""
+    spec = TableSpec(fqn="t", num_rows=8 * BUCKET_ROWS, dim=1, dtype=DType.FLOAT32)
+    table = Table(1, spec, spec.fingerprint)
+    layout = table.layout_of(SPEC.whole)
+    rows = np.arange(0, 8 * BUCKET_ROWS, 97)
+    records = np.zeros(rows.size, layout.dtype)
+    is_deleted = rows % 100 >= live
+    layout.set_header(records, ..., epoch=1, step=rows, time_us=0, flags=np.where(is_deleted, FLAG_DELETED, 0))
+    store = RowStore.open(tmp_path)
+    store.write_runs([Run(1, layout, rows, records, None)], meta={}, applied_seq=1)
+
+    def scan(first_row: int, clock: Callable[[], float]) -> Any:
+        query = _Query(table, SPEC.whole, first_row, 8 * BUCKET_ROWS, 256, False, False)
+        return _Scan(store, query, clock=clock).run(1)
+
+    whole, parts = scan(0, lambda: 0.0), [scan(0, itertools.count(0.0, 15.0).__next__)]
+    while (next_row := parts[-1].next_row) < 8 * BUCKET_ROWS:
+        parts.append(scan(next_row, itertools.count(0.0, 15.0).__next__))
+    assert len(parts) > 2
+    assert whole.next_row == 8 * BUCKET_ROWS
+    for column in ("buckets", "digests", "counts"):
+        assert b"".join(getattr(part, column) for part in parts) == getattr(whole, column)
+    assert np.frombuffer(whole.counts, "<i8").sum() == np.count_nonzero(~is_deleted)
+    store.close()
 
 
 def test_rows_behind_a_damaged_block_are_missed(tmp_path: Path) -> None:

@@ -394,14 +394,18 @@ async def test_shards_that_contradict_each_other_are_not_read() -> None:
         assert [shard.num_reads for shard in shards.shards] == [0, 0]
 
 
+FLAGS = {"with_presence": False, "only_weights": None}
+
+
 @pytest.mark.parametrize("next_row", [100, 99, 0])
 async def test_digests_that_do_not_go_on_are_an_error(next_row: int) -> None:
     """A shard that would have the same rows asked for again and again is not asked again."""
-    asked = []
+    asked: list[int] = []
+    num_rows: list[int] = []
 
     async def answer(request: Any) -> Any:
         asked.append(request.first_row)
-        return idl.DigestRowsReply(seq=1, next_row=next_row)
+        return idl.DigestRowsReply(seq=1, next_row=next_row, counts=np.array([3, 4]).tobytes())
 
     link = SimpleNamespace(
         digest_rows=answer, hello=SimpleNamespace(shard=0), address="somewhere:1", max_reply_bytes=64 * KIB
@@ -409,14 +413,18 @@ async def test_digests_that_do_not_go_on_are_an_error(next_row: int) -> None:
     digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
     async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
         with pytest.raises(ProtocolError, match=f"goes on at row {next_row} after row 100"):
-            await reader._digest(digest, link, (100, 200), False, False)  # type: ignore[arg-type]
+            await reader._digest(digest, link, (100, 200), FLAGS, num_rows.append)  # type: ignore[arg-type]
     assert asked == [100]
 
 
 @pytest.mark.parametrize(("seqs", "is_steady"), [([5, 5], True), ([5, 6], False)])
 async def test_digests_of_several_places_in_the_log_are_not_steady(seqs: list[int], is_steady: bool) -> None:
-    """Answers are of one moment only if the log has not moved from the first to the last."""
-    answers = [idl.DigestRowsReply(seq=seq, next_row=row) for seq, row in zip(seqs, (150, 200), strict=True)]
+    """Answers are of one moment only if the log has not moved from the first to the last; each tells of its rows."""
+    num_rows: list[int] = []
+    answers = [
+        idl.DigestRowsReply(seq=seq, next_row=row, counts=np.array([row]).tobytes())
+        for seq, row in zip(seqs, (150, 200), strict=True)
+    ]
 
     async def answer(request: Any) -> Any:
         return answers.pop(0)
@@ -424,5 +432,6 @@ async def test_digests_of_several_places_in_the_log_are_not_steady(seqs: list[in
     link = SimpleNamespace(digest_rows=answer, hello=SimpleNamespace(shard=3), max_reply_bytes=64 * KIB)
     digest = SimpleNamespace(spec=SPEC, columns=SPEC.whole, add=lambda reply: None, seqs={}, is_steady=True)
     async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
-        await reader._digest(digest, link, (100, 200), False, False)  # type: ignore[arg-type]
+        await reader._digest(digest, link, (100, 200), FLAGS, num_rows.append)  # type: ignore[arg-type]
     assert (digest.is_steady, digest.seqs, answers) == (is_steady, {3: seqs[1]}, [])
+    assert num_rows == [150, 200]

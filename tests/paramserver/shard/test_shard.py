@@ -20,6 +20,7 @@ from headrace.paramserver.config.shard_config import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.rpc_server import Peer, ThriftServer
+from headrace.paramserver.shard import shard as shard_module
 from headrace.paramserver.shard.shard import Shard, open_shard
 from headrace.schemas.errors import (
     CorruptionError,
@@ -437,8 +438,8 @@ async def test_several_tables_are_read_as_of_one_moment(tmp_path: Path) -> None:
         assert all(of.states[0].name == SPEC.states[0].name and of.epochs is None for of in reply.more)
 
 
-async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
-    """A request whose answer would be longer than a frame is refused before a row of it is looked up."""
+async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for too much, by the length of its answer or in number, is refused before a row of it is looked up."""
     with_identities = dataclasses.replace(SPEC, fqn="users.weight", has_identities=True)
     async with _serving(_config(tmp_path, max_frame_bytes=1 << 16)) as (shard, client):
         await client.hello(_hello(tables=[spec_to_idl(SPEC), spec_to_idl(with_identities)]))
@@ -457,6 +458,11 @@ async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path) -> None:
             await client.get_embeddings(request)
         with pytest.raises(RequestError, match="ask for less at once"):
             await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(3000, "<i8")))
+        monkeypatch.setattr(shard_module, "MAX_ROWS_READ", 100)
+        with pytest.raises(RequestError, match="101 rows with one request"):
+            await _get(client, [1] * 101)
+        with pytest.raises(RequestError, match="101 rows with one request"):
+            await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(101, "<i8")))
 
 
 async def test_a_writer_that_has_gone_amid_its_hello_is_away(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 
 from headrace.paramserver.config.server_config import ServerConfig
 from headrace.paramserver.config.shard_config import ShardConfig
-from headrace.paramserver.shard import shard_process
 from headrace.paramserver.shard.shard_channel import (
     EXIT_CONFIG,
     EXIT_ERROR,
@@ -126,18 +124,6 @@ def test_tells_its_error(tmp_path: Path, behaviour: str, exit_code: int, error: 
         reports = [report for report in iter(started.next_report, None) if report is not None]
         assert reports[-1] == ShardReport(error=error)
         assert started.wait() == exit_code
-
-
-@pytest.mark.parametrize(
-    ("hard", "allowed"), [(resource.RLIM_INFINITY, 12_000), (20_000, 12_000), (10_000, 5904), (1024, 512)]
-)
-def test_connections_leave_files_to_the_log(hard: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where few files may be open, connections beyond their part are refused before the log finds none."""
-    limits = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
-    assert shard_process._allow_open_files(12_000) == allowed
-    assert limits == ([(min(16_096, hard) if hard != resource.RLIM_INFINITY else 16_096, hard)] if hard != 1024 else [])
 
 
 def test_nobody_says_what_to_do() -> None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from crc32c import crc32c
 
+from headrace.paramserver.reading import shard_link
+from headrace.paramserver.reading.shard_link import Dial, ShardLink
 from headrace.paramserver.snapshots import snapshot_client
-from headrace.paramserver.snapshots.snapshot_client import _cut, _fetch_file, _fetch_manifest
-from headrace.schemas.errors import CorruptionError, HeadraceError, OverloadedError, StorageError, UnavailableError
+from headrace.paramserver.snapshots.snapshot_client import _cut, _fetch_file, _fetch_files, _fetch_manifest
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    OverloadedError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
-from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest
 
 
 class _Pieces:
     """A shard that has the first bytes of a file and says that there are more."""
 
     address = "somewhere:1"
+    pieces_moved_s = -math.inf
 
     def __init__(self, data: bytes, *, size_bytes: int) -> None:
         self.data, self.size_bytes = data, size_bytes
@@ -51,6 +65,125 @@ async def test_a_manifest_comes_in_pieces() -> None:
     assert await _fetch_manifest(link, "") == b"{ it is }"  # type: ignore[arg-type]
     assert link.offsets == [0, 2, 4, 6, 8]
     assert link.names == ["", *["one"] * 4]  # the newest may be another by the second piece
+
+
+def _manifest(names: Sequence[str]) -> SnapshotManifest:
+    files = tuple(SnapshotFile(name=name, size_bytes=4, crc32c=crc32c(b"abcd")) for name in names)
+    part = ShardPart(shard=0, server_id="a", seq=3, epoch=1, step=2, tables=(), files=files)
+    return SnapshotManifest(name="one", created_us=1, parts=(part,))
+
+
+class _Waited(_Pieces):
+    """A shard that answers when all that may be asked at a time has been asked, and is away now and then."""
+
+    def __init__(self, *, num_asked: int, clock: list[float], away_s: float) -> None:
+        super().__init__(b"abcd", size_bytes=4)
+        self.num_asked, self.clock, self.away_s = num_asked, clock, away_s
+        self.num_waiting = 0
+        self.is_full = asyncio.Event()
+
+    async def fetch_snapshot(self, request: Any) -> Any:
+        self.num_waiting += 1
+        if self.num_waiting == self.num_asked:
+            self.is_full.set()
+        await self.is_full.wait()
+        if self.away_s:
+            self.clock[0] += self.away_s
+            raise UnavailableError("no answer within 10 s")
+        self.clock[0] += 1000  # however long an answer is on its way
+        return await super().fetch_snapshot(request)
+
+
+@pytest.mark.parametrize(("num_files", "away_s"), [(11, 0.0), (1, 40.0)])
+async def test_pieces_of_several_files_are_on_their_way_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int, away_s: float
+) -> None:
+    """No round trip is waited for; a slow link is given all the time it takes, a server that is away one minute."""
+    clock = [0.0]
+    monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(shard_link, "_LONGEST_PAUSE_S", 0.001)
+    names = [f"{number:06}.sst" for number in range(num_files)]
+    manifest = _manifest(names)
+    link, files = _Waited(num_asked=min(num_files, 8), clock=clock, away_s=away_s), SnapshotFiles(tmp_path)
+    if away_s:
+        with pytest.raises(UnavailableError, match="no piece of snapshot 'one' for 60 s: no answer within 10 s"):
+            await _fetch_files(link, manifest, files, None)  # type: ignore[arg-type]
+        return
+    seen: list[tuple[int, int]] = []
+    await _fetch_files(link, manifest, files, lambda *of: seen.append(of))  # type: ignore[arg-type]
+    assert seen == [(2 * number, 44) for number in range(1, 23)]  # for each piece: they may all end at one time
+    folder = files.new_folder("one") / "shard-0000"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(names, b"abcd")
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [(b"ab", [2, 4]), (b"abcd", [4]), (b"abXd", [4, 4, 4]), (b"aX", [2, 4, 4, 4]), (b"abcdefgh", [4, 4, 4])],
+    ids=["half", "whole", "damaged", "damaged half", "longer"],
+)
+async def test_bytes_count_once_whatever_is_fetched_again(tmp_path: Path, before: bytes, told: list[int]) -> None:
+    """What is there counts at once, and what was damaged tells that it comes, not that there is more than all of it."""
+    link, files = _Pieces(b"abcd", size_bytes=4), SnapshotFiles(tmp_path)
+    target = files.new_folder("one") / "shard-0000" / "CURRENT"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(before)
+    seen: list[tuple[int, int]] = []
+    await _fetch_files(link, _manifest(["CURRENT"]), files, lambda *of: seen.append(of))  # type: ignore[arg-type]
+    assert seen == [(done, 4) for done in told]
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+async def test_only_a_snapshot_that_is_removed_leaves_nothing(tmp_path: Path, is_removed: bool) -> None:
+    """A caller that gives up, as the log behind it is gone, finds what has come there the next time."""
+    link, files = _Pieces(b"abcd", size_bytes=4), SnapshotFiles(tmp_path)
+
+    async def refuse(request: Any) -> Any:
+        raise GoneError("there is no snapshot 'one'")
+
+    def give_up(done: int, total: int) -> None:
+        if is_removed:
+            link.fetch_snapshot = refuse  # type: ignore[method-assign]
+        else:
+            raise GoneError("the log behind it is gone")
+
+    with pytest.raises(GoneError, match="there is no snapshot" if is_removed else "the log behind it"):
+        await _fetch_files(link, _manifest(["CURRENT"]), files, give_up)  # type: ignore[arg-type]
+    assert files.new_folder("one").exists() is not is_removed
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_an_error_takes_no_cancellation_s_place(tmp_path: Path, is_cancelled: bool) -> None:
+    """Who is cancelled ends as such, whatever fails on the way out; and an error is no cancellation."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    class Failing(_Pieces):
+        async def fetch_snapshot(self, request: Any) -> Any:
+            asked.set()
+            try:
+                await goes_on.wait()
+            finally:
+                raise StorageError("the disk is on fire")
+
+    link = Failing(b"abcd", size_bytes=4)
+    fetching = asyncio.create_task(_fetch_files(link, _manifest(["CURRENT"]), SnapshotFiles(tmp_path), None))  # type: ignore[arg-type]
+    await asked.wait()
+    if is_cancelled:
+        fetching.cancel()
+    else:
+        goes_on.set()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else StorageError):
+        await fetching
+    assert fetching.cancelling() == is_cancelled  # a deadline around it would take what is left for a cancellation
+
+
+async def test_a_link_that_is_closed_is_not_said_to_be_away() -> None:
+    """Nobody has waited a minute for a reader that is closed."""
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=1.0)
+    link = ShardLink(dial, "127.0.0.1", 1)
+    await link.close()
+    with pytest.raises(UnavailableError, match=r"^the reader is closed$"):
+        await _fetch_manifest(link, "one")
 
 
 async def test_a_file_that_stops_short_is_refused(tmp_path: Path) -> None:
@@ -137,7 +270,7 @@ async def test_shards_that_are_never_at_one_step_make_no_snapshot() -> None:
     ahead = list(itertools.accumulate(links[0].min_steps[1:], lambda last, _: min(2 * last + 1, 1 << 20), initial=0))
     assert links[0].min_steps == links[1].min_steps == [10 + steps for steps in ahead]
     assert len(ahead) > 1
-    assert links[0].num_discarded == len(ahead) - 1
+    assert [link.num_discarded for link in links] == [len(ahead) - 1] * 2  # each shard keeps log for its part
 
 
 async def test_a_run_that_is_late_is_asked_for_the_same_step_again() -> None:
@@ -148,6 +281,29 @@ async def test_a_run_that_is_late_is_asked_for_the_same_step_again() -> None:
     assert [part.step for part in parts] == [10, 10]
     assert links[0].min_steps == links[1].min_steps == [10, 10, 10]
     assert links[0].num_discarded == 2
+
+
+@pytest.mark.parametrize("hashing_s", [5000.0, 5.0])
+async def test_hours_of_hashing_are_not_the_run_s(monkeypatch: pytest.MonkeyPatch, hashing_s: float) -> None:
+    """The deadline is for the run to come to a step: what a call takes beyond its wait for that puts it off."""
+    clock = [0.0]
+    monkeypatch.setattr(snapshot_client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Hashing(_Running):
+        async def create_snapshot(self, request: Any) -> Any:
+            assert request.wait_ms in (10_000, 5_000)
+            clock[0] += hashing_s
+            self.beyond = self.shard if len(self.min_steps) < 4 else 0
+            return await super().create_snapshot(request)
+
+    links = [Hashing(0, beyond=0), Hashing(1, beyond=1)]
+    if hashing_s < 10:  # two shards, ten seconds an attempt
+        with pytest.raises(UnavailableError, match="did not come to one step in time"):
+            await _cut(links, "one", None, True, 35.0)  # type: ignore[arg-type]
+        return
+    parts = await _cut(links, "one", None, True, 60.0)  # type: ignore[arg-type]
+    assert len({part.step for part in parts}) == 1
+    assert len(links[0].min_steps) == 5
 
 
 async def test_a_shard_that_refuses_is_not_asked_again() -> None:
@@ -163,4 +319,4 @@ async def test_shards_at_one_step_are_a_cut() -> None:
     links = [_Running(0, beyond=2), _Running(1, beyond=2)]
     parts = await _cut(links, "one", "run", True, time.monotonic() + 60)  # type: ignore[arg-type]
     assert [(part.shard, part.step) for part in parts] == [(0, 12), (1, 12)]
-    assert links[0].num_discarded == 0
+    assert [link.num_discarded for link in links] == [0, 0]

@@ -13,7 +13,7 @@ import pytest
 from headrace.paramserver.snapshots import snapshot_files
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, check_file, hash_folder, verify_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError, StorageError
-from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME, ShardPart, SnapshotManifest
 
 
 def make(
@@ -104,6 +104,27 @@ def test_nothing_but_files_of_the_manifest_is_read(tmp_path: Path) -> None:
         files.read("../snapshots/a", "", 0, 10)
 
 
+def test_a_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch asks for pieces by the thousand, and retention and metrics look at all snapshots: each reads it once."""
+    files, decoded = SnapshotFiles(tmp_path), []
+    for name, seq in (("a", 1), ("b", 2)):
+        files.publish(make(files, name, seq=seq))
+    decode = SnapshotManifest.decode
+    monkeypatch.setattr(SnapshotManifest, "decode", lambda data: (decoded.append(1), decode(data))[1])
+    for _ in range(3):
+        assert files.read("a", "shard-0000/CURRENT", 0, 100)
+        assert (newest := files.newest()) is not None and newest.name == "b"
+    assert len(decoded) == 2
+    files.remove("b")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # another one of that name
+    (tmp_path / "b" / MANIFEST_NAME).write_bytes(make(files, "b", seq=9).encode())
+    assert (newest := files.newest()) is not None and newest.parts[0].seq == 9
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(GoneError):
+        files.read("b", "shard-0000/CURRENT", 0, 100)
+    assert files._read_manifests.keys() == {"a"}
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest"])
 def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     """A flipped bit, a cut file, a missing one and a changed manifest are each an error that names the file."""
@@ -118,7 +139,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     else:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    with pytest.raises(CorruptionError, match="manifest" if damage == "manifest" else "000001.sst"):
+    with pytest.raises(CorruptionError, match=r"a/manifest\.json: " if damage == "manifest" else "000001.sst"):
         verify_snapshot(files.folder_of("a"))
     assert len(files.list()[1]) == (damage == "manifest")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import pytest
 from headrace.paramserver.ingest.ingest import Ingest
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.log_leases import LogLeases
-from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, hash_file
 from headrace.paramserver.snapshots.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import OverloadedError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import SnapshotFile
 
 
 @contextlib.asynccontextmanager
@@ -101,3 +104,83 @@ async def test_what_a_killed_attempt_has_left_is_in_nobodys_way(tmp_path: Path) 
             (folder,) = (tmp_path / "snapshots" / ".new-one").iterdir()
             assert sorted(path.name for path in folder.iterdir()) == [file.name for file in part.files]
             (folder / "leftover").touch()
+
+
+async def _write_file(maker: SnapshotMaker) -> None:
+    """Give the shard's store a file of rows."""
+    store = maker._store
+    await asyncio.to_thread(store.write, [b"\0\0\0\1k"], [b"v"], applied_seq=store.applied_seq)
+    await asyncio.to_thread(store.flush)
+
+
+async def test_what_an_attempt_has_hashed_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that were cut at different steps are asked again; each would read all of its store once more."""
+    read: list[str] = []
+
+    def note(path: Path, **settings: Any) -> SnapshotFile:
+        read.append(path.name)
+        return hash_file(path, **settings)
+
+    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", note)
+    async with _making(tmp_path) as (maker, _):
+        await _write_file(maker)
+        first = await maker.create(_request("one", epoch=0, min_step=-1))
+        await asyncio.to_thread(maker._files.discard, "one")
+        rows = [file for file in first.files if file.name.endswith(".sst")]
+        assert rows and {file.name for file in rows} <= set(read)
+        read.clear()
+        await _write_file(maker)
+        second = await maker.create(_request("one", epoch=0, min_step=-1))
+        assert {name for name in read if name.endswith(".sst")} == {
+            file.name for file in second.files if file.name.endswith(".sst") and file not in rows
+        }
+        assert set(rows) <= set(second.files)
+
+
+async def test_the_log_behind_a_part_is_kept_for_the_slowest_shard(tmp_path: Path) -> None:
+    """Others may hash for a day: that long its log is kept, unless the shard is told of the end before."""
+    async with _making(tmp_path) as (maker, cuts):
+        for name in ("one", "two"):
+            await maker.create(_request(name, epoch=0, min_step=-1))
+        maker.let_go("one")
+        maker.let_go("three")
+        left_s = {lease.name: (lease.seq, lease.expires_s - time.monotonic()) for lease in cuts.held()}
+        assert left_s.keys() == {"snapshot one", "snapshot two"}
+        assert left_s["snapshot one"] == (2, pytest.approx(60, abs=30))  # until it is seen that it is published
+        assert left_s["snapshot two"] == (2, pytest.approx(86_400, abs=60))
+
+
+@pytest.mark.parametrize("ends", ["stop", "cancel", "leave"])
+async def test_nothing_is_hashed_for_nobody(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that stops, or whose caller has gone, reads no further: an end would have to wait for it, for hours."""
+    started, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def endless(path: Path, *, on_progress: Callable[[int], None]) -> SnapshotFile:
+        started.set()
+        try:
+            while True:
+                assert goes_on.wait(20)
+                on_progress(1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", endless)
+    async with _making(tmp_path) as (maker, cuts):
+        is_there = [True]
+        request = _request("one", epoch=0, min_step=-1)
+        making = asyncio.create_task(maker.create(request, is_wanted=lambda: is_there[0]))
+        assert await asyncio.to_thread(started.wait, 20)
+        if ends == "stop":
+            maker.stop()
+        elif ends == "leave":
+            is_there[0] = False
+        else:
+            making.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await making
+        goes_on.set()
+        assert await asyncio.to_thread(ended.wait, 20)
+        if ends != "cancel":
+            with pytest.raises(UnavailableError, match="the shard stops"):
+                await making
+        assert cuts.held() == []

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StorageError, match="the disk is full"):
         restore_snapshot(source, tmp_path / "restored")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rows_that_do_not_fit_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before hours of checking and writing; hard links need no room."""
+    source = snapshot(tmp_path, ROWS)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(StorageError, match=r"takes .* MiB, and 0\.0 MiB are free; nothing was written"):
+        restore_snapshot(source, tmp_path / "restored", num_shards=7, on_progress=lambda _: pytest.fail("checks"))
+    restore_snapshot(source, tmp_path / "restored")
 
 
 def test_over_file_systems_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

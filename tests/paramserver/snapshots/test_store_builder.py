@@ -20,9 +20,11 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import ReplayTarget
 from headrace.paramserver.snapshots.store_builder import StoreBuilder
 from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, StorageError
+from headrace.schemas.row_keys import decode_key, key_prefix
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.backfill_send import ask_server
 
@@ -73,7 +75,14 @@ def test_a_lost_store_is_missed(tmp_path: Path) -> None:
 
 
 # Where a process is killed, by the name of what it was about to do.
-_POINTS = ["TableFileWriter.write", "RowStore.write_runs", "DataDir.prepare", "Path.rename", "second rename"]
+_POINTS = [
+    "TableFileWriter.add",
+    "TableFileWriter.finish",
+    "RowStore.write_runs",
+    "DataDir.prepare",
+    "Path.rename",
+    "second rename",
+]
 
 
 @pytest.mark.parametrize("point", _POINTS)
@@ -123,14 +132,38 @@ def test_killed_at_any_moment_it_is_not_there(tmp_path: Path, point: str) -> Non
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the disk is full, one line says so, and nothing is left of what was begun."""
 
-    def fail(self: Any, path: Path, runs: Any) -> int:
-        path.write_bytes(b"half")
+    def fail(self: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TableFileWriter, "write", fail)
+    monkeypatch.setattr(TableFileWriter, "finish", fail)
     with pytest.raises(StorageError, match="the disk is full"):
         build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, range(400))})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_shards", "file_mib"), [(1, 256), (8, 256), (16, 128), (1024, 64)])
+def test_files_are_long_whatever_the_number_of_shards(num_shards: int, file_mib: int, tmp_path: Path) -> None:
+    """A store of terabytes is some thousands of files; those of many shards share what memory they take."""
+    with StoreBuilder(tmp_path / "data", num_shards=num_shards, specs=[ITEMS], run="test") as builder:
+        assert {files._file_bytes for files in builder._shards} == {file_mib << 20}
+
+
+def test_rows_that_come_in_pieces_share_files(tmp_path: Path) -> None:
+    """A file goes on over many additions up to its length, and every row is found in one of them."""
+    with StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="test", file_bytes=8192) as builder:
+        for first in range(0, 500, 5):
+            builder.add(ITEMS.fqn, chunk_of(ITEMS, range(first, first + 5)))
+        builder.finish()
+    found = []
+    for shard in ("shard-0000", "shard-0001"):
+        store = RowStore.open(tmp_path / "data" / shard / "store")
+        ids = [decode_key(key)[2] for key, _ in store.scan(key_prefix(1))]
+        assert ids == sorted(ids)
+        found += ids
+        files = [file for file in store._db.live_files() if file["start_key"][:4] == key_prefix(1)]
+        assert 2 < len(files) < 10
+        store.close()
+    assert sorted(found) == [*range(500)]
 
 
 def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:

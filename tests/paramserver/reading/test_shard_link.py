@@ -1,0 +1,59 @@
+"""How long a link to one shard is tried again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.paramserver.reading import shard_link
+from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
+from headrace.schemas.errors import HeadraceError, UnavailableError
+
+
+class _Client:
+    """A connection on which each call takes so long, by the clock of the test, and then breaks or is answered."""
+
+    is_closed = False
+
+    def __init__(self, clock: list[float], *calls: tuple[float, bool]) -> None:
+        self.clock, self.calls = clock, [*calls]
+
+    async def fetch_snapshot(self, request: Any, *, timeout_s: float) -> str:
+        took_s, is_answered = self.calls.pop(0)
+        self.clock[0] += took_s
+        if not is_answered:
+            raise UnavailableError("the connection broke")
+        return "a piece"
+
+    async def close(self) -> None:
+        """Stay there for the next call."""
+
+
+@pytest.mark.parametrize(
+    ("calls", "num_left"),
+    [
+        ([(0.0, False), (100.0, False), (100.0, False), (0.0, False), (5.0, True)], 0),
+        ([(0.0, False), (10.1, False), (40.0, False), (30.0, False), (5.0, True)], 0),
+        ([(0.0, False), *[(10.1, False)] * 6, (5.0, True)], 1),
+        ([(0.0, False), (100.0, False), *[(10.1, False)] * 6, (5.0, True)], 1),
+    ],
+    ids=["slow", "slow now and then", "away", "away in the end"],
+)
+async def test_patience_is_for_a_shard_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], num_left: int
+) -> None:
+    """A piece that moves on slowly, for longer than a call without a sign of life may take, begins patience anew."""
+    clock = [0.0]
+    monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.0)
+    link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0), "somewhere", 1)
+    client: Any = _Client(clock, *calls)
+    monkeypatch.setattr(link, "_client", client)
+    try:
+        piece = await retry(lambda: link.fetch_snapshot(None), patience_s=60.0, moved_s=lambda: link.pieces_moved_s)
+        assert piece == "a piece"
+    except HeadraceError as exc:
+        assert num_left, exc
+    assert len(client.calls) == num_left
