@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -130,6 +131,8 @@ class ReplicaConfig:
             raise ConfigError(f"replica: missing is {self.missing!r}, not zeros, table_default or error")
         if self.defaults and self.missing != "table_default":
             raise ConfigError("replica: defaults are for missing='table_default'")
+        if isinstance(self.tables, str):
+            raise ConfigError(f"replica: tables is one string, {self.tables!r}: give a set of names")
         check_precision(self.precision)
         for pattern, storage in self.storage.items():
             if not isinstance(storage, MemoryStorage | DiskStorage):
@@ -146,6 +149,23 @@ class ReplicaConfig:
     def wants(self, fqn: str) -> bool:
         """Return whether a table is to be kept."""
         return self.tables is None or fqn in self.tables
+
+    def unmatched(self, fqns: Collection[str]) -> list[str]:
+        """Return a line for each name in the settings that no table has, as where one is misspelled."""
+        lines = []
+        for setting, names in (
+            ("tables", sorted(self.tables or ())),
+            ("storage", list(self.storage)),
+            ("defaults", list(self.defaults)),
+        ):
+            for name in names:
+                is_pattern = setting == "storage" and any(fnmatchcase(fqn, name) for fqn in fqns)
+                if name not in fqns and not is_pattern:
+                    near = difflib.get_close_matches(name, fqns, n=3, cutoff=0.4) or sorted(fqns)[:3]
+                    lines.append(
+                        f"{setting}: {name!r} is no table of the server yet; the nearest are {', '.join(near)}"
+                    )
+        return lines
 
     def storage_of(self, fqn: str) -> MemoryStorage | DiskStorage:
         """Return where a table lives."""

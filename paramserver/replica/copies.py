@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.paramserver.replica.copy_builder import CopyBuilder
@@ -33,12 +33,18 @@ class Copies:
         changed: Notified when something has become visible, or lookups see another copy.
     """
 
-    def __init__(self, builder: CopyBuilder) -> None:
-        """Have no copy yet."""
+    def __init__(self, builder: CopyBuilder, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Have no copy yet.
+
+        Args:
+            builder: Begins them.
+            on_progress: Called, by any thread, whenever a copy that somebody waits for has got on; see `switch`.
+        """
         self.current: Generation | None = None
         self.failure: HeadraceError | None = None
         self.changed = threading.Condition()
         self._builder = builder
+        self._on_progress = on_progress
         self._followed: list[Followed] = []  # the current one last
         self._dropped: list[Followed] = []  # to be closed
         self._beginning: Followed | None = None  # the last that was begun
@@ -81,7 +87,9 @@ class Copies:
         Args:
             snapshot: Directory to begin from; None for what the server has.
             keep_previous: Keep the one before it up to date too.
-            timeout_s: For the other copy to catch up, seconds.
+            timeout_s: Give up when the other copy has not got on for so long, seconds. It gets on whenever some
+                megabytes of it, or records of the log that it lacks, have come: how many there are is the server's
+                affair.
 
         Raises:
             TimeoutError: It has not; lookups go on in the old one. The same is true of every error.
@@ -90,10 +98,31 @@ class Copies:
         Cancellation: lookups see the one or the other, whole.
         """
         async with contextlib.AsyncExitStack() as stack:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
                 await stack.enter_async_context(self._switching)
-                copy = await self._begin(snapshot, has_caught_up)
+                with self._extending(deadline, timeout_s):
+                    copy = await self._begin(snapshot, has_caught_up)
             await self._change_to(copy, keep_previous=keep_previous)
+
+    @contextlib.contextmanager
+    def _extending(self, deadline: asyncio.Timeout, timeout_s: float) -> Iterator[None]:
+        """Put a deadline off whenever the copy that is being begun gets on."""
+        loop, is_over = asyncio.get_running_loop(), False
+
+        def extend() -> None:
+            if not is_over and not deadline.expired():
+                deadline.reschedule(loop.time() + timeout_s)
+
+        def progressed() -> None:
+            loop.call_soon_threadsafe(extend)
+            self._on_progress()
+
+        self._builder.on_progress = progressed
+        try:
+            yield
+        finally:
+            is_over = True
+            self._builder.on_progress = lambda: None
 
     async def roll_back(self) -> None:
         """Have lookups see the copy before the present one, which is dropped.
@@ -141,8 +170,17 @@ class Copies:
         # Also where the server has overtaken since what lookups see of the time that is gone.
         is_set_back = self._is_lost and isinstance(self.newest.lost, SetBackError)
         is_set_back |= any(seq < shown for seq, shown in zip(copy.target_seqs, shown_seqs, strict=False))
+        num_taken = 0
+
+        def is_there() -> bool:
+            nonlocal num_taken
+            before, num_taken = num_taken, _num_taken(copy, self.current, is_set_back)
+            if num_taken > before:
+                self._builder.on_progress()
+            return is_enough(copy, self.current, is_set_back)
+
         try:
-            await copy.show_when(lambda: is_enough(copy, self.current, is_set_back), beside=self._followed[-1:])
+            await copy.show_when(is_there, beside=self._followed[-1:])
         except BaseException:
             self._dropped.append(copy)
             await self._end_dropped()
@@ -238,10 +276,26 @@ def has_caught_up(copy: Followed, old: Generation | None, is_set_back: bool) -> 
     new = copy.generation
     if new.visible is None or any(tail.seq < seq for tail, seq in zip(new.tails, copy.target_seqs, strict=True)):
         return False
-    if old is None or old.server_id != new.server_id or len(old.tails) != len(new.tails) or is_set_back:
+    if old is None or not _has_to_show(new, old, is_set_back):
         return True
     is_behind = old.visible is not None and new.visible < old.visible
     return not is_behind and all(a.visible_seq >= b.visible_seq for a, b in zip(new.tails, old.tails, strict=True))
+
+
+def _has_to_show(new: Generation, old: Generation, is_set_back: bool) -> bool:
+    """Return whether a new copy has to show what the old one does."""
+    return old.server_id == new.server_id and len(old.tails) == len(new.tails) and not is_set_back
+
+
+def _num_taken(copy: Followed, old: Generation | None, is_set_back: bool) -> int:
+    """Return how many of the records that a new copy lacks at first it has taken; see `has_caught_up`.
+
+    Those that come after them do not count: they never end, and a step that does not end is waited for no longer.
+    """
+    new, needed = copy.generation, copy.target_seqs
+    if old is not None and _has_to_show(new, old, is_set_back):
+        needed = tuple(max(seq, tail.visible_seq) for seq, tail in zip(needed, old.tails, strict=True))
+    return sum(min(tail.seq, seq) for tail, seq in zip(new.tails, needed, strict=True))
 
 
 def _describe_lag(copy: Followed) -> str:

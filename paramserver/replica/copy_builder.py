@@ -47,6 +47,8 @@ class CopyBuilder:
 
     Attributes:
         doing: What is waited for while a copy is built; one line without an end.
+        on_progress: Called, by any thread, whenever some megabytes have been fetched, checked or loaded, or a file has
+            been linked.
     """
 
     def __init__(self, address: str, dial: Dial, config: ReplicaConfig) -> None:
@@ -65,6 +67,7 @@ class CopyBuilder:
         self._config = config
         self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
         self.doing = _CONNECTING
+        self.on_progress: Callable[[], None] = lambda: None
         self._fetched: str | None = None  # the snapshot that was fetched last into a directory that stays
 
     def close(self) -> None:
@@ -125,6 +128,8 @@ class CopyBuilder:
         self.doing = _READING
         lease = CopyLease.of(self._config)
         specs = list(reader.tables.values())
+        for line in self._config.unmatched(reader.tables) if specs else ():
+            _log.warning("replica: %s", line)
         storage = Storage(self._config, self._folders, specs)
         try:
             if snapshot is not None:
@@ -154,7 +159,13 @@ class CopyBuilder:
 
     async def _load_live(self, reader: EmbeddingReader, lease: CopyLease, storage: Storage) -> Generation:
         try:
-            return await load_live(reader, is_by_step=self._is_by_step, make_table=storage.make, lease=lease)
+            return await load_live(
+                reader,
+                is_by_step=self._is_by_step,
+                make_table=storage.make,
+                lease=lease,
+                on_progress=lambda: self.on_progress(),
+            )
         except UnknownTableError as exc:  # one that another shard has told of: a trainer is just beginning
             raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
 
@@ -163,14 +174,15 @@ class CopyBuilder:
     ) -> Generation:
         manifest: SnapshotManifest = await asyncio.to_thread(read_manifest, folder)
         async with _hold(reader, manifest, lease) as hold:
-            await asyncio.to_thread(verify_snapshot, folder)
-            self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
-            await asyncio.to_thread(storage.link, folder, manifest)
 
             def check_wanted() -> None:
                 storage.check_open()
                 hold.check()
+                self.on_progress()
 
+            await asyncio.to_thread(verify_snapshot, folder, on_progress=lambda _: check_wanted())
+            self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
+            await asyncio.to_thread(storage.link, folder, manifest, check_wanted=check_wanted)
             return await asyncio.to_thread(
                 load_snapshot,
                 folder,
@@ -207,13 +219,18 @@ class CopyBuilder:
             try:
                 self.doing = f"snapshot {manifest.name!r} is being fetched"
                 async with _hold(reader, manifest, lease) as hold, fetched.alone(hold.check):
+
+                    def check_wanted(_done: int, _total: int, hold: LogHold = hold) -> None:
+                        hold.check()
+                        self.on_progress()
+
                     await asyncio.to_thread(fetched.prepare, manifest)
                     await fetch_snapshot(
                         self._address,
                         fetched.files.path,
                         dial=self._dial,
                         name=manifest.name,
-                        on_progress=lambda *_, hold=hold: hold.check(),
+                        on_progress=check_wanted,
                     )
                     folder = fetched.files.folder_of(manifest.name)
                     in_use.enter_context(snapshot_in_use(folder))

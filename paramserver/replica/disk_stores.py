@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
+from headrace.paramserver.process.open_files import files_for_store
 from headrace.paramserver.snapshots.snapshot_files import link_or_copy, part_folder
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.row_store import RowStore
@@ -84,7 +85,14 @@ class DiskStores:
 
     @classmethod
     def link(
-        cls, folder: Path, snapshot: Path, manifest: SnapshotManifest, *, memory_bytes: int, num_threads: int
+        cls,
+        folder: Path,
+        snapshot: Path,
+        manifest: SnapshotManifest,
+        *,
+        memory_bytes: int,
+        num_threads: int,
+        check_wanted: Callable[[], None] = lambda: None,
     ) -> DiskStores:
         """Open a snapshot as it is, to be written to without changing it.
 
@@ -94,6 +102,7 @@ class DiskStores:
             manifest: Its manifest.
             memory_bytes: For blocks and memtables of all shards.
             num_threads: See `create`.
+            check_wanted: Called before each file; what it raises ends it, and nothing stays.
 
         Raises:
             ConfigError: The directory cannot be used.
@@ -104,7 +113,7 @@ class DiskStores:
         stores: list[RowStore] = []
         try:
             for part in manifest.parts:
-                _link_files(part_folder(snapshot, part), folder / shard_folder(part.shard))
+                _link_files(part_folder(snapshot, part), folder / shard_folder(part.shard), check_wanted)
                 stores.append(RowStore.open(folder / shard_folder(part.shard), config=config))
             return cls(folder, stores, is_linked=True, num_threads=num_threads)
         except BaseException:
@@ -202,10 +211,14 @@ def disk_store_config(memory_bytes: int, *, num_stores: int = 1) -> StoreConfig:
     memtables = int(memory_bytes * _MEMTABLE_SHARE) // (_NUM_MEMTABLES * num_stores)
     memtables = min(max(memtables, _SMALLEST_MEMTABLE_BYTES), _LARGEST_MEMTABLE_BYTES)
     cache = memory_bytes // num_stores - _NUM_MEMTABLES * memtables
-    return StoreConfig(block_cache_bytes=max(cache, _SMALLEST_CACHE_BYTES), write_buffer_bytes=memtables)
+    return StoreConfig(
+        block_cache_bytes=max(cache, _SMALLEST_CACHE_BYTES),
+        write_buffer_bytes=memtables,
+        max_open_files=files_for_store(num_stores),
+    )
 
 
-def _link_files(source: Path, target: Path) -> None:
+def _link_files(source: Path, target: Path, check_wanted: Callable[[], None]) -> None:
     """Make a directory with the files of another, which is not changed whatever is done in the new one.
 
     Raises:
@@ -214,6 +227,7 @@ def _link_files(source: Path, target: Path) -> None:
     try:
         target.mkdir(parents=True)
         for path in source.iterdir():
+            check_wanted()
             link_or_copy(path, target / path.name)
     except OSError as exc:
         raise StorageError(f"replica: linking {source} to {target}: {exc.strerror}") from exc

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +62,8 @@ class EmbeddingReplica:
     own. A server that restarts is found again. When the log that it needs is gone, or the store is another one, it
     begins anew aside, and changes over when the new copy has caught up; lookups go on in the old one.
 
-    Thread: any, for every method. In a forked child all of them raise, and `close` does nothing: each process makes a
-    replica of its own.
+    Thread: any, for every method. In a forked child all of them raise, and `close` does nothing; to one that is spawned
+    a replica cannot be given: each process makes its own.
 
     Attributes:
         num_missing: Ids that lookups have not found, by fqn.
@@ -80,6 +80,7 @@ class EmbeddingReplica:
         server_hostname: str | None = None,
         token: Token | None = None,
         reach_log: ReachLog | None = None,
+        on_progress: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
         """Connect, load, and return when the copy has caught up with the server.
@@ -89,11 +90,13 @@ class EmbeddingReplica:
             snapshot: Directory of a snapshot to begin from; None reads what the server has, or its newest snapshot
                 when there are tables of virtual ids.
             config: Settings; None takes them from `settings`.
-            open_timeout_s: Give up when it has not caught up by then, seconds.
+            open_timeout_s: Give up when the copy has not got on for so long, seconds: nothing of it, nor of the log
+                that it lacks, has come, or it waits for a step's end. There is no bound for all of it.
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name that every shard's certificate has; each shard's own host when None.
             token: For a server that asks for one.
             reach_log: Says which shards cannot be reached; None makes one. Replicas of one server may share it.
+            on_progress: Called, by any thread, whenever a copy has got on in that sense.
             **settings: Fields of `ReplicaConfig`, without `config`.
 
         Raises:
@@ -118,7 +121,7 @@ class EmbeddingReplica:
         self._reach_log = dial.reach_log
         self._counting = threading.Lock()
         self._builder = CopyBuilder(address, dial, self._config)
-        self._copies = Copies(self._builder)
+        self._copies = Copies(self._builder, on_progress)
         self._thread = LoopThread("headrace-replica", owner="the replica")
         try:
             self._switch(snapshot, keep_previous=False, timeout_s=open_timeout_s)
@@ -418,7 +421,7 @@ class EmbeddingReplica:
         Args:
             folder: Directory of the snapshot.
             keep_previous: Keep the old copy up to date too, for `roll_back`; costs its memory.
-            timeout_s: Give up when the new copy has not caught up by then, seconds; the old one stays.
+            timeout_s: Give up when the new copy has not got on for so long, seconds (`open_timeout_s`); the old stays.
 
         Raises:
             ConfigError: There is no snapshot, or not enough memory for both copies; said before anything is loaded.
@@ -457,6 +460,10 @@ class EmbeddingReplica:
         self._builder.close()
         with self._copies.changed:
             self._copies.changed.notify_all()
+
+    def __reduce__(self) -> NoReturn:
+        """Say why there is no pickle: a data loader's workers are given their dataset as one since Python 3.14."""
+        raise TypeError("a replica belongs to the process that made it: make one in each worker, at its first use")
 
     def __enter__(self) -> Self:
         return self

@@ -154,7 +154,7 @@ class EndpointConfig:
         kind=Kind.SECONDS,
         minimum=0.1,
         maximum=_DAY_S,
-        help="Give up when the server is not there, or the copy has not caught up with it, by then.",
+        help="Give up when the server is not there, or nothing more of the copy comes, for so long.",
     )
     lookup_threads: int = setting(
         4, kind=Kind.COUNT, minimum=1, maximum=256, help="Look-ups that run at the same time; others wait their turn."

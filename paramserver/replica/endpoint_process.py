@@ -144,9 +144,6 @@ class ReplicaProcess:
         return _EXIT_OK
 
     def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
-        absent = sorted((self._config.table_names or frozenset()) - replica.tables.keys())
-        if absent:
-            fact(_log, logging.WARNING, "tables that the server does not have yet", tables=", ".join(absent))
         fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
         if self._ready_file is not None:
             self._ready_file.write({**addresses, "pid": os.getpid()})
@@ -190,19 +187,23 @@ class ReplicaProcess:
         """Return a replica that has caught up; while the server is not there, try again.
 
         Raises:
-            UnavailableError: It has not caught up within `start_timeout_s`.
+            UnavailableError: Nothing has got on for `start_timeout_s`, whether in one attempt or in several.
             HeadraceError: It cannot begin, whenever it is tried.
         """
         config, pause_s = self._config, _FIRST_PAUSE_S
-        deadline_s = time.monotonic() + config.start_timeout_s
+        got_on_s = time.monotonic()
+
+        def note_progress() -> None:
+            nonlocal got_on_s
+            got_on_s = time.monotonic()
+
         self._readiness.starting = f"starting: it copies the tables of {config.server}"
         while True:
-            left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
-                return await _in_thread(lambda: self._open(left_s))  # noqa: B023
+                return await _in_thread(lambda: self._open(note_progress))
             except UnavailableError as exc:
                 trouble = self._readiness.reach_log.trouble()
-                if time.monotonic() + pause_s > deadline_s:
+                if time.monotonic() + pause_s > got_on_s + config.start_timeout_s:
                     after = format_seconds(config.start_timeout_s)
                     raise UnavailableError(f"given up after {after} (--start-timeout-s): {trouble or exc}") from exc
                 level = logging.DEBUG  # of what cannot be reached the reach log speaks, less often than it is tried
@@ -212,17 +213,18 @@ class ReplicaProcess:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _open(self, timeout_s: float) -> EmbeddingReplica:
+    def _open(self, on_progress: Callable[[], None]) -> EmbeddingReplica:
         config = self._config
         return EmbeddingReplica(
             config.server,
             snapshot=config.snapshot,
             config=config.replica_config,
-            open_timeout_s=timeout_s,
+            open_timeout_s=config.start_timeout_s,  # all of it, however late the server has come
             ssl_context=self._server_tls,
             server_hostname=config.server_hostname,
             token=self._server_token,
             reach_log=self._readiness.reach_log,
+            on_progress=on_progress,
         )
 
     async def _until_stopped(self, work: Any) -> Any:

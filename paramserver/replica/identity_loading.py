@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from headrace.paramserver.replica.identity_map import IdentityMap
@@ -14,13 +15,14 @@ __all__ = ["load_identities"]
 _ROWS_AT_ONCE = 8192
 
 
-def load_identities(store: RowStore, table: Table, target: IdentityMap) -> None:
+def load_identities(store: RowStore, table: Table, target: IdentityMap, *, check_wanted: Callable[[], None]) -> None:
     """Take the identities of the rows that a shard's store has.
 
     Args:
         store: Open; nobody writes to it.
         table: As the store numbers it.
         target: Of that table.
+        check_wanted: Called every some thousand rows; what it raises ends it.
 
     Raises:
         CorruptionError: A record cannot be read.
@@ -32,6 +34,7 @@ def load_identities(store: RowStore, table: Table, target: IdentityMap) -> None:
         layout = table.layout_of(shard)
         pairs = store.scan(key_prefix(table.table_id, shard))
         while chunk := list(islice(pairs, _ROWS_AT_ONCE)):
+            check_wanted()
             records, presence = layout.decode([value for _, value in chunk])
             row_ids = decode_row_ids([key for key, _ in chunk])
             target.load(row_ids, records["identity"], presence, records["epoch"], records["step"], shard)

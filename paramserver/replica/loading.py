@@ -32,8 +32,11 @@ __all__ = ["load_live", "load_snapshot"]
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
 # ON THE WIRE: `RowPresence` in paramserver.thrift.
 _PRESENT, _DELETED = 1, 2
-# What is asked for at once; of tables so many that their answers come well within a reader's deadline.
-_LIVE_ROWS_AT_ONCE, _LIVE_TABLES_AT_ONCE = 65_536, 256
+# What is asked for at once. It is as good as nothing until all of it is there, so it is no more than comes over a slow
+# link well within the time for which who waits for the copy is patient.
+_LIVE_ROWS_AT_ONCE, _LIVE_BYTES_AT_ONCE, _LIVE_TABLES_AT_ONCE = 65_536, 4 << 20, 256
+# An attempt that moves on is waited for, others are repeated; who waits for the copy may give up sooner.
+_LIVE_TIMEOUT_S = 600.0
 
 
 def load_snapshot(
@@ -76,9 +79,8 @@ def load_snapshot(
                 _load_table(snapshot, target, check_wanted)
         for store, tail in zip(snapshot.stores, tails, strict=True):
             for table in tail.catalog:
-                check_wanted()
                 if table.spec.fqn in generation.identities:
-                    load_identities(store, table, generation.identities[table.spec.fqn])
+                    load_identities(store, table, generation.identities[table.spec.fqn], check_wanted=check_wanted)
         generation.advance()
         return generation
 
@@ -98,6 +100,7 @@ async def load_live(
     is_by_step: bool,
     make_table: _MakeTable,
     lease: CopyLease,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Generation:
     """Return a copy of what a running server holds, read while it goes on.
 
@@ -109,6 +112,7 @@ async def load_live(
         is_by_step: See `Generation`.
         make_table: See `Generation`.
         lease: The shards keep the log that has to be followed when all is read.
+        on_progress: Called whenever some megabytes have been read and loaded.
 
     Raises:
         UnavailableError: A shard does not answer.
@@ -118,11 +122,19 @@ async def load_live(
     """
     before = await reader.status()
     async with LogHold(reader.links, [status.log_seq + 1 for status in before], lease) as hold:
-        return await _read_live(reader, before, hold, is_by_step=is_by_step, make_table=make_table)
+        return await _read_live(
+            reader, before, hold, is_by_step=is_by_step, make_table=make_table, on_progress=on_progress
+        )
 
 
 async def _read_live(
-    reader: EmbeddingReader, before: Sequence[Any], hold: LogHold, *, is_by_step: bool, make_table: _MakeTable
+    reader: EmbeddingReader,
+    before: Sequence[Any],
+    hold: LogHold,
+    *,
+    is_by_step: bool,
+    make_table: _MakeTable,
+    on_progress: Callable[[], None],
 ) -> Generation:
     specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
     specs = {spec.fqn: spec for of_shard in specs_of for spec in of_shard}
@@ -141,8 +153,11 @@ async def _read_live(
 
     for parts in _live_parts(tables[fqn].spec for fqn in tables):
         hold.check()
-        rows = await reader.get_many([(spec.fqn, ids) for spec, ids in parts], with_versions=True)
+        rows = await reader.get_many(
+            [(spec.fqn, ids) for spec, ids in parts], with_versions=True, timeout_s=_LIVE_TIMEOUT_S
+        )
         await asyncio.to_thread(load, [(spec, of_spec) for (spec, _), of_spec in zip(parts, rows, strict=True)])
+        on_progress()
     after = await reader.status()
     tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, hold.marks, strict=True)]
     generation = Generation(
@@ -159,16 +174,19 @@ async def _read_live(
 def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[tuple[TableSpec, npt.NDArray[np.int64]]]]:
     """Yield the rows of tables in parts to be read together: some of one table, or all of several small ones."""
     part: list[tuple[TableSpec, npt.NDArray[np.int64]]] = []
-    num_rows = 0
+    num_rows = num_bytes = 0
     for spec in specs:
         assert spec.num_rows, "a table of virtual ids cannot be read by id"
-        for first in range(0, spec.num_rows, _LIVE_ROWS_AT_ONCE):
-            ids = np.arange(first, min(first + _LIVE_ROWS_AT_ONCE, spec.num_rows), dtype=np.int64)
-            if part and (num_rows + ids.size > _LIVE_ROWS_AT_ONCE or len(part) == _LIVE_TABLES_AT_ONCE):
+        row_bytes = spec.dim * spec.dtype.size_bytes
+        most = min(_LIVE_ROWS_AT_ONCE, _LIVE_BYTES_AT_ONCE // row_bytes)
+        for first in range(0, spec.num_rows, most):
+            ids = np.arange(first, min(first + most, spec.num_rows), dtype=np.int64)
+            num_rows, num_bytes = num_rows + ids.size, num_bytes + ids.size * row_bytes
+            is_full = num_rows > _LIVE_ROWS_AT_ONCE or num_bytes > _LIVE_BYTES_AT_ONCE
+            if part and (is_full or len(part) == _LIVE_TABLES_AT_ONCE):
                 yield part
-                part, num_rows = [], 0
+                part, num_rows, num_bytes = [], ids.size, ids.size * row_bytes
             part.append((spec, ids))
-            num_rows += ids.size
     if part:
         yield part
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from headrace.paramserver.replica.config import DiskStorage, ReplicaConfig
@@ -88,12 +88,13 @@ class Storage:
             default=default,
         )
 
-    def link(self, snapshot: Path, manifest: SnapshotManifest) -> None:
+    def link(self, snapshot: Path, manifest: SnapshotManifest, *, check_wanted: Callable[[], None]) -> None:
         """Take the tables that are to be on disk from a snapshot, as they lie in it.
 
         Args:
             snapshot: Its directory; the files are taken to be what the manifest says (`verify_snapshot`).
             manifest: Its manifest.
+            check_wanted: Called before each file, which may have to be copied; what it raises ends the linking.
 
         Raises:
             ConfigError: The disk's directory cannot be used.
@@ -103,7 +104,16 @@ class Storage:
         """
         config = self._config
         if any(config.wants(fqn) and isinstance(config.storage_of(fqn), DiskStorage) for fqn in manifest.tables):
-            self._open_stores(snapshot, manifest)
+            self._open_stores(
+                lambda folder: DiskStores.link(
+                    folder,
+                    snapshot,
+                    manifest,
+                    memory_bytes=self._cache_bytes,
+                    num_threads=config.disk_threads,
+                    check_wanted=check_wanted,
+                )
+            )
 
     def check_open(self) -> None:
         """Check that somebody still wants the copy.
@@ -120,24 +130,22 @@ class Storage:
         Raises:
             StorageError: A file could not be removed.
         """
+        self._is_closed = True  # first: who links files holds the lock, and looks
         with self._lock:
-            self._is_closed = True
-        if self._stores is not None:
-            self._stores.close()
+            stores = self._stores
+        if stores is not None:
+            stores.close()
 
-    def _open_stores(self, snapshot: Path | None = None, manifest: SnapshotManifest | None = None) -> DiskStores:
+    def _open_stores(self, link: Callable[[Path], DiskStores] | None = None) -> DiskStores:
         with self._lock:
             self.check_open()
             if self._stores is None:
                 assert self._folders is not None, "a table on disk has a directory"
-                folder, threads = self._folders.new(), self._config.disk_threads
-                if snapshot is not None and manifest is not None:
-                    self._stores = DiskStores.link(
-                        folder, snapshot, manifest, memory_bytes=self._cache_bytes, num_threads=threads
-                    )
-                else:
-                    self._stores = DiskStores.create(folder, memory_bytes=self._cache_bytes, num_threads=threads)
+                self._stores = (link or self._create_stores)(self._folders.new())
             return self._stores
+
+    def _create_stores(self, folder: Path) -> DiskStores:
+        return DiskStores.create(folder, memory_bytes=self._cache_bytes, num_threads=self._config.disk_threads)
 
 
 def _hot_bytes(spec: TableSpec, storage: DiskStorage) -> int:

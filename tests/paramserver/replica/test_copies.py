@@ -81,6 +81,7 @@ class FakeBuilder:
         self.given: list[FakeCopy] = []
         self.held_bytes: list[int] = []
         self.num_cleared = 0
+        self.on_progress: Callable[[], None] = lambda: None
 
     async def build(self, snapshot: Path | None, *, held_bytes: int, on_lost: Any, **_: Any) -> Followed:
         self.held_bytes.append(held_bytes)
@@ -185,6 +186,73 @@ async def test_a_change_that_came_is_not_told_as_late() -> None:
     with pytest.raises(TimeoutError):
         await switch(copies, timeout_s=0.01)
     assert copies.current is second.generation and late.num_closed == 1
+    await copies.close()
+
+
+async def test_a_copy_that_gets_on_is_waited_for() -> None:
+    """The deadline is for one that hangs: it begins anew with all that comes, which any thread may tell of."""
+    copies, builder = made()
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(1000) as deadline:
+        with copies._extending(deadline, 5000):
+            await asyncio.to_thread(builder.on_progress)
+            await until(lambda: (deadline.when() or 0) > loop.time() + 4000)
+            builder.on_progress()
+    builder.on_progress()  # a thread that has not heard of the end
+    await asyncio.sleep(0)
+    await copies.close()
+
+
+async def _told(copy: FakeCopy, builder: FakeBuilder, seq: int, visible: Any) -> int:
+    """Let a copy come to a place; return how often it was told meanwhile that it got on."""
+    told: list[int] = []
+    original = builder.on_progress
+    builder.on_progress = lambda: told.append(1)
+    copy.move(seq, visible)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    builder.on_progress = original
+    return len(told)
+
+
+async def test_a_copy_that_catches_up_is_waited_for() -> None:
+    """Records that it lacks are progress, also those that only the old copy had; what comes after them is none."""
+    first = FakeCopy(seq=50, visible=(5, 50))
+    told: list[int] = []
+    builder = FakeBuilder(first, FakeCopy(seq=0, target_seq=50, visible=None))
+    copies = Copies(cast("Any", builder), lambda: told.append(1))
+    await switch(copies)
+    first.move(50, (5, 50))
+    told.clear()
+    switching = asyncio.create_task(switch(copies, timeout_s=5000))
+    await until(lambda: len(builder.given) == 2)
+    second = builder.given[1]
+    first.move(100, (5, 100))
+    for seq in (20, 50, 80, 100):  # the server had 50 when the copy began, and lookups see 100 by now
+        assert await _told(second, builder, seq, None) == 1
+    assert await _told(second, builder, 100, None) == await _told(second, builder, 5000, None) == 0
+    first.move(200, (5, 110))
+    assert await _told(second, builder, 6000, None) == 1 and not told
+    builder.on_progress()
+    assert told == [1]  # who made the replica hears of it
+    second.move(6000, (5, 110))
+    await switching
+    await copies.close()
+
+
+async def test_the_log_of_a_server_that_was_set_back_is_no_progress_for_ever() -> None:
+    """What lookups see of the time that is gone is not waited for: only what the server had counts."""
+    first, second = FakeCopy(seq=100, visible=(5, 100)), FakeCopy(seq=0, target_seq=50, visible=None)
+    copies, builder = made(first, second)
+    await switch(copies)
+    first.move(100, (5, 100))
+    first.lost = SetBackError("record 100 is another")
+    switching = asyncio.create_task(switch(copies, timeout_s=5000))
+    await until(lambda: second in builder.given)
+    assert await _told(second, builder, 50, None) == 1
+    assert await _told(second, builder, 90, None) == 0
+    second.move(90, (6, 1))
+    await switching
     await copies.close()
 
 

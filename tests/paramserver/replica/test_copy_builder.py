@@ -19,8 +19,8 @@ from shard_servers import serve_shards
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.shard_link import Dial
-from headrace.paramserver.replica import EmbeddingReplica, copy_builder
-from headrace.paramserver.replica.config import ReplicaConfig
+from headrace.paramserver.replica import EmbeddingReplica, copy_builder, disk_stores, loading
+from headrace.paramserver.replica.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.fetched_snapshots import FetchedSnapshots
 from headrace.paramserver.replica.storage import Storage
@@ -28,7 +28,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.shard import Shard
 from headrace.paramserver.snapshots import snapshot_client
 from headrace.paramserver.snapshots.snapshot_client import create_snapshot
-from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, link_or_copy, verify_snapshot
 from headrace.schemas.errors import GoneError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -144,7 +144,7 @@ async def test_a_copy_that_loads_for_long_finds_its_log(
     """A newer snapshot is made meanwhile, the copy's is removed, and the log outgrows retention: it begins once."""
     loading, may_load, loaded = threading.Event(), threading.Event(), []
 
-    def verify_late(folder: Path) -> Any:
+    def verify_late(folder: Path, **_: Any) -> Any:
         loading.set()
         assert may_load.wait(WAIT_S)
         loaded.append(folder.name)
@@ -170,6 +170,54 @@ async def test_a_copy_that_loads_for_long_finds_its_log(
             assert await _looked_up(replica, VIRTUAL.fqn, range(0, 60_000, 7)) == {4.0}
         finally:
             await asyncio.to_thread(replica.close)
+
+
+@pytest.mark.parametrize("kind", ["live", "fetched"])
+async def test_who_waits_for_a_copy_hears_that_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of terabytes a copy takes hours: as long as there is progress no deadline for one that hangs shall end it."""
+    told: list[int] = []
+    monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 10_000)
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL if kind == "fetched" else PLAIN)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        builder = CopyBuilder(server.address, ADMIN, ReplicaConfig())
+        builder.on_progress = lambda: told.append(1)
+        copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
+        # Each part that has been read; files that are fetched, then checked, and rows.
+        assert len(told) == 6 if kind == "live" else len(told) > 10
+        await copy.close()
+        await asyncio.to_thread(copy.generation.close)
+        heard: list[int] = []
+        begin = functools.partial(EmbeddingReplica, server.address, on_progress=lambda: heard.append(1))
+        replica = await asyncio.to_thread(begin)
+        await asyncio.to_thread(replica.close)
+        assert len(heard) >= len(told)
+
+
+async def test_each_file_that_is_linked_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To another file system all of them are copied, which of terabytes takes hours."""
+    told, at_files = [], []
+
+    def link(source: Path, target: Path) -> None:
+        at_files.append(len(told))
+        link_or_copy(source, target)
+
+    monkeypatch.setattr(disk_stores, "link_or_copy", link)
+    config = ReplicaConfig(storage={"*": DiskStorage(memory_bytes=8 * MIB)}, disk_dir=tmp_path / "disk")
+    async with serving(tmp_path / "data") as server:
+        trainer = await server.writer(VIRTUAL)
+        await trainer.write(1, range(100))
+        await server.snapshot("one")
+        builder = CopyBuilder(server.address, ADMIN, config)
+        builder.on_progress = lambda: told.append(1)
+        copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
+        assert len(at_files) > NUM_SHARDS and len(set(at_files)) == len(at_files)
+        await copy.close()
+        await asyncio.to_thread(copy.generation.close)
+        builder.close()
 
 
 async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
@@ -265,7 +313,7 @@ async def test_a_snapshot_that_a_copy_loads_is_not_removed(tmp_path: Path, monke
     """Another replica of the directory changes over to a newer one meanwhile, and leaves the older one where it is."""
     kept, loading, may_load = tmp_path / "kept", threading.Event(), threading.Event()
 
-    def verify_late(folder: Path) -> Any:
+    def verify_late(folder: Path, **_: Any) -> Any:
         if folder.name == "one":
             loading.set()
             assert may_load.wait(WAIT_S)

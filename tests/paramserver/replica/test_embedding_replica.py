@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import threading
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import nn
 from watched_server import wait_until
 
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
+from headrace.paramserver.replica.config import DiskStorage, MemoryStorage
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
@@ -123,6 +125,17 @@ def test_a_forked_child_is_told(server: ServerProcess, training: Training) -> No
         assert_equal(replica, training)
 
 
+def test_no_pickle_is_made(server: ServerProcess, training: Training) -> None:
+    """A replica that a dataset would take to a worker is an error that says what to do, and goes on."""
+    training.step()
+    training.flush()
+    with EmbeddingReplica(server.address) as replica:
+        for make in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="make one in each worker"):
+                make(replica)
+        assert_equal(replica, training)
+
+
 def test_a_closed_replica_answers_nobody(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """Every method says that it is closed, and none waits."""
     training.step()
@@ -217,12 +230,31 @@ def test_tables_come_later_and_only_those_wanted(server: ServerProcess) -> None:
         ({"lease_s": 0}, "lease_s"),
         ({"disk_threads": 0}, "disk_threads"),
         ({"storage": {"a.*": 1 << 30}}, r"storage of 'a\.\*'"),
+        ({"tables": "left.weight"}, "tables is one string"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], says: str) -> None:
     """A setting that is none is an error that names it, before anything is connected to."""
     with pytest.raises(ConfigError, match=says):
         EmbeddingReplica("127.0.0.1:1", **settings)
+
+
+def test_names_that_are_no_tables_are_told(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    """A name or a pattern in the settings that no table has is a warning with the nearest; those that fit are none."""
+    training = Training(server.address)
+    training.step()
+    training.close()
+    settings: dict[str, Any] = {
+        "tables": frozenset({"left.weight", "lift.weight"}),
+        "storage": {"left.*": MemoryStorage(precision="fp16"), "rihgt.*": DiskStorage(memory_bytes=1 << 20)},
+        "missing": "table_default",
+        "defaults": {"left.weight": torch.ones(training.model["left"].weight.shape[1]), "up": torch.ones(4)},
+    }
+    with EmbeddingReplica(server.address, **settings) as replica:
+        assert list(replica.tables) == ["left.weight"]
+    told = [record.message for record in caplog.records if "no table of the server" in record.message]
+    assert [line.split("'")[1] for line in told] == ["lift.weight", "rihgt.*", "up"]
+    assert "tables: 'lift.weight' is no table of the server yet; the nearest are left.weight" in told[0]
 
 
 def test_a_token_is_shown(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from table_rows import ITEMS, chunk_of, snapshot
+from table_rows import ITEMS, USERS, chunk_of, snapshot
 
-from headrace.paramserver.replica import loading
+from headrace.paramserver.replica import identity_loading, loading
 from headrace.paramserver.replica.generation import Generation
 from headrace.paramserver.replica.loading import load_live, load_snapshot
 from headrace.paramserver.replica.log_hold import CopyLease
@@ -54,7 +54,8 @@ class Server:
             self.asked.append("hold")
         return idl.FetchUpdatesReply(records=[], first_seq=1, last_seq=7, mark_before=77)
 
-    async def get_many(self, wanted: Any, *, with_versions: bool) -> Any:
+    async def get_many(self, wanted: Any, *, with_versions: bool, timeout_s: float) -> Any:
+        assert timeout_s >= 600, "a part may be long, and the link slow"
         ((_, ids),) = wanted
         self.asked.append(int(ids[0]))
         if self.asked[-1] == self.removed_at:
@@ -63,9 +64,14 @@ class Server:
         columns = {"weights": np.zeros((ids.size, 1), np.float32), "presence": none.astype(np.uint8)}
         return [SimpleNamespace(row_ids=ids, **columns, epochs=none, steps=none)]
 
-    def load(self) -> Generation:
+    def told(self) -> None:
+        self.asked.append("told")
+
+    def load(self, on_progress: Callable[[], None] = lambda: None) -> Generation:
         lease = CopyLease(name="replica", copy_id="1", lease_s=0.001, is_lasting=True)
-        return asyncio.run(load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease))
+        return asyncio.run(
+            load_live(cast("Any", self), is_by_step=False, make_table=MemoryTable, lease=lease, on_progress=on_progress)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +85,13 @@ def test_the_log_is_kept_while_rows_are_read() -> None:
     (tail,) = server.load().tails
     assert server.asked == ["hold", 0, 10, 20, 30]
     assert (tail.seq, tail.begin_mark) == (7, 77)  # as the shard told before the first read
+
+
+def test_each_part_that_has_come_is_progress() -> None:
+    """Not the attempt to read the first: a server that never answers is not waited for without end."""
+    server = Server()
+    server.load(server.told)
+    assert server.asked == ["hold", 0, "told", 10, "told", 20, "told", 30, "told"]
 
 
 def test_a_log_that_has_gone_ends_the_reading() -> None:
@@ -102,6 +115,17 @@ def test_small_tables_are_read_together() -> None:
     for spec, ids in (pair for part in parts for pair in part):
         found.setdefault(spec.fqn, []).extend(ids.tolist())
     assert found == {spec.fqn: list(range(spec.num_rows)) for spec in specs}
+
+
+def test_wide_rows_are_read_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is some megabytes, whatever a row takes, so that each comes soon also over a slow link."""
+    monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 65_536)
+    sizes = {64: 40_000, 1 << 15: 70, 65_535: 3}
+    specs = [dataclasses.replace(SPEC, fqn=str(dim), dim=dim, num_rows=num_rows) for dim, num_rows in sizes.items()]
+    parts = [[(spec.dim, ids.size) for spec, ids in part] for part in loading._live_parts(specs)]
+    wide = 1 << 15
+    assert parts == [[(64, 16_384)], [(64, 16_384)], [(64, 7232)], [(wide, 32)], [(wide, 32)], [(wide, 6), (65_535, 3)]]
+    assert all(sum(4 * dim * num_rows for dim, num_rows in part) <= 4 << 20 for part in parts)
 
 
 def test_no_more_tables_are_read_together_than_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +165,24 @@ def test_a_snapshot_that_nobody_wants_is_not_loaded_to_its_end() -> None:
     with pytest.raises(UnavailableError):
         loading._load_table(cast("Any", SimpleNamespace(rows=rows)), table, check)
     assert taken == [0, 10] and table.num_present == 10
+
+
+def test_identities_are_loaded_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a billion rows they take an hour: whoever gives the copy up meanwhile, or waits for it, is thought of."""
+    chunk = chunk_of(USERS, range(40))
+    folder = snapshot(tmp_path, {USERS: chunk}, num_shards=1)
+    num_checked = []
+    monkeypatch.setattr(identity_loading, "_ROWS_AT_ONCE", 10)
+    generation = load_snapshot(
+        folder,
+        verify_snapshot(folder),
+        is_by_step=False,
+        make_table=lambda spec: MemoryTable(spec),
+        check_wanted=lambda: num_checked.append(1),
+    )
+    assert len(num_checked) == 1 + 4  # the rows, and ten identities at a time
+    assert chunk.identities is not None
+    assert generation.identities[USERS.fqn].find(chunk.identities).tolist() == list(range(40))
 
 
 def test_a_part_of_another_place_in_the_log_is_not_followed_from(tmp_path: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from table_rows import chunk_of, snapshot
 
+from headrace.paramserver.replica import disk_stores
 from headrace.paramserver.replica.config import DiskStorage, MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.copy_folders import CopyFolders
 from headrace.paramserver.replica.disk_table import DiskTable
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.storage import Storage, memory_needed
+from headrace.paramserver.snapshots.snapshot_files import link_or_copy, read_manifest
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 
+WAIT_S = 10.0
 USER = TableSpec(fqn="user.weight", num_rows=1_000_000, dim=64, dtype=DType.FLOAT32)
 ITEM = TableSpec(fqn="item.weight", num_rows=0, dim=64, dtype=DType.FLOAT32)
 SMALL = TableSpec(fqn="small.weight", num_rows=10, dim=4, dtype=DType.FLOAT32)
@@ -47,6 +53,33 @@ def test_each_table_is_made_where_it_is_to_live(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("copy-*"))
     with pytest.raises(UnavailableError, match="closed"):
         storage.make(USER)
+    folders.close()
+
+
+def test_a_copy_that_is_given_up_links_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes the storage while files are linked, which may be copying, waits for one of them and not for all."""
+    path = snapshot(tmp_path, {USER: chunk_of(USER, range(20))}, num_shards=2)
+    folders = CopyFolders(tmp_path / "disk")
+    storage = Storage(ReplicaConfig(storage={"*": DiskStorage(memory_bytes=8 << 20)}), folders, [USER])
+    linked: list[Path] = []
+    closing = threading.Thread(target=storage.close)
+
+    def link(source: Path, target: Path) -> None:
+        linked.append(source)
+        link_or_copy(source, target)
+        if len(linked) == 2:
+            closing.start()
+            deadline_s = time.monotonic() + WAIT_S
+            while not storage._is_closed:
+                assert time.monotonic() < deadline_s
+                closing.join(0.001)
+            assert closing.is_alive()  # it waits until nothing is linked
+
+    monkeypatch.setattr(disk_stores, "link_or_copy", link)
+    with pytest.raises(UnavailableError, match="closed"):
+        storage.link(path, read_manifest(path), check_wanted=storage.check_open)
+    closing.join()
+    assert len(linked) == 2 and not list((tmp_path / "disk").glob("copy-*"))
     folders.close()
 
 
