@@ -182,6 +182,14 @@ class ShardSettings:
         kind=Kind.PATH,
         help="File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN.",
     )
+    writer_token_file: Path | None = setting(
+        None,
+        kind=Kind.PATH,
+        help="File with a second token, for trainers and readers: who shows it may not snapshot or expire.",
+    )
+    reader_token_file: Path | None = setting(
+        None, kind=Kind.PATH, help="File with another token, for readers: who shows it may not write."
+    )
 
     @property
     def reject_non_finite(self) -> bool:

@@ -13,7 +13,10 @@ from headrace.paramserver.process.machine_memory import machine_memory_bytes
 __all__ = ["ShardConfig"]
 
 _MIN_AUTO_CACHE_BYTES = 32 * 2**20
-_PATHS = ("directory", "tls_certificate", "tls_key", "tls_client_authority", "token_file")
+_PATHS = (
+    *("directory", "tls_certificate", "tls_key", "tls_client_authority"),
+    *("token_file", "writer_token_file", "reader_token_file"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

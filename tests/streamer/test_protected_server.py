@@ -159,3 +159,31 @@ def test_commands_show_their_credentials(
         assert printed.err.count("\n") == 1
         assert printed.err.startswith("headrace: error: ")
         assert OTHER not in printed.err + printed.out
+
+
+def test_each_role_has_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reader's token opens nothing to write with, a writer's nothing to administer with, the first one everything."""
+    secrets = {"reader": SECRET, "writer": OTHER, "admin": "clip-clip-clip-clip"}
+    files = {role: secret_file(tmp_path / role, secret) for role, secret in secrets.items()}
+    tokens = {
+        "token_file": files["admin"],
+        "writer_token_file": files["writer"],
+        "reader_token_file": files["reader"],
+    }
+    with ServerProcess.start(tmp_path / "data", **tokens) as server:
+        for number, role in enumerate(secrets):
+            shown = ["--token-file", str(files[role])]
+            assert main(["status", server.address, *shown]) == 0
+            try:
+                RawEmbeddingStreamer(server.address, run=role, token_file=files[role]).close()
+                is_let_in = True
+            except UnauthorizedError as exc:
+                assert str(exc).endswith("the token is wrong for role writer")
+                is_let_in = False
+            assert is_let_in == (number >= 1)
+            capsys.readouterr()
+            is_let_in = main(["snapshot", "create", server.address, "--now", *shown]) == 0
+            assert is_let_in == (number >= 2)
+            assert is_let_in or "the token is wrong for role admin" in capsys.readouterr().err
+        log = server.log_path.read_text()
+        assert not [secret for secret in secrets.values() if secret in log]

@@ -54,6 +54,22 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
     assert Protection.load(mutual, {}).is_complete
 
 
+@pytest.mark.parametrize("name", ["writer_token_file", "reader_token_file"])
+def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
+    """A role's token stands beside the one that opens every role, and is another; else nobody could write, or all."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(TOKEN)
+    config = ServerConfig(data=Path("d"), **{name: file})  # type: ignore[arg-type]
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} needs --token-file or HEADRACE_TOKEN"):
+        Protection.load(config, {})
+    with pytest.raises(ConfigError, match=f"{flag} {file}: holds a token that opens a higher role too") as caught:
+        Protection.load(config, {"HEADRACE_TOKEN": TOKEN})
+    assert TOKEN not in str(caught.value)
+    assert Protection.load(config, {"HEADRACE_TOKEN": "another-token-of-some-length"}).access is not None
+
+
 def test_half_a_pair(certificate: tuple[Path, Path]) -> None:
     """A certificate without its key, and an authority without both, are mistakes."""
     with pytest.raises(ConfigError, match="go together"):
