@@ -20,7 +20,7 @@ from headrace.paramserver.expiry.expiry_run import RunContext, TableReport, Tabl
 from headrace.paramserver.process.log_format import fact
 from headrace.paramserver.store.catalog import Table
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
-from headrace.schemas.idl import idl
+from headrace.schemas.idl import idl, wire_text
 
 __all__ = ["Expirer"]
 
@@ -151,7 +151,7 @@ class Expirer:
             scanned=run.scanned,
             expired=run.expired,
             tables=[_report_to_idl(report) for report in run.reports],
-            error=run.error,
+            error=None if run.error is None else wire_text(run.error),
         )
 
     def status(self) -> Any:

@@ -48,8 +48,8 @@ class ExpiryPolicy:
 
     Attributes:
         ttl_s: Not updated for longer than this, seconds, by `clock`.
-        clock: `trainer`: the trainer's clock at its last step, so that nothing grows old while nobody trains; `wall`:
-            the server's clock now.
+        clock: `trainer`: the trainer's clock at its last step, so that nothing grows old while nobody trains, but no
+            later than the server's clock now; `wall`: the server's clock now.
         idle_steps: Not updated for more than so many steps.
         min_frequency: Updated more rarely: see `expiry_frequency`. 1 lets go a row that has missed one run.
         decay: What is left of a row's frequency at each run, 0 to below 1.
@@ -132,9 +132,8 @@ def _number(units: Mapping[str, float], kind: type[int] | type[float]) -> Any:
         match = _NUMBER.fullmatch(raw)
         value = None if match is None or match[2] not in units else float(match[1]) * units[match[2]]
         if value is None or (kind is int and not value.is_integer()):
-            raise ConfigError(
-                f"{key}={raw}: not a number{' with one of ' + ', '.join(units) if len(units) > 1 else ''}"
-            )
+            or_with = ", or one with " + ", ".join(filter(None, units)) if len(units) > 1 else ""
+            raise ConfigError(f"{key}={raw}: not a number{or_with}")
         return kind(value)
 
     return parse
@@ -329,7 +328,9 @@ def judge(policy: ExpiryPolicy, horizon: Horizon, rows: RowFacts, *, now_us: int
 def _masks(policy: ExpiryPolicy, horizon: Horizon, rows: RowFacts, now_us: int) -> Iterator[tuple[str, _Mask]]:
     steps, times_us = horizon.present(rows.epochs)
     if policy.ttl_s is not None:
-        present_us = times_us if policy.clock == "trainer" else np.full_like(times_us, now_us)
+        # A trainer's clock that has leapt ahead would make a whole table old at once, and what has gone stays away. So
+        # the earlier of two clocks is the present: while only one of them is ahead, no row goes early.
+        present_us = np.minimum(times_us, now_us) if policy.clock == "trainer" else np.full_like(times_us, now_us)
         # A client may send no time at all: such rows have no age.
         yield "ttl_s", (rows.times_us > 0) & (present_us - rows.times_us > policy.ttl_s * 1e6)
     if policy.idle_steps is not None:

@@ -129,6 +129,7 @@ class TableRun:
         self._scanner: RowScanner | None = None
         self._frequencies: FrequencyFile | None = None
         self._cut: BudgetCut | None = None
+        self._num_named = self._num_kept_over = 0  # rows spared: those that policies name, those beyond the budget
         self._due_s = time.monotonic()
 
     async def run(self) -> TableReport:
@@ -183,7 +184,8 @@ class TableRun:
             expired = expired | over
         report.by_policy.update(verdict.by_policy)
         report.expired += int(np.count_nonzero(expired))
-        report.spared += int(np.count_nonzero(verdict.named & ~verdict.may_go))
+        self._num_named += int(np.count_nonzero(verdict.named & ~verdict.may_go))
+        report.spared = max(self._num_named, self._num_kept_over)  # the same rows may be both
         if self._frequencies is not None and not self._is_dry_run:
             await _in_thread(lambda: self._keep_frequencies(facts, ~expired))
         if not self._is_dry_run:
@@ -225,6 +227,7 @@ class TableRun:
                     await asyncio.to_thread(frequencies.close)
             if within is None:
                 num_over = live - expired - budget
+                self._num_kept_over = max(0, num_over - recency.num_rows)
             # Another pass finds fewer rows where some have been updated meanwhile; then fewer go.
             num_over = min(num_over, recency.num_rows)
             if num_over <= 0:

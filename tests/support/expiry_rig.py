@@ -44,7 +44,7 @@ class Rig:
 
     def __init__(self, log: MemoryUpdateLog, applier: Applier, ingest: Ingest, store: RowStore, path: Path) -> None:
         self.log, self.applier, self.ingest, self.store, self.path = log, applier, ingest, store, path
-        self.now_us = 0
+        self.now_us = 10**15  # later than any step
         self.slept_s: list[float] = []
         self.writer = TombstoneWriter(ingest, clock_us=lambda: self.now_us)
         self._client_seqs: dict[tuple[str, str, int], int] = {}

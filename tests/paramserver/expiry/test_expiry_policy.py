@@ -32,7 +32,7 @@ def _facts(epochs: list[int], steps: list[int], **more: Any) -> RowFacts:
     )
 
 
-def _expired(policy: str, facts: RowFacts, *, now_us: int = 0, horizon: Horizon = HORIZON) -> list[bool]:
+def _expired(policy: str, facts: RowFacts, *, now_us: int = 10**15, horizon: Horizon = HORIZON) -> list[bool]:
     verdict = judge(ExpiryPolicy.parse(policy), horizon, facts, now_us=now_us)
     return [bool(expired) for expired in verdict.expired]
 
@@ -53,7 +53,7 @@ def test_rules_are_read() -> None:
         (": ttl_s=1", "is not PATTERN: POLICY=VALUE"),
         ("u: ttl=1", "'ttl=1' is no policy; there are ttl_s"),
         ("u: ttl_s", "ttl_s=: not a number"),
-        ("u: ttl_s=3w", "ttl_s=3w: not a number with one of"),
+        ("u: ttl_s=3w", "ttl_s=3w: not a number, or one with s, m, h, d"),
         ("u: idle_steps=1.5", "idle_steps=1.5: not a number"),
         ("u: idle_steps=0", "idle_steps is 0"),
         ("u: ttl_s=1, ttl_s=2", "ttl_s is given twice"),
@@ -99,6 +99,16 @@ def test_time_to_live_goes_by_the_clock_that_is_set() -> None:
     assert wall == [True, False, False, False, False]
 
 
+def test_a_trainers_clock_that_has_leapt_ahead_makes_no_row_old() -> None:
+    """Of the trainer's clock and the server's the earlier one counts: a wrong clock may spare rows and takes none."""
+    year_us = 365 * 86_400 * 1_000_000
+    ahead = Horizon(seq=9, highest_epoch=3, runs={3: RunHorizon(100, year_us)})
+    facts = _facts([3, 3], [1, 1], times_us=[900_000_000, year_us])
+    assert _expired("ttl_s=200", facts, now_us=1_000_000_000, horizon=ahead) == [False, False]
+    assert _expired("ttl_s=90", facts, now_us=1_000_000_000, horizon=ahead) == [True, False]
+    assert _expired("ttl_s=200", facts, now_us=year_us, horizon=ahead) == [True, False]
+
+
 def test_norms_and_frequencies_below_the_least() -> None:
     """A row goes when it is below; NaN is not below anything."""
     facts = _facts([3] * 4, [1] * 4, norms=[0.0, 0.49, 0.5, np.nan], frequencies=[0.0, 1.0, 0.99, 5.0])
@@ -112,7 +122,7 @@ def test_norms_and_frequencies_below_the_least() -> None:
 def test_a_verdict_counts_by_policy_and_what_is_spared() -> None:
     """Each policy's count has the rows that may go; a named row that may not go is no expired one."""
     facts = _facts([3, 3, 3], [1, 50, 99], times_us=[1, 999_999_999, 1])
-    verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=0)
+    verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=10**15)
     assert verdict.by_policy == {"ttl_s": 1, "idle_steps": 2}
     assert verdict.expired.tolist() == [True, True, False]
     assert (verdict.named & ~verdict.may_go).tolist() == [False, False, True]

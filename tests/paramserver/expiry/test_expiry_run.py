@@ -193,8 +193,12 @@ async def test_the_budget_spares_what_may_be_written_yet(tmp_path: Path) -> None
         await rig.hello(1)
         await rig.write(1, 1, [0, 1])
         await rig.write(1, 100, [2, 3])
-        assert (await rig.expire("max_rows=1")).expired == 2
+        report = await rig.expire("max_rows=1", is_dry_run=True)
+        assert (report.expired, report.spared) == (2, 1)
+        assert (await rig.expire("max_rows=1, idle_steps=1")).spared == 1
         assert await rig.present(range(4)) == [2, 3]
+        assert (await rig.expire("max_rows=2")).spared == 0
+        assert (await rig.expire("max_rows=0")).spared == 2
 
 
 async def test_norms_and_frequencies(tmp_path: Path) -> None:
