@@ -10,27 +10,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.paramserver.replica import EmbeddingReplica, ReplicaConfig, ReplicaEmbeddingBagCollection
+    from headrace.paramserver.reading.reader import EmbeddingReader
+    from headrace.paramserver.replica import (
+        DiskStorage,
+        EmbeddingReplica,
+        MemoryStorage,
+        ReplicaConfig,
+        ReplicaEmbeddingBagCollection,
+    )
+    from headrace.paramserver.rpc.security import client_tls_context, load_token
+    from headrace.paramserver.supervisor.launch import ServerProcess
     from headrace.schemas.errors import HeadraceError
-    from headrace.streamer import RawEmbeddingStreamer
+    from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 
 __all__ = [
+    "DiskStorage",
+    "EmbeddingReader",
     "EmbeddingReplica",
     "HeadraceError",
+    "MemoryStorage",
     "RawEmbeddingStreamer",
     "ReplicaConfig",
     "ReplicaEmbeddingBagCollection",
+    "ServerProcess",
+    "StreamerConfig",
     "__version__",
+    "client_tls_context",
+    "load_token",
 ]
 
 __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
+    "DiskStorage": "headrace.paramserver.replica",
+    "EmbeddingReader": "headrace.paramserver.reading.reader",
     "EmbeddingReplica": "headrace.paramserver.replica",
     "HeadraceError": "headrace.schemas.errors",
+    "MemoryStorage": "headrace.paramserver.replica",
     "RawEmbeddingStreamer": "headrace.streamer",
     "ReplicaConfig": "headrace.paramserver.replica",
     "ReplicaEmbeddingBagCollection": "headrace.paramserver.replica",
+    "ServerProcess": "headrace.paramserver.supervisor.launch",
+    "StreamerConfig": "headrace.streamer",
+    "client_tls_context": "headrace.paramserver.rpc.security",
+    "load_token": "headrace.paramserver.rpc.security",
 }
 
 
@@ -38,7 +61,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        raise ImportError(f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'", name="torch") from exc
     globals()[name] = value  # the next use finds it without coming here
     return value
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,30 @@ def test_every_public_name_is_there() -> None:
     for name in headrace.__all__:
         assert getattr(headrace, name) is not None and name in dir(headrace)
     assert not hasattr(headrace, "Nothing")
+
+
+def test_a_name_that_needs_torch_says_so() -> None:
+    """Where torch is not installed, the error is one line with what to do; names for readers are there all the same."""
+    program = """
+import sys
+from importlib.abc import MetaPathFinder
+class NoTorch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, NoTorch())
+from headrace import EmbeddingReader, HeadraceError, ServerProcess, client_tls_context, load_token
+for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig"):
+    try:
+        exec(f"from headrace import {name}")
+    except ImportError as exc:
+        print(exc)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'"
+        for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig")
+    ]
 
 
 def _documented() -> Iterator[Any]:
