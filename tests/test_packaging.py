@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_wheel_has_every_file_and_no_link(built: Path) -> None:
     assert "headrace/paramserver/metrics/status_page/index.html" in names
     rest = {name.partition("/")[0] for name in names} - {"headrace"}
     assert rest == {f"headrace-{__version__}.dist-info"}
+
+
+def test_all_pages_name_the_same_pythons() -> None:
+    """The versions of the classifiers are those that the set-up looks for and takes, and that every page names."""
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    named = f"{', '.join(versions[:-1])} or {versions[-1]}"
+    pages = ("README.md", "CONTRIBUTING.md", "docs/tutorial.md", "deploy/docker/Dockerfile", "scripts/setup-venv")
+    assert not [page for page in pages if named not in (ROOT / page).read_text()]
+    setup = (ROOT / "scripts/setup-venv").read_text()
+    assert " ".join(f"python{version}" for version in versions) + " python3 python;" in setup
+    oldest, newest = (version.replace(".", ", ") for version in (versions[0], versions[-1]))
+    assert setup.count(f"not ({oldest}) <= sys.version_info[:2] <= ({newest})") == 2
 
 
 def test_sdist_has_every_file_and_no_link(built: Path) -> None:
