@@ -6,7 +6,7 @@ by columns, the rowwise states are left out: each part has a copy of its own, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,9 @@ async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *
     )
 
 
-async def mark_what_differs(tables: Sequence[TappedTable], reader: EmbeddingReader, *, marks_absent: bool) -> int:
+async def mark_what_differs(
+    tables: Sequence[TappedTable], reader: EmbeddingReader, *, marks_absent: Callable[[str], bool]
+) -> int:
     """Mark the rows that a store has otherwise than the trainer, and return how many are marked.
 
     Costs the store a pass over its rows, and the network what lies in buckets that differ.
@@ -137,7 +139,7 @@ async def mark_what_differs(tables: Sequence[TappedTable], reader: EmbeddingRead
     Args:
         tables: Not trained meanwhile.
         reader: Of the store.
-        marks_absent: Mark rows too that the store does not have.
+        marks_absent: By fqn, whether rows are marked too that the store does not have.
 
     Cancellation: harmless.
     """
@@ -151,7 +153,7 @@ async def mark_what_differs(tables: Sequence[TappedTable], reader: EmbeddingRead
             continue
         stored, live = await _digests(table, reader)
         found = [await _differing_rows(table, reader, stored, bucket) for bucket in stored.differing_buckets(live)]
-        if marks_absent:
+        if marks_absent(table.spec.fqn):
             found += list(_absent_rows(table, stored))
         for row_ids in found:
             table.dirty.mark(torch.from_numpy(row_ids - table.row_offset))

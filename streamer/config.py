@@ -165,7 +165,8 @@ class StreamerConfig:
         "raise",
         kind=Kind.CHOICE,
         choices=("raise", "resync"),
-        help="When an empty store has taken the old one’s place: `raise` stops streaming, `resync` sends it all rows.",
+        help="When an empty store of as many shards has taken the old one's place: `raise` stops streaming, `resync` "
+        "sends it all rows.",
     )
     metrics_port: int | None = setting(
         None,

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace.paramserver.config.server_config import DEFAULT_PORT
+from headrace.paramserver.ingest.sessions import MAX_NAME_BYTES
 from headrace.paramserver.process.tracing import span
 from headrace.paramserver.rpc.address import parse_address
 from headrace.schemas.errors import ConfigError, HeadraceError
@@ -23,7 +24,7 @@ from headrace.streamer.delivery.delivery import Delivery
 from headrace.streamer.eviction import Evictor, unused_rows
 from headrace.streamer.live_rows import LiveRows, fetch_rows
 from headrace.streamer.metrics import MetricsPort, serve_streamer
-from headrace.streamer.run_state import RunState
+from headrace.streamer.run_state import Resumption, RunState, digest_of, layout_of
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.store_inquiry import StoreInquiry
 from headrace.streamer.taps.tap import Tap, tap_model
@@ -33,7 +34,6 @@ from headrace.streamer.world import World, current_world
 __all__ = ["RawEmbeddingStreamer"]
 
 _log = logging.getLogger(__name__)
-_MAX_RUN_BYTES = 512
 
 
 class RawEmbeddingStreamer:
@@ -53,7 +53,7 @@ class RawEmbeddingStreamer:
     When a program ends without `close`, what is not acked by then is not delivered.
 
     Thread: the training thread's, but `stats`, which any thread may call. In a forked child (a data loader's worker)
-    there is no streamer: steps do nothing, and the methods raise.
+    there is no streamer: steps do nothing, and the methods raise. To a child that is spawned it cannot be given.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class RawEmbeddingStreamer:
             UnauthorizedError: The server asks for other credentials.
         """
         host, port = parse_address(address, default_port=DEFAULT_PORT)
-        if not 1 <= len(run.encode()) <= _MAX_RUN_BYTES or not run.isprintable():
-            raise ConfigError(f"run {run!r} is empty, over {_MAX_RUN_BYTES} bytes or has control characters")
+        if not 1 <= len(run.encode()) <= MAX_NAME_BYTES or not run.isprintable():
+            raise ConfigError(f"run {run[:40]!r} is empty, over {MAX_NAME_BYTES} bytes or has control characters")
         if config is not None and settings:
             raise ConfigError(f"settings stand in `config` or as arguments, not both: {', '.join(sorted(settings))}")
         self._config = config if config is not None else StreamerConfig.load(**settings)
@@ -312,65 +312,72 @@ class RawEmbeddingStreamer:
     def state_dict(self) -> dict[str, Any]:
         """Return what to put into the trainer's checkpoint, beside the model's and the optimizer's state.
 
-        A few bytes, and the ids of rows that were evicted and not used since; with these, each rank has its own. After
-        a `flush` a resumed run has the least to send.
+        A few bytes, some a table, and the ids of rows that were evicted and not used since. Each rank has its own: save
+        them all. After a `flush` of all ranks a resumed run has the least to send.
         """
         with self._lock:
             self._delivery.settle()
-            stats = self.stats()
+            server_ids, stats, places = self._server_ids, self.stats(), self._delivery.sender.places
+            is_drained = not stats.num_dirty_rows and not stats.num_inflight_flushes
             state = RunState(
                 run=self._delivery.writer.run,
                 epoch=self.epoch,
                 step=self._step,
                 acked_step=stats.acked_step,
-                is_drained=not stats.num_dirty_rows and not stats.num_inflight_flushes,
-                server_ids=self._server_ids,
+                # Asked last: then all that was read before is of one store.
+                is_drained=is_drained and self._delivery.accounts_for_all,
+                server_ids=server_ids,
                 client=self._delivery.writer.client,
-                places=self._delivery.sender.places,
+                places=places,
                 evicted=unused_rows(self._tables, self._delivery.sender.deletions_on_their_way()),
+                world_size=self._world.size,
+                tables=tuple(sorted(digest_of(name) for tap in self._taps for name in tap.names)),
+                layout=layout_of(self._tables),
             )
             return state.with_places_of(self._resumed).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], *, timeout_s: float | None = None) -> int:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> int:
         """Go on where a checkpoint was made: call it after the model's and the optimizer's state are loaded.
 
         Compares every row with the store's by digests and marks those that differ; see `run_state.py` for which rows
         else are sent. Steps count on from the checkpoint's. The epoch is this streamer's own, above the old one's.
 
         Args:
-            state: What `state_dict` has returned.
+            state: What `state_dict` has returned on this rank; or a list of what it has on all ranks, which is needed
+                where their number or the sharding has changed. With less, rows that the store lacks are sent whether
+                or not they ever changed, and rows that other ranks had evicted may come back.
             timeout_s: For the comparison, seconds; None has no deadline.
 
         Returns:
             Rows of this rank that are marked to be sent or deleted.
 
         Raises:
-            ConfigError: It is the state of another run, or no model is attached.
+            ConfigError: It is the state of another run, the states are not of one checkpoint, or no model is attached.
             UnavailableError: A shard does not answer.
         """
-        saved = RunState.from_dict(state)
+        states, layout = RunState.from_any(state), layout_of(self._tables)
         with self._lock:
             self._check_usable()
-            run, flusher = self._delivery.writer.run, self._delivery.flusher
-            if saved.run != run:
-                raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {run!r}")
+            writer, flusher = self._delivery.writer, self._delivery.flusher
+            resumption = Resumption.of(states, client=writer.client, world_size=self._world.size, layout=layout)
+            saved = resumption.first
+            if saved.run != writer.run:
+                raise ConfigError(f"the checkpoint is of run {saved.run!r}, this streamer of run {writer.run!r}")
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._inherited.clear()
             self._delivery.settle()
-            self._step = max(self._step, saved.step)
-            if saved.server_ids != self._server_ids:
+            self._step = max(self._step, resumption.step)
+            server_ids = self._server_ids
+            if any(one.server_ids != server_ids for one in resumption.told):
                 _log.warning("the checkpoint's store was another one: sending every row")
                 flusher.mark_all()
             else:
-                has_lost = self.epoch < saved.epoch or not self._inquiry.has_acked(saved, timeout_s)
-                self._resumed = None if has_lost else saved
-                if has_lost:
-                    _log.warning("the store was set back since the checkpoint: sending the rows that it has lost")
-                # In a run that evicts, the store may lack rows that were evicted after the checkpoint.
-                marks_absent = has_lost or not saved.is_drained or bool(saved.evicted)
-                self._inquiry.mark_what_differs(self._tables, marks_absent=marks_absent, timeout_s=timeout_s)
-            self._evictor.evict_again(self._tables, saved.evicted)
+                has_acked = self._inquiry.resume(self._tables, resumption, epoch=self.epoch, timeout_s=timeout_s)
+                self._resumed = resumption.last_acked if has_acked else None
+            self._evictor.evict_again(self._tables, resumption.evicted)
             return flusher.count_dirty_rows()
 
     def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
@@ -407,6 +414,10 @@ class RawEmbeddingStreamer:
         Thread: any.
         """
         return self._delivery.stats(self._step)
+
+    def __reduce__(self) -> NoReturn:
+        """Say why there is no pickle: a data loader's workers are given their dataset as one since Python 3.14."""
+        raise TypeError("a streamer belongs to the process that made it: no copy or pickle of it can be made")
 
     def __enter__(self) -> Self:
         return self

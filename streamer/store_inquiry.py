@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -18,12 +19,13 @@ from headrace.schemas.log_records import unpack_header
 from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.takeover import tls_context
-from headrace.streamer.run_state import RunState
+from headrace.streamer.run_state import Resumption, RunState
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World
 
 __all__ = ["StoreInquiry"]
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -71,23 +73,26 @@ class StoreInquiry:
                 raise part if part is mine else HeadraceError(f"rank {rank} could not audit: {part}")
         return [table for part in parts if isinstance(part, list) for table in part]
 
-    def mark_what_differs(
-        self, tables: Sequence[TappedTable], *, marks_absent: bool, timeout_s: float | None = None
-    ) -> None:
-        """Mark rows that the store has otherwise, see `audit.mark_what_differs`.
+    def resume(
+        self, tables: Sequence[TappedTable], resumption: Resumption, *, epoch: int, timeout_s: float | None
+    ) -> bool:
+        """Mark the rows that a trainer which goes on from a checkpoint has to send: those that the store has otherwise.
+
+        And those that it lacks, where it may have lacked or lost changes of them. Which those are is logged.
+
+        Args:
+            tables: Of this rank, not trained meanwhile.
+            resumption: What it goes on from; all that was told is of this store.
+            epoch: In which it goes on.
+            timeout_s: For all of it, seconds; None has no deadline.
+
+        Returns:
+            Whether the store has what it had acked when the checkpoint was made, or its logs cannot tell.
 
         Raises:
             UnavailableError: A shard does not answer in time.
         """
-        self._ask(partial(mark_what_differs, tables, marks_absent=marks_absent), timeout_s)
-
-    def has_acked(self, saved: RunState, timeout_s: float | None) -> bool:
-        """Return whether the store has what it had acked when a checkpoint was made; True where its logs cannot tell.
-
-        Raises:
-            UnavailableError: A shard does not answer in time.
-        """
-        return self._ask(partial(_has_acked, saved), timeout_s)
+        return self._ask(partial(_resume, tables, resumption, epoch), timeout_s)
 
     def _ask(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
         """Return what a coroutine returns that is given a reader of all shards."""
@@ -111,6 +116,31 @@ class StoreInquiry:
             except TimeoutError as exc:
                 assert timeout_s is not None
                 raise UnavailableError(f"the store has not been compared within {format_seconds(timeout_s)}") from exc
+
+
+async def _resume(tables: Sequence[TappedTable], resumption: Resumption, epoch: int, reader: EmbeddingReader) -> bool:
+    acked = resumption.last_acked
+    has_acked = epoch >= acked.epoch and await _has_acked(acked, reader)
+    doubts: dict[str, list[str]] = {}
+    if has_acked:
+        for fqn in dict.fromkeys(table.spec.fqn for table in tables if table.index is None and table.num_local_rows):
+            if (doubt := resumption.doubt_about(fqn)) is not None:
+                doubts.setdefault(doubt, []).append(fqn)
+        if doubts:
+            _log.warning("sending rows that the store lacks, also such as never changed: %s", _describe(doubts))
+    else:
+        _log.warning("the store was set back since the checkpoint: sending the rows that it has lost")
+    doubtful = {fqn for names in doubts.values() for fqn in names}
+    await mark_what_differs(tables, reader, marks_absent=lambda fqn: not has_acked or fqn in doubtful)
+    return has_acked
+
+
+def _describe(doubts: Mapping[str, Sequence[str]]) -> str:
+    """Name the tables of each doubt, the first few of many."""
+    return "; ".join(
+        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") + f": {doubt}"
+        for doubt, names in doubts.items()
+    )
 
 
 async def _has_acked(saved: RunState, reader: EmbeddingReader) -> bool:

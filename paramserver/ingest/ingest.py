@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.paramserver.ingest.deltas import check_rows, decode_delta
-from headrace.paramserver.ingest.sessions import MAX_SESSIONS, Session, Sessions
+from headrace.paramserver.ingest.sessions import MAX_NAME_BYTES, MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.log.update_log import Append, LogRecord, UpdateLog
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec, unpack_spec
@@ -40,7 +40,6 @@ __all__ = ["KIND_BATCH", "KIND_HELLO", "Ingest"]
 KIND_BATCH = 1
 KIND_HELLO = 2
 
-_MAX_NAME_BYTES = 256
 # What a delta that waits to be applied takes beside its frame, in Python objects: of very small ones, most of it.
 _DELTA_BYTES = 2048
 
@@ -171,8 +170,8 @@ class Ingest:
             FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
             RequestError: A field is out of range, or the epoch is too far above all others.
         """
-        if max(len(run.encode()), len(client.encode())) > _MAX_NAME_BYTES:
-            raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {_MAX_NAME_BYTES} bytes")
+        if max(len(run.encode()), len(client.encode())) > MAX_NAME_BYTES:
+            raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {MAX_NAME_BYTES} bytes")
         is_place = rank == world_size == 0 or 0 <= rank < world_size <= MAX_SESSIONS
         if not run or not client or epoch < 1 or not is_place:
             raise RequestError(

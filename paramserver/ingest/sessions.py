@@ -22,11 +22,13 @@ import msgpack
 from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
 from headrace.schemas.row_records import MAX_EPOCH
 
-__all__ = ["MAX_SESSIONS", "Session", "Sessions", "last_epoch_after"]
+__all__ = ["MAX_NAME_BYTES", "MAX_SESSIONS", "Session", "Sessions", "last_epoch_after"]
 
 # ON DISK: never lower it: a log that is replayed may have batches of sessions that would be forgotten by then.
 MAX_SESSIONS = 16_384
 """Clients of all runs that a shard remembers."""
+MAX_NAME_BYTES = 256
+"""Longest name of a run or of a client, in UTF-8."""
 
 # Any epoch up to here is accepted at once, and beyond it those that are so many above the highest.
 _FREE_EPOCHS, _EPOCHS_AT_ONCE = 2**31, 2**20

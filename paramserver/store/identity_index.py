@@ -10,7 +10,10 @@ Nobody takes a claim back: a look-up reads the claim, then the row, and believes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.store.catalog import INDEXED_PREFIX, Table
+from headrace.paramserver.process.log_format import fact
+from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Table
 from headrace.paramserver.store.pending import Batch, CoalescedRun, Part, RowDelta, Run
 from headrace.paramserver.store.row_reader import GetValues, ShardSource, read_records, read_rows, settle
 from headrace.paramserver.store.row_store import RowStore
@@ -27,7 +31,9 @@ from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import FLAG_DELETED
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["FoundRows", "IdentitySearch", "claims_of", "in_store_order", "index_stored_rows"]
+__all__ = ["FoundRows", "IdentitySearch", "claims_of", "in_store_order", "index_in_thread", "index_stored_rows"]
+
+_log = logging.getLogger(__name__)
 
 _PRESENT = 1
 # Whole rows are read to learn their identities; so many at a time take little memory.
@@ -151,40 +157,69 @@ class IdentitySearch:
         )
 
 
-def index_stored_rows(store: RowStore, tables: Sequence[Table]) -> int:
+def index_stored_rows(
+    store: RowStore, tables: Sequence[Table], *, is_stopping: Callable[[], bool] = lambda: False
+) -> int:
     """Write claims for rows that were stored before there was an index; return how many tables had such rows.
 
-    Once a table: a mark among the metadata says that it has been done. Of several rows with one identity the newest
-    has it.
+    Once a table: a mark among the metadata says that it has been done, and until then another one how far it is. Of
+    several rows with one identity the newest has it.
 
     Args:
         store: Nobody writes to it meanwhile.
         tables: Those that the store knows.
+        is_stopping: Asked every some thousand rows; once it says so this ends, and the next time it goes on from there.
 
     Raises:
-        StorageError: The disk failed; it begins anew the next time.
+        StorageError: The disk failed; the next time it goes on from about there.
 
     Thread: any; it blocks, some microseconds a row.
     """
-    marks, num_tables = store.read_meta(), 0
+    meta, num_tables = store.read_meta(), 0
     for table in tables:
-        mark = INDEXED_PREFIX + b"%d" % table.table_id
-        if table.spec.has_identities and mark not in marks:
-            runs = _stored_claims(store, table)
-            num_tables += 1 if (run := next(runs, None)) is not None else 0
-            while run is not None:
-                settled = in_store_order(settle(run, store.get))
-                store.write_runs([], claims=[settled], meta={}, applied_seq=store.applied_seq)
-                run = next(runs, None)
-            store.write([], [], meta={mark: b"1"})
+        mark, place = (INDEXED_PREFIX + b"%d" % table.table_id + end for end in (b"", b"/last_key"))
+        if table.spec.has_identities and mark not in meta:
+            num_rows = store.num_rows_estimate(table.table_id)
+            if num_rows:
+                fact(_log, logging.INFO, "identities of stored rows are indexed", table=table.spec.fqn, rows=num_rows)
+            found = False
+            for last_key, run in _stored_claims(store, table, after_key=meta.get(place, b"")):
+                if is_stopping():
+                    return num_tables
+                found = True
+                claims = [in_store_order(settle(run, store.get))] if run.row_ids.size else []
+                store.write_runs([], claims=claims, meta={place: last_key}, applied_seq=store.applied_seq)
+            num_tables += found
+            store.write([], [], meta={mark: b"1", place: b""})
     return num_tables
 
 
-def _stored_claims(store: RowStore, table: Table) -> Iterator[Run]:
-    """Yield claims for all rows of a table, conditional, so that newer ones stay."""
-    for shard in store.layouts(table.table_id):
+async def index_in_thread(store: RowStore) -> int:
+    """Do `index_stored_rows` for all tables of a store. For a table of a billion rows it takes an hour.
+
+    Cancellation: it ends soon, and goes on from there the next time.
+    """
+    stopping = threading.Event()
+    work = asyncio.to_thread(index_stored_rows, store, list(Catalog(store.read_meta())), is_stopping=stopping.is_set)
+    indexing = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(indexing)
+    except asyncio.CancelledError:
+        stopping.set()
+        await asyncio.wait([indexing])  # the store is closed next
+        if (error := indexing.exception()) is not None:
+            _log.error("indexing of identities has failed while it was stopped: %s", error)
+        raise
+
+
+def _stored_claims(store: RowStore, table: Table, *, after_key: bytes) -> Iterator[tuple[bytes, Run]]:
+    """Yield (last key looked at, claims) for the rows of a table, conditional, so that newer ones stay."""
+    # Column shards are never taken from the list, so those before that of the key are done.
+    prefixes = [key_prefix(table.table_id, shard) for shard in store.layouts(table.table_id)]
+    done = prefixes.index(after_key[: len(prefixes[0])]) if after_key else 0
+    for shard, prefix in list(zip(store.layouts(table.table_id), prefixes, strict=True))[done:]:
         layout = table.layout_of(shard)
-        pairs = store.scan(key_prefix(table.table_id, shard))
+        pairs = store.scan(prefix, start=after_key + b"\0" if after_key.startswith(prefix) else None)
         while chunk := list(islice(pairs, _ROWS_AT_ONCE)):
             records, _ = layout.decode([value for _, value in chunk])
             counts = ((records["flags"] & FLAG_DELETED) == 0) & (records["identity"] != NO_IDENTITY)
@@ -197,6 +232,6 @@ def _stored_claims(store: RowStore, table: Table) -> Iterator[Run]:
             for field in CLAIMS.header_dtype.names or ():
                 claims[field] = records[field]
             claims["row"] = row_ids
-            if identities.size:
-                is_conditional = np.ones(np.count_nonzero(is_newest), bool)
-                yield Run(table.table_id, CLAIMS, identities[is_newest], claims[is_newest], is_conditional)
+            is_conditional = np.ones(np.count_nonzero(is_newest), bool)
+            run = Run(table.table_id, CLAIMS, identities[is_newest], claims[is_newest], is_conditional)
+            yield chunk[-1][0], run

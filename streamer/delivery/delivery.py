@@ -152,6 +152,15 @@ class Delivery:
         """
         self.flusher.settle(self._config.flush_timeout_s)
 
+    @property
+    def accounts_for_all(self) -> bool:
+        """Whether each row that the store may lack is marked, or on its way.
+
+        Amid a flush, as in a signal handler, rows are neither; and those that an empty store lacks, which was found in
+        the old one's place, are marked with the next flush.
+        """
+        return not self._flushing.locked() and self._generation == self.sender.generation
+
     def raise_failure(self) -> None:
         """Raise what has ended streaming. An outage under `block`, or a NaN, has not: the next step tries again."""
         self.failure = self.failure or self.sender.error

@@ -231,8 +231,9 @@ class ShardChannel:
                 "not there; restart the trainer, or set on_new_store to resync to send every row again"
             )
         _log.warning("%s is another store than before: sending every row again", self.shard)
-        self.server_id = server_id
+        # First: who sees the new store's identity or place sees that it is new.
         self._generation = self._on_new_store()
+        self.server_id = server_id
         self.acked_seq = self._last_sent_seq = 0
         self.place = (0, 0)
         self._next_seq = 1

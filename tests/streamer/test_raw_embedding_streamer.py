@@ -53,7 +53,7 @@ def test_bad_address_is_refused(address: str) -> None:
         RawEmbeddingStreamer(address, run="test")
 
 
-@pytest.mark.parametrize("run", ["", "x" * 600, "a\nb"])
+@pytest.mark.parametrize("run", ["", "x" * 257, "ä" * 129, "a\nb"])
 def test_bad_run_is_refused(run: str) -> None:
     """A run's name is a short, printable line."""
     with pytest.raises(ConfigError, match="run "):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -110,6 +111,16 @@ def test_forked_child_has_no_streamer(store: FakeStore, training: Training) -> N
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert len(store.received) == num_batches
+        training.step()
+        streamer.flush()
+        assert compare(streamer, store).is_equal
+
+
+def test_no_pickle_is_made(store: FakeStore, training: Training) -> None:
+    """A streamer that something takes to a spawned process is an error that says why, and streams on."""
+    with streaming(store, training) as streamer:
+        with pytest.raises(TypeError, match="a streamer belongs to the process that made it"):
+            pickle.dumps({"callbacks": [streamer]})
         training.step()
         streamer.flush()
         assert compare(streamer, store).is_equal

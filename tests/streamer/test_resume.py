@@ -52,7 +52,7 @@ def test_resume_sends_what_differs(server: ServerProcess) -> None:
         first.step([1, 2, 3, 69_999])
         streamer.flush()
         checkpoint, state = first.save(), json.loads(json.dumps(streamer.state_dict()))
-        assert len(json.dumps(state)) < 300
+        assert len(json.dumps(state)) < 400
         assert state["is_drained"]
         old_epoch = streamer.epoch
         first.step([3, 4])
@@ -82,6 +82,50 @@ def test_resume_of_an_undrained_checkpoint_sends_what_is_absent(server: ServerPr
         streamer.attach(trainer.model, trainer.optimizer)
         assert streamer.load_state_dict(state) == 70_000 - 3
         assert streamer.audit(only_present=False).is_equal
+
+
+def test_resume_of_an_older_state_says_why_it_sends_so_much(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drained state that does not say which rows it is of: rows that the store lacks go, and one line says so."""
+    trainer = Trainer("older")
+    with RawEmbeddingStreamer(server.address, run="older") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step([1, 2, 3])
+        streamer.flush()
+        state = streamer.state_dict()
+    older = {name: value for name, value in state.items() if name not in ("world_size", "tables", "layout")}
+    with RawEmbeddingStreamer(server.address, run="older") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        assert streamer.load_state_dict(state) == 0
+        assert "sending rows that the store lacks" not in caplog.text
+        assert streamer.load_state_dict(older) == 70_000 - 3
+    told = [
+        record.getMessage() for record in caplog.records if "sending rows that the store lacks" in record.getMessage()
+    ]
+    assert len(told) == 1
+    assert "older.weight: the state is of an older version" in told[0]
+
+
+def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> None:
+    """Of a table that was not streamed when a drained checkpoint was made, all rows go; of the others what differs."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"old": nn.Embedding(50, 4, sparse=True), "new": nn.Embedding(60, 4, sparse=True)})
+    root = nn.ModuleDict({"more": model})
+    optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
+    with RawEmbeddingStreamer(server.address, run="more") as streamer:
+        streamer.attach(root, optimizer, tables=["more.old.*"])
+        (model["old"](torch.tensor([1, 2])) + model["new"](torch.tensor([3, 4]))).sum().backward()
+        optimizer.step()
+        streamer.flush()
+        state = streamer.state_dict()
+        assert state["is_drained"]
+    for expected in (60, 0):  # the second time the server knows the table, and has rows of it
+        with RawEmbeddingStreamer(server.address, run="more") as streamer:
+            streamer.attach(root, optimizer)
+            assert streamer.load_state_dict(state) == expected
+            rows = {table.fqn: table.num_rows for table in streamer.audit().tables}
+            assert rows == {"more.old.weight": 2, "more.new.weight": 60}
 
 
 def test_resume_onto_another_store_sends_every_row(server: ServerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import shutil
 import tempfile
 import threading
@@ -18,14 +19,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from row_batches import SPEC, copy_as_after_crash, make_batch, make_delta
 
+from headrace.paramserver.store import identity_index
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog
-from headrace.paramserver.store.identity_index import FoundRows, index_stored_rows
+from headrace.paramserver.store.identity_index import FoundRows, index_in_thread, index_stored_rows
 from headrace.paramserver.store.pending import Batch, RowDelta
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
+from headrace.schemas.errors import StorageError
 from headrace.schemas.identity_claims import CLAIMS_SHARD, NO_IDENTITY
-from headrace.schemas.row_keys import key_prefix
+from headrace.schemas.row_keys import META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)
@@ -320,6 +323,87 @@ async def test_rows_stored_before_there_was_an_index_get_one(tmp_path: Path) -> 
     async with Applier(store) as applier:
         asked = [10, -20, 30, 31, 50, 70, 80, NO_IDENTITY]
         assert (await find(applier, asked)).row_ids.tolist() == [6, 2, -1, 3, -1, 7, 8, -1]
+    store.close()
+
+
+async def test_an_index_that_is_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is killed, or told to stop, costs what it was at: of a billion rows a second one might never end."""
+    monkeypatch.setattr(identity_index, "_ROWS_AT_ONCE", 10)
+    halves = [ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)]
+    store = RowStore.open(tmp_path / "db", config=SMALL)
+    meta = Catalog({}).add([SPEC])
+    meta.pop(mark := INDEXED_PREFIX + b"1")
+    async with Applier(store) as applier:
+        applier.submit(dataclasses.replace(assign(1, {row: 1000 + row for row in range(55)}), meta=meta))
+        applier.submit(assign(2, {row: 1000 + row for row in range(55, 100)}, shards=halves))
+        await applier.wait_applied(2)
+    for key, _ in list(store.scan(key_prefix(1, CLAIMS_SHARD))):
+        store._db.raw.delete(key)
+    scanned: list[bytes] = []
+    scan = store.scan
+
+    def note(prefix: bytes, *, start: bytes | None = None) -> Any:
+        for key, value in scan(prefix, start=start):
+            if not key.startswith(META_PREFIX):
+                scanned.append(key)
+            yield key, value
+
+    monkeypatch.setattr(store, "scan", note)
+    num_starts, tables = 0, list(Catalog(store.read_meta()))
+    while mark not in store.read_meta():
+        left, num_starts = iter([False] * 3), num_starts + 1
+        index_stored_rows(store, tables, is_stopping=lambda: next(left, True))  # noqa: B023
+        assert num_starts < 9
+    assert num_starts == 6 and len(scanned) < 2 * len(set(scanned)) == 2 * (55 + 45 * 2)
+    monkeypatch.undo()
+    assert num_claims(store) == 100
+    assert store.read_meta().keys() & {mark, mark + b"/last_key"} == {mark}
+    async with Applier(store) as applier:
+        assert (await find(applier, [1000 + row for row in range(100)])).row_ids.tolist() == [*range(100)]
+    store.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_start_that_is_cancelled_stops_the_indexing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """A stop amid the indexing waits for its end, after which the store may be closed; only a failed disk is logged."""
+    monkeypatch.setattr(identity_index, "_ROWS_AT_ONCE", 10)
+    store = RowStore.open(tmp_path / "db", config=SMALL)
+    meta = Catalog({}).add([SPEC])
+    meta.pop(mark := INDEXED_PREFIX + b"1")
+    async with Applier(store) as applier:
+        applier.submit(dataclasses.replace(assign(1, {row: 1000 + row for row in range(55)}), meta=meta))
+        await applier.wait_applied(1)
+    is_indexing, go_on = threading.Event(), threading.Event()
+    write_runs = store.write_runs
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        is_indexing.set()
+        assert go_on.wait(30)
+        if fails:
+            raise StorageError("the disk is gone")
+        write_runs(*args, **kwargs)
+
+    monkeypatch.setattr(store, "write_runs", held)
+    told: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    indexing = asyncio.create_task(index_in_thread(store))
+    assert await asyncio.to_thread(is_indexing.wait, 30)
+    indexing.cancel()
+    loop.call_soon(go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await indexing
+    del indexing
+    await asyncio.sleep(0)  # the loop lets go of the thread's future
+    gc.collect()
+    assert not told
+    assert ("the disk is gone" in caplog.text) == fails
+    assert mark not in store.read_meta()
+    monkeypatch.undo()
+    assert await index_in_thread(store) == 1
+    assert mark in store.read_meta()
     store.close()
 
 

@@ -113,6 +113,26 @@ def test_resync_fills_another_store(store: FakeStore, training: Training) -> Non
         assert result.num_compared == 500
 
 
+def test_a_state_amid_a_resync_is_not_drained(store: FakeStore, training: Training) -> None:
+    """Between the new store's first ack and the next step the state names that store, and does not say it has all."""
+    with streaming(store, training, on_new_store="resync") as streamer:
+        training.step()
+        streamer.flush()
+        assert streamer.state_dict()["is_drained"]
+        for shard in store.shards:
+            store.do(shard.gate.clear)
+        training.step()
+        _replace(store)
+        for shard in store.shards:
+            store.do(shard.gate.set)
+        streamer._delivery.sender.wait_durable(WAIT_S)
+        state = streamer.state_dict()
+        assert state["server_ids"] == ["store-2"] * 3
+        assert not state["is_drained"]
+        streamer.flush()
+        assert streamer.state_dict()["is_drained"]
+
+
 def _replace(store: FakeStore) -> None:
     def replace() -> None:
         store.server_id = "store-2"
@@ -217,7 +237,9 @@ def test_a_flush_amid_a_flush_is_refused(store: FakeStore, training: Training, m
                 with pytest.raises(ConfigError, match="came amid it, as from a signal handler") as refused:
                     call()
                 told.append(str(refused.value))
-            return cut(*args)
+            found = cut(*args)
+            assert not streamer.state_dict()["is_drained"]  # the rows are neither marked nor on their way
+            return found
 
         with monkeypatch.context() as patched:
             patched.setattr(Flusher, "_cut", with_a_signal)
