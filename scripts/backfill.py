@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.config.server_config import MAX_SHARDS
+from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.snapshots.new_data_dir import check_target
 from headrace.paramserver.snapshots.store_builder import StoreBuilder
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
+from headrace.schemas.tables import TableSpec
 from headrace.scripts.backfill_send import BackfillCounts, BackfillSender, RowPace, ask_server
 from headrace.scripts.progress_bar import ProgressBar, show_rows
 from headrace.scripts.replay import target_of
@@ -181,6 +184,7 @@ def backfill(
         target = target_of(access(server, timeout_s=timeout_s))
         facts = asyncio.run(ask_server(target))
         opened = config.open(source, facts.tables)
+        _tell_new_tables(opened, facts.tables)
         _describe(opened, as_json=as_json or not dry_run)
         _check_rows(opened, config)
         counts = None
@@ -225,10 +229,14 @@ def build_directory(
     Raises:
         ConfigError: There is something already.
         NonFiniteError: A row has a NaN or an infinity, and they are refused.
-        HeadraceError: The source is damaged, or the disk failed.
+        HeadraceError: The source is damaged, or the disk failed or has no room for its rows.
 
     Thread: any; it blocks.
     """
+    needed_bytes = sum(
+        table.num_rows * RecordLayout(table.spec, table.spec.whole).size_bytes for table in source.tables
+    )
+    check_room(target, needed_bytes, what="the store")
     counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
     specs = [table.spec for table in source.tables]
     with StoreBuilder(target, num_shards=num_shards, specs=specs, run=f"backfill-{time.time_ns()}") as builder:
@@ -264,6 +272,14 @@ def _check_rows(source: OpenSource, config: BackfillConfig) -> None:
 
 def _show(what: str, source: OpenSource) -> AbstractContextManager[ProgressBar]:
     return show_rows(what, sum(table.num_rows for table in source.tables))
+
+
+def _tell_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None:
+    """Say which tables a server does not have that has others: a name may be misspelled."""
+    new = [table.spec.fqn for table in source.tables if table.spec.fqn not in known]
+    if new and known:
+        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
+        print(f"headrace: new to the server: {', '.join(new[:4])}{more}", file=sys.stderr)
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:

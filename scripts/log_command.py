@@ -80,12 +80,14 @@ def _to_json(report: LogReport) -> dict[str, Any]:
 def _print_report(console: Console, report: LogReport) -> None:
     records = sum(segment.num_records for segment in report.segments)
     size = decimal(sum(segment.size_bytes for segment in report.segments))
-    table = Table(title=escape(str(report.path)), title_justify="left", title_style="bold", box=box.SIMPLE)
-    for name in ("first seq", "last seq", "records", "steps", "epochs", "size"):
-        table.add_column(name, justify="right")
-    table.add_column("from, UTC")
-    table.add_column("to, UTC")
-    table.add_column("state")
+    title = escape(str(report.path))
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, collapse_padding=True)
+    # In 80 columns nothing is cut: what is too wide goes on in the next line, as a time does behind its date.
+    for name in ("seqs", "records", "steps", "epochs", "size"):
+        table.add_column(name, justify="right", overflow="fold", no_wrap=name == "size")
+    table.add_column("from, UTC", overflow="fold")
+    table.add_column("to, UTC", overflow="fold")
+    table.add_column("state", no_wrap=True)
     for segment in report.segments:
         table.add_row(*_row(segment))
     console.print(table)
@@ -99,8 +101,7 @@ def _row(segment: SegmentReport) -> tuple[str, ...]:
     low_us, high_us = segment.times_us or (None, None)
     state = "damaged" if segment.damage else "open" if segment.sealed_us is None else "sealed"
     return (
-        _text(segment.first_seq),
-        _text(segment.last_seq),
+        _show_seqs(segment),
         str(segment.num_records),
         show_range(segment.steps),
         show_range(segment.epochs),
@@ -111,8 +112,12 @@ def _row(segment: SegmentReport) -> tuple[str, ...]:
     )
 
 
-def _text(value: int | None) -> str:
-    return "?" if value is None else str(value)
+def _show_seqs(segment: SegmentReport) -> str:
+    if segment.first_seq is None:
+        return "?"
+    if segment.last_seq is None or segment.last_seq < segment.first_seq:
+        return f"{segment.first_seq}–"  # none yet, or none that can be read
+    return show_range((segment.first_seq, segment.last_seq))
 
 
 def show_range(values: tuple[int, int] | None) -> str:

@@ -167,9 +167,9 @@ def _parse_time(flag: str, text: str) -> int:
 
 def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:
     table = Table(box=box.SIMPLE)
-    table.add_column("table")
+    table.add_column("table", overflow="fold")
     for name in ("rows", "deletes", "epochs", "steps"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for fqn, found in sorted(summary.tables.items()):
         table.add_row(
             escape(fqn), str(found.num_rows), str(found.num_deleted), show_range(found.epochs), show_range(found.steps)

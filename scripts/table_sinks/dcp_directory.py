@@ -107,7 +107,7 @@ def _write_tensor(
 def _key_of(table: ExportTable, field: str, weights_key: str, state_key: str) -> str:
     fqn = table.spec.fqn
     parts = fqn.split(".")
-    state = IDENTITIES if field == IDENTITIES else field.removeprefix("state:")
+    state = f"{IDENTITIES}:" if field == IDENTITIES else field.removeprefix("state:")  # no state is called so
     template = weights_key if field == "weights" else state_key
     try:
         return template.format(fqn=fqn, table=parts[-2] if len(parts) > 1 else fqn, state=state)

@@ -1,4 +1,7 @@
-"""Tables as tensors of all their rows: which pieces of them rows make up. Rows that are not there are zeros."""
+"""Tables as tensors of all their rows: which pieces of them rows make up.
+
+Rows that are not there are zeros, and have no identity.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,22 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import DType
 from headrace.scripts.table_sinks.export_table import ExportRows, ExportTable
 
-__all__ = ["IDENTITIES", "check_dense", "check_names", "columns_of", "dense_pieces", "dense_windows", "names_of"]
+__all__ = [
+    "IDENTITIES",
+    "blank_column",
+    "check_dense",
+    "check_names",
+    "columns_of",
+    "dense_pieces",
+    "dense_windows",
+    "names_of",
+]
 
 _Array = npt.NDArray[Any]
 _Columns = dict[str, _Array]
 
 IDENTITIES = "identities"
+_NO_IDENTITY = -1
 # A piece never spans more rows that are not there than this.
 _ROWS_PER_PIECE = 65_536
 
@@ -76,6 +89,11 @@ def names_of(table: ExportTable) -> dict[str, str]:
     return names
 
 
+def blank_column(field: str, num_rows: int, width: int, dtype: npt.DTypeLike) -> _Array:
+    """Return a column, `[num_rows, width]`, of rows that are not there: zero is a raw id like any other, -1 is none."""
+    return np.full((num_rows, width), _NO_IDENTITY if field == IDENTITIES else 0, dtype)
+
+
 def dense_pieces(rows: ExportRows) -> Iterator[tuple[int, _Columns]]:
     """Yield (row id of the first row, columns) of pieces in which no row is left out, ascending."""
     columns = dict(rows.columns)
@@ -92,7 +110,7 @@ def dense_pieces(rows: ExportRows) -> Iterator[tuple[int, _Columns]]:
         at = ids[start:end] - first
         piece = {}
         for field, column in columns.items():
-            piece[field] = np.zeros((span, column.shape[1]), column.dtype)
+            piece[field] = blank_column(field, span, column.shape[1], column.dtype)
             piece[field][at] = column[start:end]
         yield first, piece
 
@@ -112,7 +130,7 @@ def dense_windows(
     wanted = [] if field == IDENTITIES else [field]
 
     def blank(first: int) -> _Array:
-        return np.zeros((min(rows_per_window, table.num_rows - first), width), dtype.numpy)
+        return blank_column(field, min(rows_per_window, table.num_rows - first), width, dtype.numpy)
 
     first, window = 0, blank(0)
     for rows in table.rows(wanted, on_rows=on_rows):

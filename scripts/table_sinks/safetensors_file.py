@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.scripts.table_sinks.dense import check_dense, check_names, columns_of, dense_pieces, names_of
+from headrace.scripts.table_sinks.dense import (
+    IDENTITIES,
+    blank_column,
+    check_dense,
+    check_names,
+    columns_of,
+    dense_pieces,
+    names_of,
+)
 from headrace.scripts.table_sinks.export_table import ExportTable
 from headrace.scripts.table_sources.safetensors_file import DTYPE_NAMES, NOTES_KEY
 
@@ -24,6 +32,7 @@ __all__ = ["write_safetensors"]
 _METADATA = "__metadata__"  # the format's own
 _ALIGNMENT = 8
 _MAX_WRITES = 16
+_ROWS_PER_WRITE = 1 << 17
 # Synced after so much, while more is written, so that the disk is not idle until the end.
 _SYNC_BYTES = 64 << 20
 
@@ -53,6 +62,8 @@ def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callabl
             writes = _Writes(fd, pool, syncing)
             for table in tables:
                 places = offsets[table.spec.fqn]
+                if IDENTITIES in places:
+                    _put_no_identities(writes, len(header) + places[IDENTITIES], table.num_rows)
                 for rows in table.rows(on_rows=on_rows):
                     for first, columns in dense_pieces(rows):
                         for field, column in columns.items():
@@ -61,6 +72,13 @@ def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callabl
             writes.wait()
     finally:
         os.close(fd)
+
+
+def _put_no_identities(writes: _Writes, offset: int, num_rows: int) -> None:
+    """Write that no row has an identity: a hole would say that it has 0. Those that have one are written after it."""
+    for first in range(0, num_rows, _ROWS_PER_WRITE):
+        blank = blank_column(IDENTITIES, min(_ROWS_PER_WRITE, num_rows - first), 1, np.int64)
+        writes.put(offset + first * blank.itemsize, blank)
 
 
 def _header_of(tables: list[ExportTable]) -> tuple[bytes, dict[str, dict[str, int]], int]:

@@ -21,6 +21,8 @@ __all__ = ["Column", "NpyColumn", "Piece", "RawColumn", "RefusedColumn", "map_fi
 
 _Array = npt.NDArray[Any]
 _SKIP_BYTES = 4 << 20
+# Errors of decompressors by name, since their modules need not be there: Python has Zstandard's from 3.14 on.
+_DAMAGE = frozenset({"LZMAError", "ZstdError"})
 
 
 class Column(Protocol):
@@ -226,8 +228,8 @@ class map_file_errors:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
         if isinstance(exc, FileNotFoundError):
             raise RequestError(f"{exc.filename or self._path}: there is no such file") from exc
-        if isinstance(exc, OSError):
+        # A decompressor's OSError, as bz2's of bytes that are not its own, has no number of the system's.
+        if isinstance(exc, OSError) and exc.errno is not None:
             raise StorageError(f"{self._path}: {exc.strerror or exc}") from exc
-        # The module of LZMA's error need not be there.
-        if isinstance(exc, zipfile.BadZipFile | EOFError | zlib.error) or type(exc).__name__ == "LZMAError":
+        if isinstance(exc, zipfile.BadZipFile | EOFError | OSError | zlib.error) or type(exc).__name__ in _DAMAGE:
             raise CorruptionError(f"{self._path}: damaged: {exc}") from exc

@@ -12,9 +12,9 @@ from headrace.paramserver.store.catalog import unpack_spec
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.table_sources.columns import Column, RefusedColumn
-from headrace.scripts.table_sources.naming import Naming, find_states
+from headrace.scripts.table_sources.naming import IDENTITIES, Naming, find_states
 from headrace.scripts.table_sources.source_table import SourceTable, Versions, check_against, check_wanted
 from headrace.scripts.table_sources.tensors import TensorSource
 
@@ -145,11 +145,13 @@ def _guessed(
         places = {tensor: place for place, tensor in enumerate(source.columns)}
         states = dict(sorted(states.items(), key=lambda item: places[item[1]]))
         columns = {state: source.columns[tensor] for state, tensor in states.items()}
-        found.append(_guess(source, fqn, name, columns))
+        found.append(_guess(source, fqn, name, columns, columns.pop(IDENTITIES, None)))
     return found
 
 
-def _guess(source: TensorSource, fqn: str, name: str, states: Mapping[str, Column]) -> _Dense:
+def _guess(
+    source: TensorSource, fqn: str, name: str, states: Mapping[str, Column], identities: Column | None
+) -> _Dense:
     weights = source.columns[name]
     if len(weights.shape) != 2:
         raise SpecMismatchError(f"{source.path}: {name!r} has {len(weights.shape)} dimensions, weights have two")
@@ -165,8 +167,15 @@ def _guess(source: TensorSource, fqn: str, name: str, states: Mapping[str, Colum
                 width=0 if is_pointwise else width,
             )
         )
-    spec = TableSpec(fqn=fqn, num_rows=weights.shape[0], dim=weights.shape[1], dtype=weights.dtype, states=tuple(specs))
-    table = _Dense(name=name, spec=spec, first_row=0, weights=weights, states=dict(states), identities=None)
+    spec = TableSpec(
+        fqn=fqn,
+        num_rows=weights.shape[0],
+        dim=weights.shape[1],
+        dtype=weights.dtype,
+        states=tuple(specs),
+        has_identities=identities is not None,
+    )
+    table = _Dense(name=name, spec=spec, first_row=0, weights=weights, states=dict(states), identities=identities)
     _check(source, table, part_of_rows=False)
     return table
 
@@ -249,6 +258,10 @@ def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
     identities = table.identities
     if spec.has_identities != (identities is not None) or (identities and identities.shape != (num_rows,)):
         raise SpecMismatchError(f"{source.path}: identities of table {spec.fqn!r} are missing, or too many, or too few")
+    if identities and identities.dtype is not DType.INT64:
+        raise SpecMismatchError(
+            f"{source.path}: identities of table {spec.fqn!r} are {identities.dtype.name}, not INT64"
+        )
 
 
 def _ready(table: _Dense, versions: Versions) -> SourceTable:

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["Naming", "find_states"]
+__all__ = ["IDENTITIES", "Naming", "find_states"]
+
+IDENTITIES = "identities:"
+"""Stands in the place of a state's name where a tensor is the raw ids behind the rows; no state is called so."""
 
 
 class Naming:
@@ -53,7 +56,7 @@ class Naming:
 
 
 def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
-    """Return the tensors that hold optimizer states of a table, by the states' names.
+    """Return the tensors that hold optimizer states of a table, by the states' names, and its `IDENTITIES`.
 
     They are found as `headrace export` names them (`FQN/STATE`), and as checkpoints of optimizers do
     (`….state.FQN.STATE`, TorchRec's with the table's short name in between).

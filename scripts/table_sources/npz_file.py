@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tokenize
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _header_of(
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
         # A header is Python's, and is parsed as such.
-        except (ValueError, TypeError, RecursionError, MemoryError) as exc:
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as exc:
             raise CorruptionError(f"{path}: {info.filename!r} is no array: {exc}") from exc
         return dtype, shape, is_fortran, file.tell()
 

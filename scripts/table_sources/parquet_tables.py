@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.paramserver.store.catalog import unpack_spec
@@ -104,21 +105,29 @@ def _open(path: Path, naming: Naming, known: Mapping[str, TableSpec]) -> _File:
             name = path.name.removesuffix(".parquet")
             fqn = naming.target_of(name) or name
             target = known.get(fqn)
-            spec = _spec_of(path, schema, fqn, 0 if target is None else target.num_rows)
+            spec = _spec_of(path, schema, fqn, 0 if target is None else target.num_rows, _list_lengths(file))
         _check_schema(path, schema, spec)
         return _File(path=path, spec=spec, num_rows=num_rows, names=frozenset(schema.names))
 
 
-def _spec_of(path: Path, schema: pa.Schema, fqn: str, num_rows: int) -> TableSpec:
+def _list_lengths(file: pq.ParquetFile) -> dict[str, int]:
+    """Return how many values the first row has in each column of lists, which need not be of a fixed size."""
+    names = [field.name for field in file.schema_arrow if _is_list(field.type)]
+    for batch in file.iter_batches(batch_size=1, columns=names, use_threads=False):
+        return {name: len(batch.column(name)[0].as_py() or ()) for name in names}
+    return {}
+
+
+def _spec_of(path: Path, schema: pa.Schema, fqn: str, num_rows: int, lengths: Mapping[str, int]) -> TableSpec:
     """Return what a file of somebody else's has; its ids are virtual ones where the target does not know the table."""
     if "weights" not in schema.names:
         raise SpecMismatchError(f"{path}: no column `weights`; there is {', '.join(schema.names[:8])}")
-    dtype, dim = _type_of(path, schema.field("weights"))
+    dtype, dim = _type_of(path, schema.field("weights"), lengths)
     states = []
     for field in schema:
         if field.name.startswith(_STATE):
-            state_dtype, width = _type_of(path, field)
-            is_pointwise = width == dim and pa.types.is_fixed_size_list(field.type)
+            state_dtype, width = _type_of(path, field, lengths)
+            is_pointwise = width == dim and _is_list(field.type)
             states.append(
                 StateSpec(
                     name=field.name.removeprefix(_STATE),
@@ -137,29 +146,37 @@ def _spec_of(path: Path, schema: pa.Schema, fqn: str, num_rows: int) -> TableSpe
     )
 
 
-def _type_of(path: Path, field: pa.Field) -> tuple[DType, int]:
-    is_list = pa.types.is_fixed_size_list(field.type)
+def _type_of(path: Path, field: pa.Field, lengths: Mapping[str, int]) -> tuple[DType, int]:
+    is_list = _is_list(field.type)
     dtype = _DTYPES.get(field.type.value_type if is_list else field.type)
     if dtype is None:
-        raise SpecMismatchError(f"{path}: column {field.name!r} is {field.type}, not a fixed-size list of numbers")
-    return dtype, field.type.list_size if is_list else 1
+        raise SpecMismatchError(f"{path}: column {field.name!r} is {field.type}, not a list of numbers")
+    if pa.types.is_fixed_size_list(field.type):
+        return dtype, field.type.list_size
+    if is_list and not lengths.get(field.name):
+        raise SpecMismatchError(f"{path}: column {field.name!r} is {field.type}, and no first row says how long")
+    return dtype, lengths[field.name] if is_list else 1
+
+
+def _is_list(arrow: pa.DataType) -> bool:
+    return bool(pa.types.is_fixed_size_list(arrow) or pa.types.is_list(arrow) or pa.types.is_large_list(arrow))
 
 
 def _check_schema(path: Path, schema: pa.Schema, spec: TableSpec) -> None:
     layout = RecordLayout(spec, spec.whole)
-    expected = {"row_id": pa.int64()}
+    expected = {"row_id": [pa.int64()]}
     for name, column in layout.columns.items():
-        expected[name] = column_type(
-            column.dtype, column.width, is_rowwise=name != "weights" and _is_rowwise(spec, name)
-        )
+        # A rowwise state of one element is a number as we write it, and may be a list as others do.
+        kinds = [True, False] if name != "weights" and _is_rowwise(spec, name) else [False]
+        expected[name] = [column_type(column.dtype, column.width, is_rowwise=kind) for kind in kinds]
     if spec.has_identities:
-        expected["identity"] = pa.int64()
+        expected["identity"] = [pa.int64()]
     optional = {"epoch": pa.int64(), "step": pa.int64(), "time_us": pa.int64(), "deleted": pa.bool_()}
-    for name, arrow in expected.items():
+    for name, types in expected.items():
         if name not in schema.names:
             raise SpecMismatchError(f"{path}: column {name!r} is missing")
-        if not _is_alike(schema.field(name).type, arrow):
-            raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {arrow}")
+        if not any(_is_alike(schema.field(name).type, arrow) for arrow in types):
+            raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {types[0]}")
     for name, arrow in optional.items():
         if name in schema.names and schema.field(name).type != arrow:
             raise SpecMismatchError(f"{path}: column {name!r} is {schema.field(name).type}, not {arrow}")
@@ -178,8 +195,10 @@ def column_type(dtype: DType, width: int, *, is_rowwise: bool) -> pa.DataType:
 
 
 def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
-    if pa.types.is_fixed_size_list(found) and pa.types.is_fixed_size_list(expected):
-        return bool(found.list_size == expected.list_size and found.value_type == expected.value_type)
+    if _is_list(found) and pa.types.is_fixed_size_list(expected):
+        # Of lists without a size each row is looked at when it is read.
+        has_size = not pa.types.is_fixed_size_list(found) or found.list_size == expected.list_size
+        return bool(has_size and found.value_type == expected.value_type)
     return bool(found == expected)
 
 
@@ -234,9 +253,11 @@ def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, v
 def _numbers(path: Path, batch: pa.RecordBatch, name: str, dtype: DType, width: int) -> npt.NDArray[Any]:
     """Return a column as [n, width]."""
     array = batch.column(name)
-    values = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
-    if array.null_count or values.null_count or len(values) != len(array) * width:
+    values = array.flatten() if _is_list(array.type) else array
+    if array.null_count or values.null_count:
         raise RequestError(f"{path}: column {name!r} has empty values")
+    if _is_list(array.type) and not pc.all(pc.equal(pc.list_value_length(array), width)).as_py():
+        raise RequestError(f"{path}: column {name!r} has rows of other than {width} values")
     found = values.to_numpy(zero_copy_only=True)
     return np.asarray(found.astype(dtype.numpy, copy=False).reshape(len(array), width))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,17 @@ def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, c
             assert rows.weights[row].tobytes() == (fresh[row] - (1 if is_kept else 0)).tobytes()
 
 
+def test_tables_that_the_server_does_not_have_are_told(
+    parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside others a table that is new to the server may be one whose name is misspelled: it is named."""
+    arguments = ["backfill", str(parquet), "--server", server.address]
+    assert cli.main([*arguments, "--table", ITEMS.fqn]) == 0
+    assert "new to the server" not in capsys.readouterr().err
+    assert cli.main([*arguments, "--map", f"{ITEMS.fqn}=sparse.itms.weight", "--table", "sparse.itms.weight"]) == 0
+    assert "headrace: new to the server: sparse.itms.weight\n" in capsys.readouterr().err
+
+
 async def _acked(address: str) -> int:
     async with await EmbeddingReader.connect(address) as reader:
         return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)
@@ -155,6 +168,18 @@ def test_a_dry_run_changes_nothing(
     assert cli.main(["backfill", str(parquet), "--data", str(tmp_path / "new"), "--dry-run"]) == 0
     assert not (tmp_path / "new").exists()
     assert "exp_avg:float32" in capsys.readouterr().out
+
+
+def test_a_directory_that_does_not_fit_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not when the disk is full of the part that fits."""
+    np.savez(tmp_path / "t.npz", table=np.ones((1000, 3), np.float32))
+    arguments = ["backfill", str(tmp_path / "t.npz"), "--table", "table", "--data", str(tmp_path / "new")]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * (24 + 12) - 1))
+    assert cli.main(arguments) == 1
+    assert f"{tmp_path}: the store takes 0.0 MiB, and 0.0 MiB are free" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 
 
 @pytest.mark.parametrize("offline", [True, False])

@@ -22,6 +22,7 @@ from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot, values_of
 from headrace import cli
 from headrace.kernels.row_quantization import dequantize_rows, error_bound
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
+from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -124,15 +125,32 @@ def test_round_trip(folder: Path, tmp_path: Path, name: str) -> None:
     _export(folder, tmp_path / f"same.{name}", name, "--with-states")
     assert _bytes(tmp_path / f"one.{name}") == _bytes(tmp_path / f"same.{name}")
     source = ["backfill", str(tmp_path / f"one.{name}"), "--data", str(tmp_path / "new"), "--shards", "2"]
-    if name == "dcp":
-        # A checkpoint does not say which of its tensors are tables, nor has it a place for identities.
-        source += ["--table", ITEMS.fqn]
-        _export(folder, tmp_path / "only.dcp", name, "--with-states", "--table", ITEMS.fqn)
+    if name == "dcp":  # a checkpoint does not say which of its tensors are tables
+        source += ["--table", ITEMS.fqn, "--table", USERS.fqn]
     assert cli.main(source) == 0
     again = snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")
     _export(again, tmp_path / f"two.{name}", name, "--with-states")
-    expected = tmp_path / ("only.dcp" if name == "dcp" else f"one.{name}")
-    assert _bytes(tmp_path / f"two.{name}") == _bytes(expected)
+    assert _bytes(tmp_path / f"two.{name}") == _bytes(tmp_path / f"one.{name}")
+
+
+@pytest.mark.parametrize("name", ["safetensors", "npz", "dcp"])
+def test_rows_that_are_not_there_have_no_identity(tmp_path: Path, name: str) -> None:
+    """In the dense formats rows that are not there, or deleted, are zeros of no identity, also when brought in."""
+    ids, gone = np.array([2, 3, 40, 41, 150, 299]), [3, 150]
+    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, ids, deleted=gone)})
+    expected = np.full(300, -1, np.int64)
+    expected[np.setdiff1d(ids, gone)] = np.setdiff1d(ids, gone) * 31 + 5
+    _export(folder, tmp_path / f"out.{name}", name)
+    source = ["backfill", str(tmp_path / f"out.{name}"), "--data", str(tmp_path / "new"), "--table", USERS.fqn]
+    assert cli.main(source) == 0
+    with SnapshotReader(snapshot_of(tmp_path / "new", tmp_path / "snapshots-2")) as reader:
+        assert reader.tables[USERS.fqn].has_identities
+        found = [records["identity"] for _, records in reader.rows(USERS.fqn)]
+    assert np.concatenate(found).tolist() == expected.tolist()
+    if name == "npz":
+        _export(folder, tmp_path / "some.npz", name, "--rows", "30:200")
+        with np.load(tmp_path / "some.npz") as arrays:
+            assert arrays[f"{USERS.fqn}/identities:"].tolist() == expected[30:200].tolist()
 
 
 def _bytes(path: Path) -> dict[str, bytes]:

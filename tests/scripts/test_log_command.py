@@ -50,6 +50,18 @@ def test_table_shows_ranges_and_verdict(
         assert words in out
 
 
+def test_nothing_is_cut_in_80_columns(
+    server_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the output goes to no terminal, or to a narrow one, every number and time is whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert _run("inspect", str(server_dir / "shard-0000" / "log")) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out.replace(str(server_dir), "")
+    for words in ("seqs", "records", "1–", "41–", " kB ", "2023-11-14", "22:13:20", "sealed"):
+        assert words in out
+
+
 def test_json_is_one_object(server_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--json` prints one object with every segment of every log, and nothing else."""
     assert _run("inspect", str(server_dir / "shard-0001"), "--json") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from table_rows import ITEMS, values_of
 
 from headrace import cli
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, RequestError
-from headrace.schemas.tables import DType
+from headrace.schemas.tables import DType, StateKind
 from headrace.scripts.backfill import BackfillConfig
 from headrace.scripts.table_sources.columns import Piece, RawColumn
 from headrace.scripts.table_sources.dcp_directory import METADATA_NAME
@@ -259,7 +260,9 @@ def test_parquet_of_others(tmp_path: Path) -> None:
             table.check_ids()
     for changes in (
         {"row_id": pa.array([1.0, 2.0])},
-        {"weights": pa.array([[1.0], [2.0]])},
+        {"weights": pa.array([["a"], ["b"]])},
+        {"weights": pa.array([[], [2.0]])},
+        {"weights": pa.array([None, [2.0]])},
         {"weights": None},
         {"epoch": pa.array([1, 2])},
         {"state:sum": pa.array(["a", "b"])},
@@ -285,6 +288,41 @@ def test_parquet_of_others(tmp_path: Path) -> None:
         path.write_bytes(wrong)
         with pytest.raises(CorruptionError, match="no Parquet file"):
             _all_rows(path)
+
+
+@pytest.mark.parametrize("make", [pa.list_, pa.large_list])
+def test_parquet_of_lists_without_a_size(tmp_path: Path, make: Any) -> None:
+    """Lists as pandas, Polars and Spark write them are rows, as long as all are as long as the first."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    lists = {
+        "weights": pa.array(list(values), make(pa.float32())),
+        "state:exp_avg": pa.array(list(values + 1), make(pa.float32())),
+        "state:sums": pa.array(list(values[:, :2]), make(pa.float32())),
+        "state:sum": pa.array(list(values[:, :1]), make(pa.float32())),
+    }
+    rows = _all_rows(_parquet(tmp_path / "t.parquet", [1, 2, 3], **lists))
+    assert rows["spec"].dim == 4
+    assert [(state.name, state.kind, state.width) for state in rows["spec"].states] == [
+        ("exp_avg", StateKind.POINTWISE, 0),
+        ("sums", StateKind.ROWWISE, 2),
+        ("sum", StateKind.ROWWISE, 1),
+    ]
+    assert rows["weights"].tobytes() == values.tobytes()
+    assert rows["state:sum"].tobytes() == values[:, :1].tobytes()
+    assert rows["state:sums"].tobytes() == np.ascontiguousarray(values[:, :2]).tobytes()
+    known = {"t": dataclasses.replace(rows["spec"], num_rows=5)}
+    assert _all_rows(tmp_path / "t.parquet", **known)["spec"].num_rows == 5
+    with pytest.raises(HeadraceError, match="dim"):
+        _all_rows(tmp_path / "t.parquet", t=dataclasses.replace(rows["spec"], dim=3))
+    for wrong, text in (([[1.0] * 4, [1.0] * 3, [1.0] * 5], "other than 4 values"), ([[1.0], None, [1.0]], "empty")):
+        path = _parquet(tmp_path / "t.parquet", [1, 2, 3], weights=pa.array(wrong, make(pa.float32())))
+        with pytest.raises(RequestError, match=text):
+            _all_rows(path)
+    sums = pa.array([[1.0], [1.0, 2.0], []], make(pa.float32()))
+    with pytest.raises(RequestError, match="other than 1 values"):
+        _all_rows(_parquet(tmp_path / "t.parquet", [1, 2, 3], **{"state:sum": sums}))
+    with pytest.raises(RequestError, match=r"'row_id' is .*list"):
+        _all_rows(_parquet(tmp_path / "t.parquet", [1], row_id=pa.array([[1]], make(pa.int64()))))
 
 
 def test_shapes_are_checked_against_the_target(tmp_path: Path) -> None:
@@ -386,12 +424,27 @@ def test_archives_that_are_not_read(tmp_path: Path) -> None:
         path.write_bytes(wrong)
         with pytest.raises(RequestError, match=r"t\.npz: 't\.npy' is encrypted, or of a compression"):
             _all_rows(path, tables=("t",))
-    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
-        data, entry = write(compression)
-        data[entry // 2 : entry // 2 + 32] = b"\xa5" * 32
-        path.write_bytes(data)
-        with pytest.raises(CorruptionError, match=r"t\.npz: "):
-            _all_rows(path, tables=("t",))
+    compressions = [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2]
+    if zstandard := getattr(zipfile, "ZIP_ZSTANDARD", None):  # of Python from 3.14 on
+        compressions.append(zstandard)
+    for compression in compressions:
+        for share in (0, 1 / 2):  # where the decompressor begins, and where it is amid its blocks
+            data, entry = write(compression)
+            first = 30 + len("t.npy")
+            at = first + int(share * (entry - first))
+            data[at : at + 32] = b"\xa5" * 32
+            path.write_bytes(data)
+            with pytest.raises(CorruptionError, match=r"t\.npz: "):
+                _all_rows(path, tables=("t",))
+
+
+@pytest.mark.parametrize("header", [b"{'descr': (", b"{'descr':\0}", b"{'descr': '<f4", b"  a\n b\n"])
+def test_npz_headers_that_are_no_python(tmp_path: Path, header: bytes) -> None:
+    """A header that numpy cannot even cut into words is damage, whatever the tokenizer says of it."""
+    with zipfile.ZipFile(tmp_path / "h.npz", "w") as archive:
+        archive.writestr("t.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(CorruptionError, match=r"h\.npz: 't\.npy' is no array"):
+        BackfillConfig().open(tmp_path / "h.npz", None)
 
 
 def test_rules_that_fit_nothing_are_refused(tmp_path: Path) -> None:
@@ -418,3 +471,20 @@ def test_rules() -> None:
         "mom": "state.t.x.mom",
         "exp_avg": "optim.state.t.exp_avg",
     }
+
+
+def test_identities_are_found_or_mapped(tmp_path: Path) -> None:
+    """The raw ids behind rows come from a tensor of that name, or one that a rule names; they are int64, one a row."""
+    weights, raw_ids = torch.randn(6, 2), torch.arange(6) * 7
+    state = {TABLE: weights, f"state.{TABLE}.items.identities:": raw_ids, "ids": raw_ids, "floats": raw_ids.float()}
+    dcp.save(state, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
+    for maps in ((), (f"ids={TABLE}/identities:",)):
+        config = BackfillConfig(maps=maps, tables=(TABLE,))
+        (table,) = config.open(tmp_path / "checkpoint", None).tables
+        assert (table.spec.has_identities, table.spec.states) == (True, ())
+        (chunk,) = table.chunks(10_000)
+        assert chunk.identities is not None
+        assert chunk.identities.tolist() == raw_ids.tolist()
+    config = BackfillConfig(maps=(f"floats={TABLE}/identities:",), tables=(TABLE,))
+    with pytest.raises(RequestError, match="are FLOAT32, not INT64"):
+        config.open(tmp_path / "checkpoint", None)
