@@ -1,0 +1,153 @@
+"""When a call is given up: not while long frames move on, and always in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+from fake_service import WAIT_S, read, serve
+from loop_clock import Clock
+from scripted_server import MIB, next_seqid, reply_frame, scripted, stalled
+
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.schemas.errors import (
+    OverloadedError,
+    UnavailableError,
+)
+from headrace.schemas.idl import error_to_idl, idl
+from headrace.schemas.messages import REPLY, decode_header, encode_message
+
+
+async def test_deadline_leaves_the_connection_usable() -> None:
+    """A call without an answer in time fails alone, and its late answer is dropped."""
+    async with serve() as served, await served.connect() as client:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        with pytest.raises(UnavailableError, match=r"getEmbeddings to .*: no answer within 0\.05 s"):
+            await client.get_embeddings(read("slow"), timeout_s=0.05)
+        gate.set()
+        assert bytes((await client.get_embeddings(read("t", b"later"))).weights) == b"later"
+        assert not client.is_closed
+        assert served.server.num_connections == 1
+
+
+class Heard:
+    """Tells what a client's connection receives and sends, on a clock that stands still."""
+
+    def __init__(self, client: ParamServerClient) -> None:
+        self.clock = Clock()
+        self.num_bytes = 0
+        self.changed = asyncio.Event()
+        self._protocol = client._protocol
+        self._take = self._protocol.buffer_updated
+        self._protocol.buffer_updated = self._count  # type: ignore[method-assign]
+        self._resume = self._protocol.resume_writing
+        self._protocol.resume_writing = self._note_taken  # type: ignore[method-assign]
+        self._protocol.loop = self._protocol._writer._loop = self.clock  # type: ignore[assignment]
+
+    def _count(self, nbytes: int) -> None:
+        self._take(nbytes)
+        self.num_bytes += nbytes
+        self.changed.set()
+
+    def _note_taken(self) -> None:
+        self._resume()
+        asyncio.get_running_loop().call_soon(self.changed.set)  # behind the writer, which notes it
+
+    async def wait(self, num_bytes: int) -> None:
+        """Return when so many bytes have come."""
+        async with asyncio.timeout(WAIT_S):
+            while self.num_bytes < num_bytes:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.mark.parametrize("piece_bytes", [128 * 2**10, 1])
+async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes: int) -> None:
+    """A slow link ends no call, nor the calls behind it; one byte at a time is no moving on."""
+    go_on = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seqids = [await next_seqid(reader) for _ in range(2)]
+        frame, at = reply_frame(seqids[0], b"x" * MIB), 64 * 2**10
+        writer.write(frame[:at])
+        while at < len(frame) and not client.is_closed:
+            await go_on.wait()
+            go_on.clear()
+            writer.write(frame[at : at + piece_bytes])
+            at += piece_bytes
+        writer.write(reply_frame(seqids[1], b"behind"))
+        await reader.read()
+
+    async with scripted(slow) as client:
+        heard = Heard(client)
+        calls = [asyncio.create_task(client.get_embeddings(read("t"), timeout_s=10)) for _ in range(2)]
+        for turn in range(8):
+            await heard.wait(64 * 2**10 + turn * piece_bytes)
+            heard.clock.advance(9)
+            go_on.set()
+        if piece_bytes > 1:
+            assert [len((await call).weights) for call in calls] == [MIB, len("behind")]
+        else:
+            for call in calls:
+                with pytest.raises(UnavailableError, match="no answer within 10 s"):
+                    await call
+            await client.close()
+            go_on.set()
+
+
+async def test_a_long_request_that_moves_on_has_all_the_time_it_takes() -> None:
+    """What the peer takes, however slowly, is not begun anew; one that takes nothing for long is given up."""
+    take = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await take.wait()
+            take.clear()
+            reader._transport.resume_reading()  # type: ignore[attr-defined]
+            await reader.readexactly(8 * MIB)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await take.wait()
+
+    async with scripted(slow) as client:
+        heard = Heard(client)
+        call = await stalled(client)
+        for _ in range(3):
+            heard.clock.advance(50)
+            heard.changed.clear()
+            take.set()
+            async with asyncio.timeout(WAIT_S):
+                await heard.changed.wait()
+        assert not call.done()
+        heard.clock.advance(70)
+        with pytest.raises(UnavailableError, match="no answer within 60 s"):
+            await call
+        assert client.is_closed
+        take.set()
+
+
+async def test_an_early_answer_does_not_let_a_request_wait_for_ever() -> None:
+    """A server that refuses a frame, and takes nothing more of it, is given up at the deadline."""
+    done = asyncio.Event()
+
+    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readexactly(4096)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        refusal = idl.ParameterServer.setEmbeddings_result(error=error_to_idl(OverloadedError("full", retry_after_s=1)))
+        message = encode_message("setEmbeddings", REPLY, decode_header(memoryview(head)[4:]).seqid, refusal)
+        body = b"".join(map(bytes, message))
+        writer.write(struct.pack(">I", len(body)) + body)
+        await done.wait()
+
+    async with scripted(refuses) as client:
+        heard = Heard(client)
+        call = await stalled(client)
+        await heard.wait(40)
+        assert not call.done()
+        heard.clock.advance(70)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(UnavailableError, match="no answer within 60 s"):
+                await call
+        assert client.is_closed
+        done.set()
