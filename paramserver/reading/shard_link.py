@@ -90,7 +90,7 @@ class ShardLink:
         hello: What the shard said last, or what it is expected to be.
         failure: Why the last attempt failed, for a message; None after one that went well.
         places: Bounds what this reader asks of the shard at once.
-        pieces_moved_s: When pieces of a snapshot were last seen to move on, monotonic seconds; -inf before.
+        pieces_moved_s: When pieces of a snapshot last moved on, as calls that ended saw it, monotonic; -inf before.
     """
 
     def __init__(self, dial: Dial, host: str, port: int, expected: Any = None) -> None:
@@ -167,14 +167,11 @@ class ShardLink:
 
     async def fetch_snapshot(self, request: Any) -> Any:
         """Ask once for a piece of a snapshot."""
-        client, timeout_s = await self._connected(), self._dial.timeout_s
-        asked_s = time.monotonic()
+        client = await self._connected()
         try:
-            return await self._attempt(client, client.fetch_snapshot(request, timeout_s=timeout_s))
+            return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
         finally:
-            # The client ends a call after its time unless long frames move on; twice that is no late timer.
-            if time.monotonic() - asked_s > 2 * timeout_s:
-                self.pieces_moved_s = time.monotonic()
+            self.pieces_moved_s = max(self.pieces_moved_s, client.moved_s)
 
     async def expire_rows(self, request: Any) -> Any:
         """Ask once for expiry of rows, or after a run of it."""

@@ -169,6 +169,11 @@ class ParamServerClient:
         """Add up digests of rows."""
         return await self._call("digestRows", request, timeout_s)
 
+    @property
+    def moved_s(self) -> float:
+        """When a long frame last moved on, either way, on the event loop's clock; -inf before."""
+        return self._protocol.moved_s
+
     async def create_snapshot(self, request: Any, *, timeout_s: float = 86_400.0) -> Any:
         """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`.
 

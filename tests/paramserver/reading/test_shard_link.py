@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,24 @@ from headrace.paramserver.reading import shard_link
 from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
 from headrace.schemas.errors import HeadraceError, UnavailableError
 
+_AWAY, _SLOW, _ANSWERED = "away", "slow", "answered"
+
 
 class _Client:
-    """A connection on which each call takes so long, by the clock of the test, and then breaks or is answered."""
+    """A connection on which each call takes so long, by the clock of the test, moves on or not, and then ends."""
 
     is_closed = False
 
-    def __init__(self, clock: list[float], *calls: tuple[float, bool]) -> None:
+    def __init__(self, clock: list[float], *calls: tuple[float, str]) -> None:
         self.clock, self.calls = clock, [*calls]
+        self.moved_s = -math.inf
 
     async def fetch_snapshot(self, request: Any, *, timeout_s: float) -> str:
-        took_s, is_answered = self.calls.pop(0)
+        took_s, end = self.calls.pop(0)
         self.clock[0] += took_s
-        if not is_answered:
+        if end != _AWAY:
+            self.moved_s = self.clock[0]
+        if end != _ANSWERED:
             raise UnavailableError("the connection broke")
         return "a piece"
 
@@ -34,17 +40,17 @@ class _Client:
 @pytest.mark.parametrize(
     ("calls", "num_left"),
     [
-        ([(0.0, False), (100.0, False), (100.0, False), (0.0, False), (5.0, True)], 0),
-        ([(0.0, False), (10.1, False), (40.0, False), (30.0, False), (5.0, True)], 0),
-        ([(0.0, False), *[(10.1, False)] * 6, (5.0, True)], 1),
-        ([(0.0, False), (100.0, False), *[(10.1, False)] * 6, (5.0, True)], 1),
+        ([(0.0, _AWAY), (100.0, _SLOW), (100.0, _SLOW), (0.0, _AWAY), (5.0, _ANSWERED)], 0),
+        ([(0.0, _AWAY), (10.1, _AWAY), (40.0, _SLOW), (30.0, _SLOW), (5.0, _ANSWERED)], 0),
+        ([(0.0, _AWAY), *[(10.1, _AWAY)] * 6, (5.0, _ANSWERED)], 1),
+        ([(0.0, _AWAY), (100.0, _SLOW), *[(10.1, _AWAY)] * 6, (5.0, _ANSWERED)], 1),
     ],
     ids=["slow", "slow now and then", "away", "away in the end"],
 )
 async def test_patience_is_for_a_shard_that_is_away(
-    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], num_left: int
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, str]], num_left: int
 ) -> None:
-    """A piece that moves on slowly, for longer than a call without a sign of life may take, begins patience anew."""
+    """A piece that moves on, however slowly, begins patience anew."""
     clock = [0.0]
     monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.0)
