@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 from headrace.paramserver.config.data_dir import is_in_use
@@ -122,11 +122,18 @@ def check_gpu() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield _ok(subject, "none seen; everything runs on processors")
         return
+    from headrace.kernels.cuda_module import FAMILIES, KernelsUnavailableError
+    from headrace.kernels.dispatch import gpu_module
+
     name = torch.cuda.get_device_name()
-    if any(entry.name.endswith(".cu") for entry in resources.files("headrace.kernels").iterdir()):
-        yield _ok(subject, f"{name}, with kernels for it")
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        for family in FAMILIES:
+            gpu_module(family, device)
+    except KernelsUnavailableError as exc:
+        yield _note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
     else:
-        yield _note(subject, f"{name}, but this version has no kernels for it: rows are gathered by torch")
+        yield _ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:

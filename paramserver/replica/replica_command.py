@@ -16,6 +16,7 @@ from headrace.paramserver.config.process_flags import (
 )
 from headrace.paramserver.config.setting_flags import with_setting_flags
 from headrace.paramserver.process.log_format import configure_logging
+from headrace.paramserver.process.log_repeats import limit_repeats
 from headrace.paramserver.process.open_files import allow_open_files
 from headrace.paramserver.process.ready_file import ReadyFile
 from headrace.paramserver.process.short_pauses import shorten_pauses
@@ -58,6 +59,7 @@ def replica(
     settings = EndpointConfig.load(flags=flags, environ=environ, file=file)
     ready = None if ready_file is None else ReadyFile(ready_file)
     configure_logging(level=settings.log_level, log_format=settings.log_format)
+    limit_repeats()
     shorten_pauses()
     settings = dataclasses.replace(settings, max_connections=allow_open_files(settings.max_connections))
     return asyncio.run(_run(settings, environ, ready, watch_stdin))

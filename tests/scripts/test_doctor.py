@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from held_ports import hold_ports
 from watched_server import watched_server
 
 from headrace.cli import main
+from headrace.kernels import dispatch
+from headrace.kernels.cuda_module import FAMILIES, KernelsUnavailableError
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_config import ServerConfig
 from headrace.scripts import doctor_checks
@@ -63,6 +66,32 @@ def test_versions_that_do_not_fit(changes: dict[str, str | None], problem: str |
     found = _problems(check_versions({**GOOD, **changes}.get))
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
+
+
+def test_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU all kernels are compiled; where they cannot be, doctor says what would mend it, and it is no problem."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    asked: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(dispatch, "gpu_module", lambda *family_and_device: asked.append(family_and_device))
+    (finding,) = doctor_checks.check_gpu()
+    assert finding.level is Level.OK
+    assert asked == [(family, torch.device("cuda", 1)) for family in FAMILIES]
+
+    def refuse(family: str, device: torch.device) -> None:
+        raise KernelsUnavailableError("no NVRTC: pip install 'headrace[cuda]'")
+
+    monkeypatch.setattr(dispatch, "gpu_module", refuse)
+    (finding,) = doctor_checks.check_gpu()
+    assert finding.level is Level.NOTE
+    assert "pip install 'headrace[cuda]'" in finding.text
+
+
+@pytest.mark.gpu
+def test_kernels_for_this_gpu() -> None:
+    """Every kernel compiles for the GPU of this machine."""
+    assert [finding.level for finding in doctor_checks.check_gpu()] == [Level.OK]
 
 
 def test_open_files() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,3 +75,29 @@ def test_kinds_take_bounded_memory(stream: io.StringIO) -> None:
         fact(_log, logging.ERROR, f"message {i}")
     assert len(repeats._counts) <= 256
     assert len(_lines(stream)) == 1000
+
+
+def test_threads_share_one_count() -> None:
+    """Of what many threads say at once exactly a burst goes out, and no call that logs fails, though windows end."""
+    same = RepeatFilter(burst=1_000, window_s=1e9)
+    others = RepeatFilter(burst=1, window_s=1e9)
+
+    def say(thread: int) -> int:
+        passed = 0
+        for number in range(6_000):
+            passed += same.filter(_record("the same"))
+            others.filter(_record(f"{thread} {number}"))
+        return passed
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            passed = sum(pool.map(say, range(8)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert passed == 1_000
+
+
+def _record(message: str) -> logging.LogRecord:
+    return logging.LogRecord("headrace.test", logging.WARNING, __file__, 1, message, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from watched_server import WAIT_S, wait_until
 
 from headrace.cli import main
 from headrace.paramserver.config.settings import flag_of, settings_of, show_default
+from headrace.paramserver.process.log_repeats import RepeatFilter
 from headrace.paramserver.process.ready_file import ReadyFile
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.replica import endpoint_process
+from headrace.paramserver.replica import endpoint_process, replica_command
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_process import ReplicaProcess
 from headrace.paramserver.rpc.security import Token, client_tls_context
@@ -273,6 +275,21 @@ def test_ports_that_are_taken(capfd: pytest.CaptureFixture[str]) -> None:
             assert (
                 f"{flag}: port {port} of 127.0.0.1, which the replica would take, is in use" in capfd.readouterr().err
             )
+
+
+def test_repeated_warnings_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica says a thousand times is held back, as a server's is."""
+
+    async def run(*_: object) -> int:
+        return 0
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr(replica_command, "_run", run)
+    assert main(["replica", "--server=h"]) == 0
+    (handler,) = root.handlers
+    assert any(isinstance(each, RepeatFilter) for each in handler.filters)
 
 
 def test_unknown_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
