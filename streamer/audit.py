@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.torch_dtypes import bits_of
 from headrace.paramserver.reading.digest_groups import for_each_table
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.reading.table_digest import TableDigest
@@ -240,9 +241,9 @@ def table_columns(table: TappedTable, row_ids: _Ids) -> list[npt.NDArray[Any]]:
     local_ids = row_ids - table.row_offset
     first = int(local_ids[0]) if local_ids.size else 0
     if local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:  # a run: no copy is needed
-        return [_as_numpy(tensor.narrow(0, first, local_ids.size)) for tensor in tensors]
+        return [bits_of(tensor.narrow(0, first, local_ids.size)) for tensor in tensors]
     index = torch.from_numpy(local_ids)
-    return [_as_numpy(tensor.index_select(0, index.to(tensor.device))) for tensor in tensors]
+    return [bits_of(tensor.index_select(0, index.to(tensor.device))) for tensor in tensors]
 
 
 def _stored_columns(table: TappedTable, rows: Rows) -> list[npt.NDArray[Any]]:
@@ -254,12 +255,6 @@ def _stored_columns(table: TappedTable, rows: Rows) -> list[npt.NDArray[Any]]:
         elif table.shard == table.spec.whole:
             columns.append(rows.states[state.name])
     return columns
-
-
-def _as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    array: npt.NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
 
 
 def _bytes(column: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

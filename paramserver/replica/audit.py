@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.torch_dtypes import bits_of
 from headrace.paramserver.reading.digest_groups import for_each_table, table_groups
 from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
@@ -140,7 +141,7 @@ def digest_table(table: ReplicaTable, *, first_row: int = 0, end_row: int | None
         if missing.any():
             is_there = ~missing
             ids, rows = ids[is_there], rows[torch.from_numpy(is_there)]
-        digest.add_rows(ids, [_bits(rows)])
+        digest.add_rows(ids, [bits_of(rows)])
     return digest
 
 
@@ -266,7 +267,7 @@ async def _differing_rows(copy: Followed, span: _Span, bucket: int) -> _Ids:
         assert theirs.steps is not None
         rows, missing = await asyncio.to_thread(table.gather, ids)
         is_there = theirs.presence == _PRESENT
-        differs = (_bytes(_bits(rows)) != _bytes(theirs.weights)).any(axis=1) & is_there & ~missing
+        differs = (_bytes(bits_of(rows)) != _bytes(theirs.weights)).any(axis=1) & is_there & ~missing
         differs |= is_there == missing
         epoch, step = visible
         is_known = (theirs.epochs < epoch) | ((theirs.epochs == epoch) & (theirs.steps <= step))
@@ -281,11 +282,6 @@ def _pieces(first: int, end: int, size: int) -> Iterator[_Ids]:
 
 def _some(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:_MAX_NAMED])) + (", …" if len(numbers) > _MAX_NAMED else "")
-
-
-def _bits(rows: torch.Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
-    return array
 
 
 def _bytes(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.freshness import Freshness
-from headrace.paramserver.replica.table import TORCH_DTYPES, ReplicaTable
+from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.rpc.security import role_name

@@ -19,8 +19,8 @@ from headrace.kernels.row_quantization import (
     split_columns,
     sum_rows,
 )
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.precision import precision_of
-from headrace.paramserver.replica.table import TORCH_DTYPES
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["PackedRows", "PlainRows", "SlotRows", "make_slot_rows", "pool_rows"]

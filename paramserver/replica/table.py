@@ -8,23 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.errors import ConfigError, RequestError
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
+from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["TORCH_DTYPES", "ReplicaTable", "as_ids", "default_row"]
+__all__ = ["ReplicaTable", "as_ids", "default_row"]
 
 _Ids = npt.NDArray[np.int64]
-
-TORCH_DTYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT64: torch.float64,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-    DType.UINT8: torch.uint8,
-}
 
 
 class ReplicaTable(Protocol):

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import DType
 from headrace.scripts.table_sinks.dense import IDENTITIES, check_dense, columns_of, dense_windows
 from headrace.scripts.table_sinks.export_table import ExportTable
 from headrace.scripts.table_sources.dcp_directory import METADATA_NAME
-from headrace.scripts.table_sources.torch_file import TORCH_DTYPES
 
 __all__ = ["STATE_KEY", "WEIGHTS_KEY", "write_checkpoint"]
 
@@ -36,7 +36,6 @@ STATE_KEY = "state.{fqn}.{table}.{state}"
 
 _DATA_NAME = "__0_0.distcp"
 _PART_BYTES = 16 << 20
-_DTYPES = {dtype: of_torch for of_torch, dtype in TORCH_DTYPES.items()}
 
 
 def write_checkpoint(
@@ -86,7 +85,7 @@ def _write_tensor(
 ) -> None:
     dtype, shape = columns_of(table)[field]
     row_bytes = dtype.size_bytes * (shape[1] if len(shape) == 2 else 1)
-    of_torch, chunks = _DTYPES[dtype], []
+    of_torch, chunks = TORCH_DTYPES[dtype], []
     for first, window in dense_windows(table, field, max(1, _PART_BYTES // row_bytes), on_rows=on_rows):
         values = torch.from_numpy(window if len(shape) == 2 else window[:, 0])
         part = values.view(of_torch) if dtype is DType.BFLOAT16 else values

@@ -13,10 +13,11 @@ from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
 from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, RefusedColumn, map_file_errors
 from headrace.scripts.table_sources.tensors import TensorSource
-from headrace.scripts.table_sources.torch_file import TORCH_DTYPES, load_places, piece_of
+from headrace.scripts.table_sources.torch_file import load_places, piece_of
 
 __all__ = ["METADATA_NAME", "open_checkpoint", "read_metadata"]
 
@@ -43,7 +44,7 @@ _ALLOWED = frozenset(
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
-        *(("torch", str(dtype).removeprefix("torch.")) for dtype in TORCH_DTYPES),
+        *(("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES),
         *(("torch", name) for name in ("bool", "int8", "int16", "complex64", "complex128", "float8_e4m3fn")),
     }
 )
@@ -103,7 +104,7 @@ def open_checkpoint(path: Path) -> TensorSource:
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata) or not isinstance(name, str):
             continue
-        dtype, shape = TORCH_DTYPES.get(tensor.properties.dtype), tuple(tensor.size)
+        dtype, shape = DTYPES.get(tensor.properties.dtype), tuple(tensor.size)
         if dtype is None or len(shape) not in (1, 2):
             continue
         try:

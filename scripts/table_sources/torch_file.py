@@ -15,22 +15,13 @@ from typing import IO, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import CorruptionError, RequestError
-from headrace.schemas.tables import DType
 from headrace.scripts.table_sources.columns import Column, Piece, RawColumn, RefusedColumn, map_file_errors
 from headrace.scripts.table_sources.tensors import TensorSource
 
-__all__ = ["TORCH_DTYPES", "load_places", "open_torch_file", "piece_of"]
+__all__ = ["load_places", "open_torch_file", "piece_of"]
 
-TORCH_DTYPES = {
-    torch.float32: DType.FLOAT32,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float64: DType.FLOAT64,
-    torch.int64: DType.INT64,
-    torch.int32: DType.INT32,
-    torch.uint8: DType.UINT8,
-}
 _MAX_DEPTH = 32
 
 
@@ -48,10 +39,10 @@ def open_torch_file(path: Path) -> TensorSource:
             raise RequestError(f"{path}: holds a {type(content).__name__}, not a dict of tensors")
         columns: dict[str, Column] = {}
         for name, tensor in _flatten(content, "", 0):
-            if tensor.dtype in TORCH_DTYPES and tensor.dim() in (1, 2):
+            if tensor.dtype in DTYPES and tensor.dim() in (1, 2):
                 if name in columns:
                     raise RequestError(f"{path}: two tensors have the name {name!r}, nested dicts joined by dots")
-                dtype, shape = TORCH_DTYPES[tensor.dtype], tuple(tensor.shape)
+                dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
                 try:
                     piece = piece_of(path, name, tensor, row=0, column=0, base=0)
                 except RequestError as exc:

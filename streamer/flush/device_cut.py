@@ -11,11 +11,12 @@ from torch import Tensor
 
 from headrace.kernels.cut_plan import HEADER_WORDS, CutPlan, header_words
 from headrace.kernels.row_packing import PackedTable, layout_of
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.schemas.tables import DType
 from headrace.streamer.device.device_runtime import DeviceEvent
 from headrace.streamer.flush.flush import Column, Flush, FlushedTable
 from headrace.streamer.flush.gather import RowGatherer, check_finite
-from headrace.streamer.flush.staging import TORCH_DTYPES, StagingBuffer
+from headrace.streamer.flush.staging import StagingBuffer
 from headrace.streamer.flush.sweep_marks import Half
 
 __all__ = ["Completing", "DeviceCut", "DeviceStaging", "Scalars"]

@@ -19,14 +19,14 @@ from torch import Tensor
 from headrace.kernels.cut_plan import HEADER_WORDS, header_words
 from headrace.kernels.dirty_cut import cut_dirty
 from headrace.kernels.row_packing import MAX_PACKED_BYTES
+from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnavailableError, UnsupportedModelError
-from headrace.schemas.tables import DType
 from headrace.streamer.device.device_runtime import DeviceRuntime, cuda_runtime
 from headrace.streamer.flush.device_cut import DeviceCut, DeviceStaging, Scalars
 from headrace.streamer.flush.device_tables import DeviceTables
 from headrace.streamer.flush.flush import Flush
 from headrace.streamer.flush.gather import RowGatherer, scalar_bytes
-from headrace.streamer.flush.staging import NUM_STAGING_BUFFERS, TORCH_DTYPES, StagingBuffer, StagingPool
+from headrace.streamer.flush.staging import NUM_STAGING_BUFFERS, StagingBuffer, StagingPool
 from headrace.streamer.flush.sweep_marks import Cut, Half, SweepMarks
 
 __all__ = ["DevicePipeline"]
@@ -320,7 +320,7 @@ class DevicePipeline:
                 if key not in word_of:
                     word_of[key] = len(late)
                     late.append(value.detach())
-                of_table.append((name, _dtype_of(value), word_of[key]))
+                of_table.append((name, DTYPES[value.dtype], word_of[key]))
             scalars.append(of_table)
         return scalars, late
 
@@ -353,7 +353,3 @@ class DevicePipeline:
         # A cut that is on its way has the old ones.
         for staging, (on_device, on_host) in zip([*self._spare, *self._staging_of.values()], headers, strict=True):
             staging.header, staging.header_host = on_device, on_host
-
-
-def _dtype_of(value: Tensor) -> DType:
-    return next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType
 from headrace.streamer.flush.flush import Column, FlushedDeletions, FlushedTable, TableFormat
-from headrace.streamer.flush.staging import ALIGNMENT_BYTES, TORCH_DTYPES, StagingBuffer
+from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
 from headrace.streamer.taps.row_meta import MAX_META_BYTES
 from headrace.streamer.taps.tapped_table import TappedTable
 
@@ -199,7 +200,7 @@ def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: t
 
 def scalar_bytes(value: torch.Tensor) -> tuple[DType, bytes]:
     """Return the type and the bytes of a tensor of one element."""
-    dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is value.dtype)
+    dtype = DTYPES[value.dtype]
     return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.schemas.tables import DType
 
 __all__ = ["ALIGNMENT_BYTES", "NUM_STAGING_BUFFERS", "Carved", "StagingBuffer", "StagingPool"]
@@ -16,16 +17,6 @@ __all__ = ["ALIGNMENT_BYTES", "NUM_STAGING_BUFFERS", "Carved", "StagingBuffer", 
 ALIGNMENT_BYTES = 64
 # One is filled while the other is on its way; a third would only add lag.
 NUM_STAGING_BUFFERS = 2
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT64: torch.float64,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-    DType.UINT8: torch.uint8,
-}
 
 
 class Carved(NamedTuple):

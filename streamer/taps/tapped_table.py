@@ -10,6 +10,7 @@ import torch
 
 from headrace.kernels.dirty_ids import VIRTUAL_ROWS, DirtyIds, bitmap_bytes, dirty_set
 from headrace.kernels.dirty_rows import DirtyRows
+from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows, TableDirtySet
@@ -19,16 +20,6 @@ from headrace.streamer.taps.row_meta import RowMeta
 __all__ = ["DEFAULT_BITMAP_BYTES", "RowIndex", "TablePart", "TappedTable", "dtype_of", "state_spec", "zero_state"]
 
 DEFAULT_BITMAP_BYTES = 256 * 2**20
-
-_DTYPES = {
-    torch.float32: DType.FLOAT32,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float64: DType.FLOAT64,
-    torch.int64: DType.INT64,
-    torch.int32: DType.INT32,
-    torch.uint8: DType.UINT8,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +286,7 @@ class TappedTable:
 
     def _check_same(self, what: str, values: torch.Tensor, dtype: DType, width: int) -> None:
         num_rows = values.shape[0] if self.index is not None else self.num_local_rows
-        if values.shape != (num_rows, width) or _DTYPES.get(values.dtype) is not dtype:
+        if values.shape != (num_rows, width) or DTYPES.get(values.dtype) is not dtype:
             raise UnsupportedModelError(
                 f"{what} was {dtype.name.lower()}{[num_rows, width]} when it was attached and is "
                 f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)} now: change a model before `attach`"
@@ -322,9 +313,9 @@ def dtype_of(what: str, dtype: torch.dtype) -> DType:
         UnsupportedModelError: Rows cannot hold this type.
     """
     try:
-        return _DTYPES[dtype]
+        return DTYPES[dtype]
     except KeyError:
-        known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise UnsupportedModelError(f"{what}: element type {dtype} cannot be streamed (can: {known})") from None
 
 

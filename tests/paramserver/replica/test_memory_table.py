@@ -18,11 +18,11 @@ from headrace.kernels.row_quantization import (
     error_bound,
     quantize_rows_reference,
 )
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.memory_table import MemoryTable, size_of_table
 from headrace.paramserver.replica.precision import check_precision, precision_of, stored_row_bytes
 from headrace.paramserver.replica.storage import Storage, memory_needed
-from headrace.paramserver.replica.table import TORCH_DTYPES
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
