@@ -23,6 +23,14 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
 }
 
+# The same of wrappers around one optimizer that write no table themselves: TorchRec's, Lightning's, Accelerate's.
+_OPTIMIZER_WRAPPERS = {
+    "KeyedOptimizerWrapper": "_optimizer",
+    "OptimizerWrapper": "_optimizer",
+    "LightningOptimizer": "_optimizer",
+    "AcceleratedOptimizer": "optimizer",
+}
+
 
 def is_a(thing: object, class_name: str) -> bool:
     """Return whether `thing` is of a class, or of one derived from a class, with this bare name."""
@@ -89,6 +97,7 @@ def inner_optimizers(
 
     TorchRec wraps optimizers in others (`KeyedOptimizerWrapper`, `CombinedOptimizer`, `WarmupOptimizer` …) whose own
     step hooks never run, and whose fused members do nothing in `step()`: their update is part of `backward()`.
+    Lightning (`LightningModule.optimizers()`) and Accelerate (`prepare`) have wrappers without step hooks, too.
 
     Args:
         optimizers: One or several, wrapped or not.
@@ -106,11 +115,12 @@ def inner_optimizers(
 
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    attribute = next((name for kind, name in _OPTIMIZER_WRAPPERS.items() if is_a(optimizer, kind)), None)
     if is_a(optimizer, "CombinedOptimizer"):
         for _, member in optimizer.optimizers:  # type: ignore[attr-defined]
             yield from _inner_optimizers(member)
-    elif is_a(optimizer, "KeyedOptimizerWrapper") or is_a(optimizer, "OptimizerWrapper"):
-        yield from _inner_optimizers(optimizer._optimizer)  # type: ignore[attr-defined]
+    elif attribute is not None:
+        yield from _inner_optimizers(getattr(optimizer, attribute))
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: a {type(optimizer).__name__} is none; give the torch.optim.Optimizer that trains the tables, "

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rows_with_any_bit"]
+from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
+
+__all__ = ["changed_rows", "rows_with_any_bit"]
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Return int64 ids, local, of the rows that have a gradient.
+
+    Args:
+        gradient: Of a whole parameter; may be sparse, or a DTensor.
+        parameter: It.
+        waits: As for `rows_with_any_bit`.
+    """
+    if gradient.is_sparse:
+        return gradient._indices()[0]  # a gradient may be sparse by its columns too
+    if is_dtensor(gradient):
+        # Every rank is here: the optimizer's step has just done the same.
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return rows_with_any_bit(local_tensor(gradient), waits=waits)
 
 
 def rows_with_any_bit(gradient: torch.Tensor, *, waits: bool) -> torch.Tensor:
@@ -22,8 +40,11 @@ def rows_with_any_bit(gradient: torch.Tensor, *, waits: bool) -> torch.Tensor:
     if not gradient.numel():
         return torch.empty(0, dtype=torch.int64)
     row_bytes = gradient.shape[1] * gradient.element_size()
-    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    is_changed = gradient.detach().contiguous().view(_INT_OF_SIZE[size]).any(dim=1)
+    whole = gradient.detach().contiguous()
+    # DistributedDataParallel's buckets hold gradients side by side, so one may begin at half of a larger element.
+    offset_bytes = whole.storage_offset() * whole.element_size()
+    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0 and offset_bytes % size == 0)
+    is_changed = whole.view(_INT_OF_SIZE[size]).any(dim=1)
     if waits:
         return is_changed.nonzero().reshape(-1)
     return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device), -1)

@@ -288,7 +288,7 @@ def _replicas_of(fqn: str, parameter: nn.Parameter, found: Found) -> Replicas:
     if wrapper is None:
         raise UnsupportedModelError(
             f"table {fqn!r} is on {_world_size()} ranks, and nothing keeps its copies equal: wrap the model in "
-            f"DistributedDataParallel, or shard the table"
+            f"DistributedDataParallel and attach the wrapper (in Lightning trainer.strategy.model), or shard the table"
         )
     ignored = wrapper.parameters_to_ignore
     if any(other is parameter and name in ignored for name, other in wrapper.module.named_parameters()):

@@ -6,7 +6,7 @@ several batches, tied weights, forwards without gradient, and steps that a gradi
 change more rows than those widen the set, see `optimizer_rules`.
 
 What changes a table without a gradient (loading a checkpoint, a clamp by hand) shows in the version that torch counts
-on every tensor: then all rows are marked.
+on every tensor, or in rows that are looked at (`RowProbe`): then all rows are marked.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
 from headrace.streamer.taps.foreign_steps import ForeignSteps
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.nonzero_rows import rows_with_any_bit
+from headrace.streamer.taps.nonzero_rows import changed_rows, rows_with_any_bit
 from headrace.streamer.taps.optimizer_rules import Reach, Rule, rule_of
 from headrace.streamer.taps.own_memory import check_not_aliased, check_not_shared
+from headrace.streamer.taps.row_probe import RowProbe
 from headrace.streamer.taps.step_hooks import StepHooks
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, dtype_of, state_spec, zero_state
 
 __all__ = ["TableParameter", "TorchOptimTap"]
 
 _log = logging.getLogger(__name__)
+
+# Tables of which some rows are looked at: a look costs 30 µs a step, and copies of models are of all their tables.
+_MAX_PROBED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,7 @@ class _Followed:
     has_warned: bool = field(default=False)
     # Changed rows are marked on a device, where nobody waits for their number.
     is_on_device: bool = field(default=False)
+    probe: RowProbe | None = None
     # The type of another optimizer that has trained the table since.
     usurper: str | None = None
 
@@ -141,6 +146,12 @@ class _Followed:
             storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
             self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
         self.seen = now
+        if self.probe is not None:
+            self.probe.keep(local_tensor(self.source.parameter))
+
+    def is_off_probe(self) -> bool:
+        """Return whether rows changed that are looked at. REQUIRES: its tensors are those that were last seen."""
+        return self.probe is not None and self.probe.is_off(local_tensor(self.source.parameter))
 
     def group(self) -> dict[str, Any] | None:
         """Return the present settings of the optimizer for this table; None when it was given others instead.
@@ -152,6 +163,7 @@ class _Followed:
     def note_move(self) -> None:
         """Learn that a part's changed rows are marked elsewhere now."""
         self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
+        self.probe = None  # a look would wait for the device
 
     def mark_all(self) -> None:
         """Mark every row, and find out anew which rows the optimizer goes on to move."""
@@ -221,7 +233,8 @@ class TorchOptimTap:
         self.tables = [part.table for followed in self._followed for part in followed.parts]
         _tell_wide_reach(self._followed)
         by_optimizer: dict[int, list[_Followed]] = {}
-        for followed in self._followed:
+        for place, followed in enumerate(self._followed):
+            followed.probe = RowProbe() if place < _MAX_PROBED else None
             followed.note_seen()
             by_optimizer.setdefault(id(followed.optimizer), []).append(followed)
         self._foreign = ForeignSteps(self._followed, sweep=self._sweep, tell=self._note_foreign)
@@ -275,9 +288,16 @@ class TorchOptimTap:
 
     def _sweep(self, followed: _Followed) -> None:
         if followed.snapshot() != followed.seen or not followed.source.is_in_use():
-            followed.mark_all()
-            self._note_update()
-            followed.note_seen()
+            written = [followed]
+        elif followed.is_off_probe():
+            written = self._followed  # somebody copies a model, and not each of its tables is looked at
+        else:
+            return
+        for each in written:
+            each.mark_all()
+        self._note_update()
+        for each in written:
+            each.note_seen()
 
     def _mark(self, followed: _Followed, group: dict[str, Any] | None, is_next: bool) -> None:
         """Mark what the update that just ended has changed, and then remember how the tensors are.
@@ -313,7 +333,9 @@ class TorchOptimTap:
                 # A setting may go back, and the states that it has left would move rows on.
                 part.touched_beside().mark_all()
             return
-        ids = _changed_rows(gradient, parameter, waits=not followed.is_on_device)
+        ids = changed_rows(gradient, parameter, waits=not followed.is_on_device)
+        if followed.probe is not None:
+            followed.probe.aim(ids)
         for part in followed.parts:
             own = part.part.row_ids_or_none(ids) if followed.is_on_device else part.part.row_ids(ids)
             if reach is Reach.TOUCHED:
@@ -355,16 +377,6 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 def _names(states: tuple[tuple[str, bool], ...]) -> str:
     return ", ".join(name for name, _ in states) or "none"
-
-
-def _changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
-    """Return int64 ids, local, of the rows that have a gradient, see `rows_with_any_bit`."""
-    if gradient.is_sparse:
-        return gradient._indices()[0]  # a gradient may be sparse by its columns too
-    if is_dtensor(gradient):
-        # Every rank is here: the optimizer's step has just done the same.
-        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return rows_with_any_bit(local_tensor(gradient), waits=waits)
 
 
 def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:

@@ -23,7 +23,8 @@ def audit_on_rank(rank: int, address: str) -> tuple[list[tuple[int, int, int]], 
             optimizer.step()
         report = streamer.audit()
         if rank == 1:
-            model.module[0].weight.detach().numpy()[:, 0] += 1
+            # Rows that the last step has not trained, since the tap looks at some of those.
+            model.module[0].weight.detach().numpy()[1::7, 0] += 1
         spoiled = streamer.audit()
         parts = [(table.rank, table.row_offset, table.num_rows) for table in report.tables]
         return parts, report.is_equal, sorted({r for t in spoiled.tables for r in t.differing_row_ids})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,47 @@ def test_wrapped_optimizers_of_torchrec() -> None:
     mirror = Mirror()
     mirror.watch(tap_model(model, combined, mirror.on_step))
     train(model, combined, range(3))
+    assert mirror.taken == [touched(step) for step in range(3)]
+
+
+class LightningOptimizer:
+    """Takes the class of what it wraps as a base, as Lightning's does, and has no step hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer)
+        self.__class__ = type(f"Lightning{kind.__name__}", (LightningOptimizer, kind), {})
+        self.param_groups = optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps as Accelerate's does: derived from the base class, which it does not initialize."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [LightningOptimizer, AcceleratedOptimizer])
+def test_wrapped_optimizers_of_trainers(wrap: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """The optimizer inside of a wrapper of Lightning or Accelerate is the one that is hooked."""
+    model = TwoKinds(sparse=False)
+    wrapped = wrap(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    mirror = Mirror()
+    mirror.watch(tap_model(model, wrapped, mirror.on_step))
+    train(model, wrapped, range(3))
     assert mirror.taken == [touched(step) for step in range(3)]
 
 

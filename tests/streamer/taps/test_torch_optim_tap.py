@@ -222,6 +222,30 @@ def test_writes_by_others_mark_the_whole_table(write: str) -> None:
     assert not tap.end_step()
 
 
+@pytest.mark.parametrize(("sparse", "settings"), [(True, {}), (False, {}), (False, {"weight_decay": 0.1})])
+def test_averages_that_are_copied_through_data_mark_the_whole_table(sparse: bool, settings: dict[str, float]) -> None:
+    """What copies another model into the tables through `.data`, which torch does not count, is seen by its rows."""
+    model = TwoKinds(sparse=sparse)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, **settings)
+    mirror = Mirror()
+    tap = tap_model(model, optimizer, mirror.on_step)
+    mirror.watch(tap)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    whole = {"user.weight": list(range(97)), "tag.weight": list(range(130))}
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        average.update_parameters(model)
+    assert not tap.end_step()
+    for parameter, averaged in zip(model.parameters(), average.module.parameters(), strict=True):
+        parameter.data.copy_(averaged.data)
+    assert tap.end_step()
+    assert {name: mirror.taken[-1].get(name) for name in whole} == whole
+    assert not tap.end_step()
+    train(model, optimizer, range(3, 4))
+    if not settings:
+        assert mirror.taken[-1] == touched(3)
+
+
 @pytest.mark.parametrize("num_rows", [100, 1000])
 def test_a_table_whose_memory_comes_back_is_another(num_rows: int) -> None:
     """Two new tensors in `weight.data` may leave the second where the first was: its rows are marked all the same."""
@@ -239,6 +263,36 @@ def test_a_table_whose_memory_comes_back_is_another(num_rows: int) -> None:
         assert mirror.taken == [{"weight": list(range(num_rows))}]
     if not came_back:
         pytest.skip("the allocator gave no address twice")
+
+
+def test_one_look_tells_of_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each of many tables is looked at: a copy into a table that is marks every row of all."""
+    monkeypatch.setattr("headrace.streamer.taps.torch_optim_tap._MAX_PROBED", 1)
+    model = nn.ModuleDict({name: nn.Embedding(5, 2) for name in "abc"})
+    mirror = Mirror()
+    tap = tap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), mirror.on_step)
+    mirror.watch(tap)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    assert tap.end_step()
+    assert mirror.taken == [{f"{name}.weight": list(range(5)) for name in "abc"}]
+    assert not tap.end_step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 5])
+def test_gradients_that_lie_anywhere_in_a_bucket(dtype: torch.dtype, offset: int) -> None:
+    """A gradient that is a view into a wider tensor, as of DistributedDataParallel's buckets, tells its rows."""
+    model = nn.Embedding(9, 8, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mirror = Mirror()
+    mirror.watch(tap_model(model, optimizer, mirror.on_step))
+    bucket = torch.ones(9 * 8 + 8, dtype=dtype)
+    model.weight.grad = bucket[offset : offset + 9 * 8].view(9, 8)
+    model.weight.grad.zero_()
+    model.weight.grad[4, 7] = 1.0
+    optimizer.step()
+    assert mirror.taken == [{"weight": [4]}]
 
 
 @pytest.mark.parametrize("shape", [(3, 9), (9, 3)])
