@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.kernels.cuda_module import Launcher, num_blocks
 from headrace.kernels.dirty_rows import ids_of
-from headrace.kernels.dispatch import launcher_for
+from headrace.kernels.dispatch import launcher_for, runs_eagerly
 
 __all__ = [
     "make_bitmap",
@@ -60,7 +60,7 @@ def mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
     _check_bitmap(bitmap)
     if row_ids.dtype not in (torch.int32, torch.int64) or row_ids.device != bitmap.device:
         raise ValueError(f"row_ids is {row_ids.dtype} on {row_ids.device}: int32 or int64 on {bitmap.device} is needed")
-    _mark_dirty(bitmap, row_ids)
+    (_mark if runs_eagerly(bitmap, row_ids) else _mark_dirty)(bitmap, row_ids)
 
 
 def mark_dirty_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
@@ -82,7 +82,8 @@ def mark_dirty_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_s
     """
     _check_bitmap(bitmap)
     _check_features(bitmap, row_ids, starts, first_slots, num_rows)
-    _mark_dirty_features(bitmap, row_ids, starts, first_slots, num_rows)
+    is_eager = runs_eagerly(bitmap, row_ids, starts, first_slots, num_rows)
+    (_mark_features if is_eager else _mark_dirty_features)(bitmap, row_ids, starts, first_slots, num_rows)
 
 
 def take_dirty(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -177,9 +178,12 @@ def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tupl
     """Do what `take_dirty` does, with its kernel."""
     row_ids = torch.empty(max_rows, dtype=torch.int64, device=bitmap.device)
     num_tiles = -(-bitmap.numel() // _TILE_WORDS)
-    # What each tile has told the others, the number of tiles begun, the count, and the number of all that was dirty.
-    state = torch.zeros(num_tiles + 3, dtype=torch.int64, device=bitmap.device)
-    counts = state[num_tiles + 1 :]
+    if not num_tiles:
+        return row_ids, torch.zeros((), dtype=torch.int64, device=bitmap.device)
+    # Of its own, which the kernel writes: a copy out of the state would be one launch more.
+    count = torch.empty((), dtype=torch.int64, device=bitmap.device)
+    # What each tile has told the others, and the number of tiles begun.
+    state = torch.zeros(num_tiles + 1, dtype=torch.int64, device=bitmap.device)
     launcher.launch(
         "take_dirty_kernel",
         num_tiles,
@@ -190,14 +194,12 @@ def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tupl
         num_tiles,
         max_rows,
         row_ids,
-        counts,
+        count,
     )
-    # A copy, because outputs of an operator may not share memory; on the device, in order.
-    return row_ids, counts[0].clone()
+    return row_ids, count
 
 
-@torch.library.custom_op("headrace::mark_dirty", mutates_args={"bitmap"})
-def _mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
+def _mark(bitmap: Tensor, row_ids: Tensor) -> None:
     if bitmap.device.type == "cpu":
         return _mark_on_cpu(bitmap, row_ids)
     launcher = launcher_for("mark_dirty", "bitmap", bitmap.device)
@@ -206,21 +208,24 @@ def _mark_dirty(bitmap: Tensor, row_ids: Tensor) -> None:
     return launch_mark_dirty(launcher, bitmap, row_ids)
 
 
+_mark_dirty = torch.library.custom_op("headrace::mark_dirty", _mark, mutates_args={"bitmap"})
+
+
 @_mark_dirty.register_fake
 def _mark_dirty_fake(bitmap: Tensor, row_ids: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("headrace::mark_dirty_features", mutates_args={"bitmap"})
-def _mark_dirty_features(
-    bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
-) -> None:
+def _mark_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
     if bitmap.device.type == "cpu":
         return _mark_features_on_cpu(bitmap, row_ids, starts, first_slots, num_rows)
     launcher = launcher_for("mark_dirty_features", "bitmap", bitmap.device)
     if launcher is None:
         return mark_dirty_features_reference(bitmap, row_ids, starts, first_slots, num_rows)
     return launch_mark_dirty_features(launcher, bitmap, row_ids, starts, first_slots, num_rows)
+
+
+_mark_dirty_features = torch.library.custom_op("headrace::mark_dirty_features", _mark_features, mutates_args={"bitmap"})
 
 
 @_mark_dirty_features.register_fake

@@ -19,7 +19,7 @@ from headrace.kernels.bitmap import mark_dirty_reference, take_dirty, take_dirty
 from headrace.kernels.bucketize import block_bucketize, block_bucketize_reference
 from headrace.kernels.cuda_module import Launcher
 from headrace.kernels.cut_plan import HEADER_WORDS, CutPlan, CutTable
-from headrace.kernels.dispatch import launcher_for
+from headrace.kernels.dispatch import launcher_for, runs_eagerly
 from headrace.kernels.row_packing import (
     ALIGNMENT_BYTES,
     MAX_PACKED_BYTES,
@@ -62,7 +62,9 @@ def cut_dirty(bitmap: Tensor, cursor: Tensor, plan: CutPlan, out: Tensor, header
         ValueError: Types, devices or layouts are others, or a row does not fit.
     """
     _check_cut(bitmap, cursor, plan, out, header)
-    _cut_dirty(bitmap, cursor, plan.columns, plan.numbers, plan.num_shards, plan.descriptors, out, header)
+    # The plan's columns were plain tensors when it was made, as it has their addresses.
+    run = _cut if runs_eagerly(bitmap, cursor, out, header) else _cut_dirty
+    run(bitmap, cursor, plan.columns, plan.numbers, plan.num_shards, plan.descriptors, out, header)
 
 
 def cut_dirty_reference(
@@ -173,8 +175,7 @@ def _scratch(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]
     return torch.empty(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
 
 
-@torch.library.custom_op("headrace::cut_dirty", mutates_args={"bitmap", "cursor", "out", "header"})
-def _cut_dirty(
+def _cut(
     bitmap: Tensor,
     cursor: Tensor,
     columns: list[Tensor],
@@ -194,6 +195,9 @@ def _cut_dirty(
     if launcher is None or packing is None:
         return cut_dirty_reference(bitmap, cursor, _tables_of(columns, numbers), num_shards, out, header)
     return launch_cut_dirty((launcher, packing), bitmap, cursor, numbers, num_shards, descriptors, out, header)
+
+
+_cut_dirty = torch.library.custom_op("headrace::cut_dirty", _cut, mutates_args={"bitmap", "cursor", "out", "header"})
 
 
 @_cut_dirty.register_fake

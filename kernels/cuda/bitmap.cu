@@ -74,38 +74,40 @@ __device__ int64 rows_before(const uint64* progress, int64 tile) {
     }
 }
 
-// Returns the place of a thread's first row, counted over the whole bitmap.
-__device__ int64 place_of_thread(int num_rows, uint64* progress, int64 tile, int64 num_tiles, int64* total) {
+// Returns the rows of all tiles before this one, and tells the others; called by all threads of a block.
+__device__ int64 start_of_tile(int in_tile, uint64* progress, int64 tile) {
     __shared__ int64 tile_start;
-    int in_tile;
-    const int before = sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
     if (warp_of_thread() == 0) {
         if (threadIdx.x == 0 && tile) store_relaxed(&progress[tile], OWN | (uint64)in_tile);
         const int64 start = tile ? rows_before(progress, tile) : 0;
         if (threadIdx.x == 0) {
             store_relaxed(&progress[tile], UP_TO_HERE | (uint64)(start + in_tile));
             tile_start = start;
-            if (tile == num_tiles - 1) *total = start + in_tile;
         }
     }
     __syncthreads();
-    return tile_start + before;
+    return tile_start;
+}
+
+__device__ inline void store_pair(uint64* at, uint64 low, uint64 high) {
+    *(uint4*)at = uint4{(uint32)low, (uint32)(low >> 32), (uint32)high, (uint32)(high >> 32)};
 }
 
 // Takes the lowest rows of the bitmap, at most `max_rows`, in one pass: `row_ids` gets them, the bitmap loses them.
 // REQUIRES: progress[0 .. num_tiles] are zero; the last one numbers the blocks.
-// `counts[0]` is the number of rows taken. `counts[1]` is scratch.
+// `*count` is the number of rows taken.
 HEADRACE_KERNEL take_dirty_kernel(
-    uint64* bitmap, int64 num_words, uint64* progress, int64 num_tiles, int64 max_rows, int64* row_ids, int64* counts) {
+    uint64* bitmap, int64 num_words, uint64* progress, int64 num_tiles, int64 max_rows, int64* row_ids, int64* count) {
     __shared__ int64 shared_tile;
     if (threadIdx.x == 0) shared_tile = atomicAdd(&progress[num_tiles], 1ull);
     __syncthreads();
     const int64 tile = shared_tile;
     const int64 first_word = tile * TILE_WORDS + (int64)threadIdx.x * WORDS_PER_THREAD;
-    uint64 words[WORDS_PER_THREAD];
-    int num_rows = 0;
     // A slice of a bitmap may begin at any word.
-    if (first_word + WORDS_PER_THREAD <= num_words && (uint64)bitmap % 16 == 0) {
+    const bool is_whole = first_word + WORDS_PER_THREAD <= num_words && (uint64)bitmap % 16 == 0;
+    uint64 words[WORDS_PER_THREAD];
+    int num_rows = 0, in_tile;
+    if (is_whole) {
         const uint4 low = *(const uint4*)(bitmap + first_word), high = *(const uint4*)(bitmap + first_word + 2);
         words[0] = (uint64)low.y << 32 | low.x, words[1] = (uint64)low.w << 32 | low.z;
         words[2] = (uint64)high.y << 32 | high.x, words[3] = (uint64)high.w << 32 | high.z;
@@ -115,15 +117,27 @@ HEADRACE_KERNEL take_dirty_kernel(
     }
 #pragma unroll
     for (int i = 0; i < WORDS_PER_THREAD; ++i) num_rows += __popcll(words[i]);
-    const int64 place = place_of_thread(num_rows, progress, tile, num_tiles, &counts[1]);
-    int64 next = place;
+    const int place = sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
+    const int64 start = start_of_tile(in_tile, progress, tile), room = start < max_rows ? max_rows - start : 0;
+    const int num_taken = room < in_tile ? (int)room : in_tile;
+    if (tile == num_tiles - 1 && threadIdx.x == 0) *count = start < max_rows ? start + num_taken : max_rows;
+    uint64 left[WORDS_PER_THREAD];
+    int next = place;
 #pragma unroll
     for (int i = 0; i < WORDS_PER_THREAD; ++i) {
-        const uint64 taken = next < max_rows ? lowest_rows(words[i], max_rows - next) : 0;
+        const uint64 taken = next < num_taken ? lowest_rows(words[i], num_taken - next) : 0;
         next += __popcll(words[i]);
-        if (taken) bitmap[first_word + i] = words[i] & ~taken;
+        left[i] = words[i] & ~taken;
         words[i] = taken;
     }
-    write_taken(words, num_rows, first_word * 64, place, row_ids);
-    if (tile == num_tiles - 1 && threadIdx.x == 0) counts[0] = counts[1] < max_rows ? counts[1] : max_rows;
+#pragma unroll
+    for (int i = 0; i < WORDS_PER_THREAD; i += 2) {
+        if (is_whole) {
+            if (words[i] | words[i + 1]) store_pair(bitmap + first_word + i, left[i], left[i + 1]);
+        } else {
+            if (words[i]) bitmap[first_word + i] = left[i];
+            if (words[i + 1]) bitmap[first_word + i + 1] = left[i + 1];
+        }
+    }
+    write_taken(words, tile * TILE_WORDS * 64, place, num_taken, row_ids + start);
 }

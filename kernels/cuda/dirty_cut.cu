@@ -184,8 +184,8 @@ HEADRACE_KERNEL take_rows_kernel(
         words[i] = first_word + i < table.num_words ? bitmap[word] & slots_from(state->start, word) : 0;
         num_rows += __popcll(words[i]);
     }
-    const int64 place = first_place + sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
-    int64 next = place;
+    const int place_in_tile = sum_before_thread<TAKE_THREADS>(num_rows, in_tile);
+    int64 next = first_place + place_in_tile;
 #pragma unroll
     for (int i = 0; i < WORDS_PER_THREAD; ++i) {
         const uint64 taken = next < num_taken ? lowest_rows(words[i], num_taken - next) : 0;
@@ -198,7 +198,9 @@ HEADRACE_KERNEL take_rows_kernel(
         next += __popcll(words[i]);
         words[i] = taken;
     }
-    write_taken(words, num_rows, first_word * 64, place, row_ids);
+    write_taken(
+        words, (tile - table.first_tile) * TILE_WORDS * 64, place_in_tile, (int)(end_place - first_place),
+        row_ids + first_place);
     for (int64 shard = threadIdx.x; shard < num_shards; shard += TAKE_THREADS) found[shard] = 0;
     __syncthreads();
     const Routing routing = {0, table.seed, num_shards};

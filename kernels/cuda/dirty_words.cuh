@@ -5,8 +5,7 @@
 constexpr int TAKE_THREADS = 256;
 constexpr int WORDS_PER_THREAD = 4;
 constexpr int TILE_WORDS = TAKE_THREADS * WORDS_PER_THREAD;  // `bitmap.py` and `dirty_cut.py` have the same number
-// From so many rows of a warp's on, an eighth, its lanes write each word's rows together.
-constexpr int DENSE_WARP_ROWS = WARP_LANES * WORDS_PER_THREAD * 64 / 8;
+constexpr int STAGED_ROWS = 8192;  // of a tile, at once: 16 KiB of shared memory
 
 // Returns which rows of a word are taken: all, or the lowest when `room` is for fewer.
 __device__ inline uint64 lowest_rows(uint64 word, int64 room) {
@@ -16,32 +15,23 @@ __device__ inline uint64 lowest_rows(uint64 word, int64 room) {
     return word & ~left;
 }
 
-__device__ inline void write_rows(uint64 word, int64 first_row, int64* out) {
-    for (; word; word &= word - 1) *out++ = first_row + __ffsll(word) - 1;
-}
-
-// Writes the rows of a warp's words, each word by all lanes: neighbours write neighbours.
-__device__ void write_rows_together(const uint64* words, int64 first_row, int64 place, int64* row_ids) {
-    for (int part = 0; part < WORDS_PER_THREAD; ++part) {
-        for (int from = 0; from < WARP_LANES; ++from) {
-            const uint64 word = shuffle(words[part], from);
-            const int64 row = shuffle(first_row, from) + 64 * part;
-            const int64 start = shuffle(place, from);
-            for (int bit = lane_of_thread(); bit < 64; bit += WARP_LANES) {
-                if (word >> bit & 1) row_ids[start + __popcll(word & ((1ull << bit) - 1))] = row + bit;
+// Writes the rows of a tile, ascending; called by all threads of a block, which come to a barrier. They lie in shared memory
+// first: a thread's own rows follow one another, so threads that wrote these at once would each touch a sector of its own.
+// `words` are the thread's, of which nothing is left; `place` is that of its first row in the tile, and `row_ids` that of
+// the tile's first row, of `num_rows`.
+__device__ inline void write_taken(uint64* words, int64 tile_row, int place, int num_rows, int64* row_ids) {
+    __shared__ uint16 staged[STAGED_ROWS];  // counted from the tile's first row: it has 65 536
+    for (int part = 0; part < num_rows; part += STAGED_ROWS) {
+        const int end = part + STAGED_ROWS < num_rows ? part + STAGED_ROWS : num_rows;
+#pragma unroll
+        for (int i = 0; i < WORDS_PER_THREAD; ++i) {
+            const int first_row = ((int)threadIdx.x * WORDS_PER_THREAD + i) * 64;
+            for (; words[i] && place < end; words[i] &= words[i] - 1) {
+                staged[place++ - part] = (uint16)(first_row + __ffsll(words[i]) - 1);
             }
         }
-        place += __popcll(words[part]);
-    }
-}
-
-// Writes the rows of a warp's words, `num_rows` of a thread's or some more, in the way that suits how many they are.
-// `place` is that of the thread's first row.
-__device__ inline void write_taken(const uint64* words, int num_rows, int64 first_row, int64 place, int64* row_ids) {
-    if (sum_over_warp(num_rows) >= DENSE_WARP_ROWS) return write_rows_together(words, first_row, place, row_ids);
-#pragma unroll
-    for (int i = 0; i < WORDS_PER_THREAD; ++i) {
-        write_rows(words[i], first_row + 64 * i, row_ids + place);
-        place += __popcll(words[i]);
+        __syncthreads();
+        for (int at = part + threadIdx.x; at < end; at += TAKE_THREADS) row_ids[at] = tile_row + staged[at - part];
+        __syncthreads();  // the next part writes there again
     }
 }

@@ -7,16 +7,26 @@ __device__ inline const uint8* source_row(const PackedColumn& column, uint32 row
     return column.source + id * column.source_stride;
 }
 
-// Rows that are whole units: all loads are on their way before the first store.
+// Rows that are whole units: all loads are on their way before the first store, those of the ids before the first row's.
+// A check between them would hold the later ones back.
 __device__ void copy_whole_units(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
     const uint32 row_units = (uint32)(column.row_bytes / UNIT_BYTES);
+    const uint8* sources[UNITS_PER_THREAD];
     uint4 loaded[UNITS_PER_THREAD];
+    bool are_rows = true;
 #pragma unroll
     for (int i = 0; i < UNITS_PER_THREAD; ++i) {
         const uint32 unit = first_unit + i * PACK_THREADS;
         if (unit >= num_units) continue;
         const uint32 row = unit / row_units;
-        loaded[i] = ((const uint4*)source_row(column, row))[unit - row * row_units];
+        const int64 id = column.row_ids[row];
+        are_rows = are_rows && id >= 0 && id < column.source_rows;
+        sources[i] = column.source + id * column.source_stride + (int64)(unit - row * row_units) * UNIT_BYTES;
+    }
+    require(are_rows);
+#pragma unroll
+    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
+        if (first_unit + i * PACK_THREADS < num_units) loaded[i] = *(const uint4*)sources[i];
     }
 #pragma unroll
     for (int i = 0; i < UNITS_PER_THREAD; ++i) {
@@ -37,18 +47,33 @@ __device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32
         if (unit >= num_units) return;
         const int64 first_word = (int64)unit * UNIT_WORDS;
         uint32 row = (uint32)(first_word / row_words);
-        uint32 at = (uint32)(first_word - (int64)row * row_words);
-        const Word* source = (const Word*)source_row(column, row);
         uint64 halves[2] = {0, 0};  // built by shifts: an array of words would not be kept in registers everywhere
         const int64 left = num_words - first_word;
+        if (UNIT_WORDS <= 4 && row_words == 1 && left >= UNIT_WORDS) {
+            // A number for each row, as optimizers keep it: four loads of ids on their way, and then four of numbers.
+            const Word* sources[UNIT_WORDS];
+            bool are_rows = true;
 #pragma unroll
-        for (int k = 0; k < UNIT_WORDS; ++k) {
-            if (k >= left) continue;
-            if (at == row_words) {
-                source = (const Word*)source_row(column, ++row);
-                at = 0;
+            for (int k = 0; k < UNIT_WORDS; ++k) {
+                const int64 id = column.row_ids[row + k];
+                are_rows = are_rows && id >= 0 && id < column.source_rows;
+                sources[k] = (const Word*)(column.source + id * column.source_stride);
             }
-            halves[k / HALF_WORDS] |= (uint64)source[at++] << k % HALF_WORDS * WORD_BITS;
+            require(are_rows);
+#pragma unroll
+            for (int k = 0; k < UNIT_WORDS; ++k) halves[k / HALF_WORDS] |= (uint64)*sources[k] << k % HALF_WORDS * WORD_BITS;
+        } else {
+            uint32 at = (uint32)(first_word - (int64)row * row_words);
+            const Word* source = (const Word*)source_row(column, row);
+#pragma unroll
+            for (int k = 0; k < UNIT_WORDS; ++k) {
+                if (k >= left) continue;
+                if (at == row_words) {
+                    source = (const Word*)source_row(column, ++row);
+                    at = 0;
+                }
+                halves[k / HALF_WORDS] |= (uint64)source[at++] << k % HALF_WORDS * WORD_BITS;
+            }
         }
         if (left >= UNIT_WORDS) {
             ((uint4*)column.out)[unit] = uint4{
@@ -63,15 +88,21 @@ __device__ void copy_words(const PackedColumn& column, uint32 first_unit, uint32
     }
 }
 
-__device__ void copy_row_ids(const PackedColumn& column, uint32 first_unit, uint32 num_units) {
-    for (int i = 0; i < UNITS_PER_THREAD; ++i) {
-        const uint32 unit = first_unit + i * PACK_THREADS;
-        if (unit >= num_units) return;
-        for (int64 row = 2 * (int64)unit; row < 2 * (int64)unit + 2 && row < column.num_rows; ++row) {
-            const int64 id = column.row_ids[row];
-            require(id >= 0 && id < column.source_rows);
-            ((int64*)column.out)[row] = id + column.row_offset;
-        }
+__device__ void copy_row_ids(const PackedColumn& column, uint32 first_unit) {
+    int64 ids[2 * UNITS_PER_THREAD];
+    bool are_rows = true;
+#pragma unroll
+    for (int i = 0; i < 2 * UNITS_PER_THREAD; ++i) {
+        const int64 row = 2 * ((int64)first_unit + i / 2 * PACK_THREADS) + i % 2;
+        if (row >= column.num_rows) continue;
+        ids[i] = column.row_ids[row];
+        are_rows = are_rows && ids[i] >= 0 && ids[i] < column.source_rows;
+    }
+    require(are_rows);
+#pragma unroll
+    for (int i = 0; i < 2 * UNITS_PER_THREAD; ++i) {
+        const int64 row = 2 * ((int64)first_unit + i / 2 * PACK_THREADS) + i % 2;
+        if (row < column.num_rows) ((int64*)column.out)[row] = ids[i] + column.row_offset;
     }
 }
 
@@ -87,7 +118,7 @@ HEADRACE_KERNEL pack_rows_kernel(const PackedColumn* columns, int64 num_columns)
     const uint32 num_units = (uint32)((column.num_rows * column.row_bytes + UNIT_BYTES - 1) / UNIT_BYTES);
     const uint32 first_unit = (uint32)(blockIdx.x - column.first_tile) * TILE_UNITS + threadIdx.x;
     switch (column.word_bytes) {
-        case 0: return copy_row_ids(column, first_unit, num_units);
+        case 0: return copy_row_ids(column, first_unit);
         case 16: return copy_whole_units(column, first_unit, num_units);
         case 8: return copy_words<uint64>(column, first_unit, num_units);
         case 4: return copy_words<uint32>(column, first_unit, num_units);

@@ -12,7 +12,11 @@ struct Routing {
 };
 
 __device__ inline uint32 shard_of(int64 row, const Routing& routing) {
-    if (routing.block_rows == 0) return (uint32)(mix(((uint64)row ^ routing.seed) + GOLDEN) % (uint64)routing.num_shards);
+    if (routing.block_rows == 0) {
+        const uint64 mixed = mix(((uint64)row ^ routing.seed) + GOLDEN), num_shards = (uint64)routing.num_shards;
+        // A division of 64 bits takes a GPU some hundred instructions, and most stores have a power of two.
+        return (uint32)(num_shards & (num_shards - 1) ? mixed % num_shards : mixed & (num_shards - 1));
+    }
     const int64 shard = row / routing.block_rows;
     require(row >= 0 && shard < routing.num_shards);
     return (uint32)shard;

@@ -52,6 +52,12 @@ def _take(launcher: Launcher) -> None:
     launch_take_dirty(launcher, bitmap, 10_000)
 
 
+def _take_more_than_is_staged(launcher: Launcher) -> None:
+    bitmap = make_bitmap(65_536)
+    bitmap[:] = -1
+    launch_take_dirty(launcher, bitmap, 10_000)
+
+
 def _mark(launcher: Launcher) -> None:
     """Two blocks, and the same word in both."""
     launch_mark_dirty(launcher, make_bitmap(64), torch.arange(300) % 40)
@@ -122,12 +128,22 @@ _FAULTS = (
         found="mark_dirty_int64_kernel: .*data race",
     ),
     _Fault(
+        name="staged rows are written again while others still read them",
+        finder=RACECHECK,
+        family="bitmap",
+        file="dirty_words.cuh",
+        old="        __syncthreads();  // the next part writes there again\n",
+        new="",
+        run=_take_more_than_is_staged,
+        found="take_dirty_kernel: .*data race",
+    ),
+    _Fault(
         name="a block reads rows that another one has told the number of, which orders nothing",
         finder=RACECHECK,
         family="bitmap",
         file="bitmap.cu",
-        old="if (tile == num_tiles - 1 && threadIdx.x == 0) counts[0]",
-        new="if (tile == num_tiles - 1 && threadIdx.x == 0) counts[1] = row_ids[0], counts[0]",
+        old="if (tile == num_tiles - 1 && threadIdx.x == 0) *count",
+        new="if (tile == num_tiles - 1 && threadIdx.x == 0) row_ids[start] = row_ids[0], *count",
         run=_take,
         found="take_dirty_kernel: .*data race",
         newest_gxx=12,

@@ -183,12 +183,13 @@ def test_a_tile_looks_back_over_many(device: str, lanes: int) -> None:
     bitmap[-1] = 0b1010
     # What the others have told, and that the next block to start is the last tile's.
     told = [own + 10**6] * knowing + [up_to_here + 1000] + [own + 3] * (num_tiles - knowing - 2) + [0]
-    state = torch.tensor([*told, num_tiles - 1, 0, 0]).to(device)
+    state, count = torch.tensor([*told, num_tiles - 1]).to(device), torch.tensor(-1).to(device)
     row_ids, bitmap = torch.full((2000,), -1, device=device), bitmap.to(device)
-    arguments = (bitmap, bitmap.numel(), state, num_tiles, 2000, row_ids, state[num_tiles + 1 :])
+    arguments = (bitmap, bitmap.numel(), state, num_tiles, 2000, row_ids, count)
     launcher_of("bitmap", device, lanes).launch("take_dirty_kernel", 1, 256, *arguments)
     before = 1000 + 3 * (num_tiles - knowing - 2)
-    assert state[num_tiles - 1 :].tolist() == [up_to_here + before + 2, num_tiles, before + 2, before + 2]
+    assert state[num_tiles - 1 :].tolist() == [up_to_here + before + 2, num_tiles]
+    assert int(count) == before + 2
     last = num_tiles * 65_536 - 64
     assert row_ids[before : before + 2].tolist() == [last + 1, last + 3]
     assert (row_ids == -1).sum() == 1998 and not bitmap.any()

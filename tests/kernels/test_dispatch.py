@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from headrace.kernels import bitmap as bm
 from headrace.kernels import dispatch
@@ -60,6 +61,33 @@ def test_a_device_of_another_kind_has_no_kernels(caplog: pytest.LogCaptureFixtur
     """Where there are no kernels, torch's operations do."""
     assert dispatch.launcher_for("mark_dirty", "bitmap", torch.device("meta")) is None
     assert "there are none for meta" in caplog.text
+
+
+def test_a_call_that_nobody_traces_goes_past_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of training does not pay for torch's dispatch, which takes longer than the launch."""
+
+    def refuse(*args: torch.Tensor) -> None:
+        raise AssertionError("the operator is called")
+
+    bitmap = bm.make_bitmap(100)
+    for name in ("_mark_dirty", "_mark_dirty_features"):
+        monkeypatch.setattr(bm, name, refuse)
+    bm.mark_dirty(bitmap, torch.tensor([5, -1]))
+    bm.mark_dirty_features(bitmap, torch.tensor([7]), torch.tensor([0, 1]), torch.tensor([64]), torch.tensor([36]))
+    assert bm.take_dirty(bitmap)[0].tolist() == [5, 71]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_traced_call_comes_to_the_operator(mode: str) -> None:
+    """A tracer sees the operator, be its tensors real ones or not."""
+
+    def mark(bitmap: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+        bm.mark_dirty(bitmap, row_ids)
+        return bitmap + 0
+
+    graph = make_fx(mark, tracing_mode=mode)(bm.make_bitmap(100), torch.tensor([5]))
+    assert "headrace.mark_dirty" in graph.code
+    assert graph(bm.make_bitmap(100), torch.tensor([6, 64])).tolist() == [64, 1]
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ def stand_ins(tmp_path: Path) -> Path:
         program.write_text(
             "#!/bin/bash\n"
             '[ "$1" = -c ] && exit $((1 - FAKE_GPU))\n'
-            f'echo "{name} $*" >>"{tmp_path}/calls"\n'
+            f'echo "{name} ${{PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached }}$*" >>"{tmp_path}/calls"\n'
             'case "$*" in *"$FAKE_FAILURE"*) echo "it broke"; exit 3;; esac\n'
             'echo "all passed"\n'
         )
@@ -49,6 +49,8 @@ def test_all_parts_run_although_one_fails(stand_ins: Path, tmp_path: Path) -> No
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.split(" ")[0] for call in calls] == ["python", "compute-sanitizer", "compute-sanitizer", "python"]
     assert all("-m pytest -m gpu" in call for call in calls[:3])
+    # Torch's allocator would hide from memcheck what lies behind a tensor.
+    assert ["uncached" in call for call in calls] == [False, True, True, False]
     assert calls[3].endswith(f"-m headrace bench kernels --json {tmp_path}/results/kernels.json")
     assert (tmp_path / "results" / "memcheck.log").read_text() == "it broke\n"
 
