@@ -7,15 +7,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.config.settings import REQUIRED, Kind, check, merge, setting
+from headrace.paramserver.config.settings import REQUIRED, Kind, check, flag_of, merge, setting
 from headrace.paramserver.expiry.expiry_policy import ExpiryRules
+from headrace.paramserver.rpc.address import is_wildcard, problem_of_host
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["DEFAULT_PORT", "ENV_PREFIX", "MAX_SHARDS", "ServerConfig", "ShardSettings"]
@@ -225,7 +225,9 @@ class ServerConfig(ShardSettings):
         default_text="what the directory has; 1 in a new one",
         help="Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
     )
-    host: str = setting("127.0.0.1", kind=Kind.TEXT, help="Address to listen on.")
+    host: str = setting(
+        "127.0.0.1", kind=Kind.TEXT, help="Name or address to listen on; `::` is every address, IPv4 and IPv6."
+    )
     port: int = setting(
         DEFAULT_PORT,
         kind=Kind.COUNT,
@@ -271,6 +273,13 @@ class ServerConfig(ShardSettings):
         maximum=3600,
         help="How soon after it was ready the end of a shard process is a quick one.",
     )
+    hang_timeout_s: float = setting(
+        300.0,
+        kind=Kind.SECONDS,
+        minimum=0,
+        maximum=30 * 86400,
+        help="Kill and restart a shard process whose event loop has not run for this long; 0 never does.",
+    )
     log_level: str = setting(
         "info", kind=Kind.CHOICE, choices=("debug", "info", "warning", "error"), help="Least level of log lines."
     )
@@ -287,10 +296,20 @@ class ServerConfig(ShardSettings):
         last_port = self.port + (self.shards or 1) - 1
         if self.port and last_port > 65535:
             raise ConfigError(f"port: shard {(self.shards or 1) - 1} would listen on port {last_port}, above 65535")
-        if self.advertise_host is None and _is_wildcard(self.host):
+        for name in ("host", "advertise_host", "metrics_host"):
+            host = getattr(self, name)
+            problem = None if host is None else problem_of_host(host)
+            if problem:
+                raise ConfigError(f"{flag_of(name)} {host}: {problem}")
+        if self.advertise_host is None and is_wildcard(self.host):
             raise ConfigError(
                 f"host: {self.host} is every address of this machine; say with --advertise-host which name or "
                 "address clients shall use"
+            )
+        if self.advertise_host is not None and is_wildcard(self.advertise_host):
+            raise ConfigError(
+                f"--advertise-host {self.advertise_host}: to a client that is its own machine; give the name or "
+                "address that clients shall use"
             )
 
     @property
@@ -311,10 +330,3 @@ class ServerConfig(ShardSettings):
             ConfigError: A key is unknown, or a value is missing or wrong.
         """
         return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -66,8 +66,8 @@ def _of_state(state: ShardState) -> Iterator[Problem]:
         yield Problem(
             severity=Severity.CRITICAL,
             text=f"shard {state.shard} does not answer: {state.error or 'no reason is known'}",
-            advice="Its rows cannot be read, and trainers keep theirs. The server's log says whether it has died. A "
-            "process that is there and hangs is started again once it is killed, and nothing acked is lost.",
+            advice="Its rows cannot be read, and trainers keep theirs. The server's log says whether it has died. "
+            "One that hangs is killed and started again after --hang-timeout-s. Nothing acked is lost.",
         )
     elif state.num_restarts and state.sample.uptime_s < _YOUNG_S:
         since = f"{state.sample.uptime_s:.0f} s ago"

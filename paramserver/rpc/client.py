@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import math
 import os
 import re
@@ -49,6 +50,8 @@ _MAX_SEQID = 2**31 - 1
 # more than this is not answering at all.
 _MAX_ABANDONED = 4096
 _CLOSE_TIMEOUT_S = 1.0
+# Of a name with several addresses, the next is tried when the one before has not answered for so long: RFC 8305's.
+_NEXT_ADDRESS_S = 0.25
 _SCRATCH_BYTES = 128 * 2**10
 _SMALL_FRAME_BYTES = 32 * 2**10
 
@@ -92,18 +95,19 @@ class ParamServerClient:
         """Connect; say `hello` next.
 
         Args:
-            host: Name or address.
+            host: Name or address. A name is looked up each time, and each of its addresses is tried.
             port: TCP port.
             timeout_s: For the connection and its TLS handshake, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
-            server_hostname: Name that the server's certificate must have; `host` when None.
+            server_hostname: Name that the server's certificate must have; `host` when None, without the dot at the end
+                that keeps a resolver from trying search domains.
             max_reply_bytes: A server that announces a longer reply is cut off.
 
         Raises:
             UnavailableError: Nobody answers there in time.
             UnauthorizedError: The server's certificate, or for it ours, is not good.
 
-        Cancellation: atomic; nothing stays open.
+        Cancellation: nothing stays open; attempts that are under way end with the loop's next turn.
         """
         address = format_address(host, port)
         try:
@@ -113,17 +117,20 @@ class ParamServerClient:
                     host,
                     port,
                     ssl=ssl_context,
-                    server_hostname=(server_hostname or host) if ssl_context is not None else None,
+                    server_hostname=(server_hostname or host.removesuffix(".")) if ssl_context is not None else None,
+                    # Else one address where nothing answers would use up the time of all.
+                    happy_eyeballs_delay=_NEXT_ADDRESS_S,
                 )
         except TimeoutError as exc:
             raise UnavailableError(
-                f"no connection to {address} within {format_seconds(timeout_s)}: the host is down, or a firewall is in "
-                "between"
+                f"no connection to {address} within {format_seconds(timeout_s)}: {_silence(host)}"
             ) from exc
         except ssl.SSLCertVerificationError as exc:
             raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
         except OSError as exc:
             raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
+        except ValueError as exc:  # of look-up: a label that is empty or too long, a zero byte
+            raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from exc
         return cls(protocol, address)
 
     @property
@@ -235,6 +242,15 @@ class ParamServerClient:
     def _next_seqid(self) -> int:
         self._last_seqid = self._last_seqid % _MAX_SEQID + 1
         return self._last_seqid
+
+
+def _silence(host: str) -> str:
+    """Say what may be the matter where nothing answers."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "the host is down, a firewall is in between, or the name is not looked up in time"
+    return "the host is down, or a firewall is in between"
 
 
 def _reason(exc: OSError) -> str:

@@ -194,7 +194,9 @@ class ThriftServer:
                     return
                 continue  # the fault of the connection that was to be accepted
             sock.setblocking(False)
-            task = loop.create_task(self._welcome(sock, format_address(*address[:2])))
+            # On a socket for both, an IPv4 client comes from a mapped address; it knows itself by the plain one.
+            host, port = address[0].removeprefix("::ffff:"), address[1]
+            task = loop.create_task(self._welcome(sock, format_address(host, port)))
             self._arriving.add(task)
             task.add_done_callback(functools.partial(self._arrived, sock))
 

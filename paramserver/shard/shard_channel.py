@@ -1,8 +1,9 @@
 """What a supervisor and a shard process say to one another.
 
-Down, on the shard process's stdin: one line of JSON, the `ShardOrder`. Then the pipe stays open, and its end tells the
-shard process that the supervisor is gone. Up, on a pipe of its own: a line of JSON for each `ShardReport`. At last the
-exit code says whether a restart makes sense.
+Down, on the shard process's stdin: one line of JSON, the `ShardOrder`. Then the pipe stays open: its end tells the
+shard process that the supervisor is gone, and by taking a byte that comes now and then its event loop shows that it
+runs. Up, on a pipe of its own: a line of JSON for each `ShardReport`. At last the exit code says whether a restart
+makes sense.
 """
 
 from __future__ import annotations

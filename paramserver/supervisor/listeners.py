@@ -11,6 +11,7 @@ import errno
 import socket
 from collections.abc import Iterator
 
+from headrace.paramserver.rpc.address import is_wildcard
 from headrace.paramserver.rpc.security import check_bind
 from headrace.schemas.errors import ConfigError
 
@@ -94,7 +95,8 @@ def _bind(sock: socket.socket, host: str, address: str, port: int, taker: str, f
     # A restart must not wait for the last connections' TIME_WAIT. On Linux this lets no two sockets listen on a port.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Of the wildcard, IPv4 too: to clients that are told a name with addresses of both kinds, each must lead here.
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_wildcard(address))
     sock.setblocking(False)
     try:
         sock.bind((address, port))

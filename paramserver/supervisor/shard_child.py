@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import sys
+import termios
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.paramserver.shard.shard_channel import ShardOrder, ShardReport
@@ -15,6 +18,7 @@ __all__ = ["SHARD_COMMAND", "ShardChild", "describe_exit", "run_child"]
 
 SHARD_COMMAND = (sys.executable, "-m", "headrace.paramserver.shard.shard_process")
 _MAX_REPORT_BYTES = 2**16
+_NUDGE = b"\n"
 
 
 class ShardChild:
@@ -24,11 +28,14 @@ class ShardChild:
         pid: Its process id.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader, telling: asyncio.WriteTransport
+    ) -> None:
         """Use `run_child`."""
         self.pid = process.pid
         self._process = process
         self._reports = reports
+        self._telling = telling
 
     async def next_report(self) -> ShardReport | None:
         """Return the process's next report; None when it has ended, or closed its pipe on the way there.
@@ -40,6 +47,20 @@ class ShardChild:
         """
         line = await self._reports.readline()
         return ShardReport.decode(line) if line else None
+
+    def nudge(self) -> bool:
+        """Put a byte into the process's stdin if there is none, and return whether there was none.
+
+        The event loop of a process that serves takes what is there. So a byte that is there at the next nudge, too,
+        tells that the loop has not run in between, whatever the process is busy with. No answer is asked for: it would
+        have to come through a pipe that may be full, and would hold up a process whose supervisor does not read.
+        """
+        if self._telling.is_closing():
+            return True  # the process is gone; its reports tell so
+        if self._telling.get_write_buffer_size() or _num_unread(self._telling):
+            return False
+        self._telling.write(_NUDGE)
+        return True
 
     async def wait(self) -> int:
         """Return the exit code once the process has ended: -N when signal N killed it.
@@ -80,31 +101,34 @@ async def run_child(
 
     Cancellation: the process is killed.
     """
+    loop = asyncio.get_running_loop()
     read_fd, write_fd = report_pipe
     async with contextlib.AsyncExitStack() as stack:
         reading = stack.enter_context(os.fdopen(read_fd, "rb", buffering=0))
         try:
-            # A session of its own: Ctrl-C in the terminal goes to the supervisor alone, which then says what to do.
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(*inherit_fds, write_fd),
-                start_new_session=True,
-            )
+            # Of our own, for asyncio's may be a pair of sockets, which does not tell what is unread at the other end.
+            stdin_fd, order_fd = os.pipe()
+            try:
+                # Closed when the process is gone: its end is a command to stop.
+                telling, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(order_fd, "wb", buffering=0))
+                stack.callback(telling.close)
+                # A session of its own: Ctrl-C in the terminal goes to the supervisor alone, which says what to do.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=stdin_fd,
+                    pass_fds=(*inherit_fds, write_fd),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(stdin_fd)
         finally:
             os.close(write_fd)  # the process has the only other one: when it ends, reading does
         stack.push_async_callback(_end, process)
         reports = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reports), reading
-        )
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), reading)
         stack.callback(transport.close)
-        assert process.stdin is not None
-        process.stdin.write(order.encode())
-        # A process that is gone already is seen by `wait`.
-        with contextlib.suppress(ConnectionError):
-            await process.stdin.drain()
-        yield ShardChild(process, reports)
+        telling.write(order.encode())  # a process that is gone already is seen by `wait`
+        yield ShardChild(process, reports, telling)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -113,8 +137,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             process.kill()
     # Shielded: a killed process ends at once, and must not become a zombie because we are cancelled too.
     await asyncio.shield(process.wait())
-    assert process.stdin is not None
-    process.stdin.close()
+
+
+def _num_unread(pipe: asyncio.WriteTransport) -> int:
+    """Return how many bytes of a pipe its reader has not taken; Linux tells it at the writing end, too."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe.get_extra_info("pipe").fileno(), termios.FIONREAD, count)
+    return count[0]
 
 
 def describe_exit(exit_code: int) -> str:

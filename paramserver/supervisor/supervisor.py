@@ -4,7 +4,8 @@ It holds what must outlive a shard process: the listening sockets, so that a res
 connections wait meanwhile; and the directory's lock, which it shares with its children. It never touches data.
 
 A child that ends is started again, after a pause that doubles with each quick death in a row. The server is given up
-when there are too many of them, or when a child says that a restart is of no use (`EXIT_STORAGE`, `EXIT_CONFIG`).
+when there are too many of them, or when a child says that a restart is of no use (`EXIT_STORAGE`, `EXIT_CONFIG`). A
+child that serves and whose event loop stops running is killed after `hang_timeout_s`, and started again like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from headrace.paramserver.shard.shard_channel import (
     EXIT_STORAGE,
     ShardOrder,
 )
+from headrace.paramserver.supervisor.hang_watch import HangWatch
 from headrace.paramserver.supervisor.shard_child import SHARD_COMMAND, ShardChild, describe_exit, run_child
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, ProtocolError, StorageError
 
 __all__ = ["Supervisor"]
@@ -272,12 +275,16 @@ class Supervisor:
         started_s = time.monotonic()
         ready_s: float | None = None
         error: str | None = None
+        watch = HangWatch(self._config.hang_timeout_s)
         while True:
             try:
-                async with asyncio.timeout(_OPENING_NOTICE_S if ready_s is None else None):
+                async with asyncio.timeout(_OPENING_NOTICE_S if ready_s is None else watch.interval_s):
                     report = await child.next_report()
             except TimeoutError:
-                fact(_log, logging.INFO, "shard is still opening", shard=shard, for_s=time.monotonic() - started_s)
+                if ready_s is None:
+                    fact(_log, logging.INFO, "shard is still opening", shard=shard, for_s=time.monotonic() - started_s)
+                elif watch.look(has_run=child.nudge()) and not self._stopping.is_set():
+                    error = self._kill_hung(shard, child, error)
                 continue
             except (ProtocolError, ValueError) as exc:
                 child.kill()
@@ -288,6 +295,15 @@ class Supervisor:
             if report.is_ready and ready_s is None:
                 ready_s = time.monotonic()
                 await self._on_ready(shard, child, is_restart=is_restart)
+
+    def _kill_hung(self, shard: int, child: ShardChild, error: str | None) -> str:
+        """Kill a child whose event loop does not run, and return what its end is to be explained with."""
+        timeout_s = self._config.hang_timeout_s
+        hung = f"it hung: its event loop had not run for {format_seconds(timeout_s)}"
+        message = "shard hangs and is killed" if error != hung else "shard was killed and is not gone yet"
+        fact(_log, logging.ERROR, message, shard=shard, pid=child.pid, after_s=timeout_s)
+        child.kill()
+        return hung
 
     async def _on_ready(self, shard: int, child: ShardChild, *, is_restart: bool) -> None:
         self._ready.add(shard)

@@ -23,6 +23,11 @@ __all__ = ["Connect", "Store", "StoreShard", "Writer", "claim_epoch", "find_stor
 _T = TypeVar("_T")
 _WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 
+
+class _ShardAwayError(UnavailableError):
+    """A server answers, and a shard that it names does not."""
+
+
 Connect = Callable[[str, int], Awaitable[ParamServerClient]]
 """Opens a connection to (host, port) within a deadline of its own, or raises `UnavailableError`."""
 
@@ -132,7 +137,7 @@ async def find_store(
     """
     request = writer.with_epoch(0).hello(())
     return await _until_answered(
-        lambda: _ask_all(host, port, request, connect),
+        lambda: _ask_all(host, port, request, connect, timeout_s / 2),
         timeout_s=timeout_s,
         random=random,
         what=f"no parameter server at {format_address(host, port)}",
@@ -233,18 +238,22 @@ async def _until_answered(
                     last_error = exc
                 await asyncio.sleep(backoff.next_s())
     except TimeoutError:
+        if isinstance(last_error, _ShardAwayError):
+            raise UnavailableError(f"{last_error} (tried for {format_seconds(timeout_s)})") from last_error
         reason = f" ({last_error or 'what is there hangs, or a firewall is in between'})"
         raise UnavailableError(f"{what} within {format_seconds(timeout_s)}{reason}{advice}") from last_error
 
 
-async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Store:
+async def _ask_all(host: str, port: int, request: Any, connect: Connect, named_timeout_s: float) -> Store:
     first = await _hello(host, port, request, connect)
     places = sorted((place.shard, place.host, place.port) for place in first.shards)
     if [shard for shard, _, _ in places] != list(range(len(places))) or not places:
         raise StorageError(f"the server at {format_address(host, port)} has an incomplete shard map: {places}")
     # A server that listens everywhere cannot know by which of its addresses a client reaches it.
     reachable = [(host if name in _WILDCARDS else name, at) for _, name, at in places]
-    replies = await _gather([_hello(name, at, request, connect) for name, at in reachable])
+    replies = await _gather(
+        [_ask_named(shard, at, (host, port), request, connect, named_timeout_s) for shard, at in enumerate(reachable)]
+    )
     shards = tuple(
         StoreShard(
             shard=shard,
@@ -264,6 +273,23 @@ async def _ask_all(host: str, port: int, request: Any, connect: Connect) -> Stor
         highest_epoch=max(reply.highest_epoch for reply in replies),
         table_names=frozenset(table.fqn for reply in replies for table in reply.tables),
     )
+
+
+async def _ask_named(
+    shard: int, at: tuple[str, int], first: tuple[str, int], request: Any, connect: Connect, timeout_s: float
+) -> Any:
+    """Say hello where the server at `first` says that a shard is; the error tells that this is what failed."""
+    try:
+        async with asyncio.timeout(timeout_s):  # of less than all the time there is, or nobody would hear of it
+            return await _hello(*at, request, connect)
+    except (UnavailableError, TimeoutError) as exc:
+        why = str(exc) or f"no answer within {format_seconds(timeout_s)}"
+        text = (
+            f"the server at {format_address(*first)} answers, and its shard {shard} at {format_address(*at)} does not"
+        )
+        # Where the host is the one that was reached, another would not help.
+        advice = "; start the server with an --advertise-host that leads there from here too" * (at[0] != first[0])
+        raise _ShardAwayError(f"{text}: {why}{advice}") from exc
 
 
 async def _bring_up(shard: StoreShard, writer: Writer, connect: Connect) -> None:

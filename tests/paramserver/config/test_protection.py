@@ -70,6 +70,21 @@ def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
     assert Protection.load(config, {"HEADRACE_TOKEN": "another-token-of-some-length"}).access is not None
 
 
+def test_readers_have_another_token_than_writers(tmp_path: Path) -> None:
+    """A reader's token that is also the writers' would let every reader write, and is refused."""
+    files = {name: tmp_path / name for name in ("writer", "reader")}
+    for file in files.values():
+        file.touch(mode=0o600)
+        file.write_text(TOKEN)
+    config = ServerConfig(data=Path("d"), writer_token_file=files["writer"], reader_token_file=files["reader"])
+    environ = {"HEADRACE_TOKEN": "another-token-of-some-length"}
+    refused = f"--reader-token-file {files['reader']}: holds a token that opens a higher role too"
+    with pytest.raises(ConfigError, match=refused):
+        Protection.load(config, environ)
+    files["reader"].write_text("a-third-token-of-some-length")
+    assert Protection.load(config, environ).access is not None
+
+
 def test_half_a_pair(certificate: tuple[Path, Path]) -> None:
     """A certificate without its key, and an authority without both, are mistakes."""
     with pytest.raises(ConfigError, match="go together"):

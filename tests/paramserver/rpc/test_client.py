@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from typing import Any
 
@@ -46,6 +47,56 @@ async def test_unknown_host_is_unavailable() -> None:
     """A name that does not resolve is an error that names it."""
     with pytest.raises(UnavailableError, match=r"no-such-host\.invalid:1.*; is the host's name right\?"):
         await ParamServerClient.connect("no-such-host.invalid", 1)
+
+
+def _resolve_to(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) -> None:
+    """Have names lead to IPv4 addresses; all others are looked up as ever."""
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        if host not in addresses:
+            return look_up(host, port, *args, **kwargs)
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (at, port)) for at in addresses[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+async def test_an_address_where_nothing_answers_leaves_the_next_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a name with several addresses the next is tried soon, not when the first has used up the time."""
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as black_hole:
+        port = black_hole.getsockname()[1]
+        with socket.create_connection(("127.0.0.2", port)):  # fills the queue, and the kernel drops whoever comes now
+            _resolve_to(monkeypatch, {"gate.test": ["127.0.0.2", "127.0.0.1"]})
+            with socket.create_server(("127.0.0.1", port)):
+                async with await ParamServerClient.connect("gate.test", port, timeout_s=5.0) as client:
+                    assert not client.is_closed
+            with pytest.raises(UnavailableError, match=r"within 0\.5 s: .*, or the name is not looked up in time$"):
+                await ParamServerClient.connect("gate.test", port, timeout_s=0.5)
+            with pytest.raises(
+                UnavailableError, match=r"within 0\.1 s: the host is down, or a firewall is in between$"
+            ):
+                await ParamServerClient.connect("127.0.0.2", port, timeout_s=0.1)
+
+
+async def test_a_name_is_looked_up_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that comes back under its name at another address is found there."""
+    addresses = {"gate.test": ["127.0.0.1"]}
+    _resolve_to(monkeypatch, addresses)
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        await (await ParamServerClient.connect("gate.test", port)).close()
+        with socket.create_server(("127.0.0.2", port)) as after:
+            addresses["gate.test"] = ["127.0.0.2"]
+            async with await ParamServerClient.connect("gate.test", port):
+                after.settimeout(10.0)
+                after.accept()[0].close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a\0b"])
+async def test_a_name_that_cannot_be_looked_up_is_unavailable(host: str) -> None:
+    """What a server tells as a shard's host may be no name at all: an error of ours, not Python's."""
+    with pytest.raises(UnavailableError, match=r"is no name of a host$"):
+        await ParamServerClient.connect(host, 1)
 
 
 async def test_all_addresses_of_a_name_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,14 +62,14 @@ class Heard:
                 await self.changed.wait()
 
 
-@pytest.mark.parametrize("piece_bytes", [128 * 2**10, 1])
+@pytest.mark.parametrize("piece_bytes", [90 * 2**10, 1])
 async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes: int) -> None:
     """A slow link ends no call, nor the calls behind it; one byte at a time is no moving on."""
-    go_on = asyncio.Event()
+    go_on, first_bytes = asyncio.Event(), 320 * 2**10  # more than what is read before a frame is known
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seqids = [await next_seqid(reader) for _ in range(2)]
-        frame, at = reply_frame(seqids[0], b"x" * MIB), 64 * 2**10
+        frame, at = reply_frame(seqids[0], b"x" * MIB), first_bytes
         writer.write(frame[:at])
         while at < len(frame) and not client.is_closed:
             await go_on.wait()
@@ -83,15 +83,16 @@ async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes
         heard = Heard(client)
         calls = [asyncio.create_task(client.get_embeddings(read("t"), timeout_s=10)) for _ in range(2)]
         for turn in range(8):
-            await heard.wait(64 * 2**10 + turn * piece_bytes)
+            await heard.wait(first_bytes + turn * piece_bytes)
             heard.clock.advance(9)
             go_on.set()
         if piece_bytes > 1:
             assert [len((await call).weights) for call in calls] == [MIB, len("behind")]
         else:
-            for call in calls:
-                with pytest.raises(UnavailableError, match="no answer within 10 s"):
-                    await call
+            async with asyncio.timeout(WAIT_S):
+                for call in calls:
+                    with pytest.raises(UnavailableError, match="no answer within 10 s"):
+                        await call
             await client.close()
             go_on.set()
 
@@ -125,6 +126,33 @@ async def test_a_long_request_that_moves_on_has_all_the_time_it_takes() -> None:
             await call
         assert client.is_closed
         take.set()
+
+
+async def test_a_long_request_that_was_taken_has_its_deadline_like_any_other() -> None:
+    """Once a request has left, only its answer is waited for, and the connection outlives the call."""
+    take, has_taken, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await take.wait()
+        reader._transport.resume_reading()  # type: ignore[attr-defined]
+        await next_seqid(reader)
+        has_taken.set()
+        await done.wait()
+
+    async with scripted(silent) as client:
+        heard = Heard(client)
+        call = await stalled(client)
+        take.set()
+        async with asyncio.timeout(WAIT_S):
+            await has_taken.wait()
+            while client._protocol._writer._num_waiting:  # noqa: ASYNC110 (it belongs to the code under test)
+                await asyncio.sleep(0)
+        heard.clock.advance(70)
+        with pytest.raises(UnavailableError, match="no answer within 60 s"):
+            await call
+        assert not client.is_closed
+        done.set()
 
 
 async def test_an_early_answer_does_not_let_a_request_wait_for_ever() -> None:

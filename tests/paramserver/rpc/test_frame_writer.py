@@ -5,6 +5,7 @@ import struct
 from typing import Any
 
 import pytest
+from loop_clock import Clock
 
 from headrace.paramserver.rpc import frame_writer
 from headrace.paramserver.rpc.frame_writer import FrameWriter
@@ -188,6 +189,22 @@ async def test_a_long_frame_that_a_slow_peer_takes_goes_on(monkeypatch: pytest.M
     await send
     assert deadlines_s == [30.0] * 9
     assert 0 <= writer._loop.time() - writer.moved_s < WAIT_S
+
+
+async def test_what_moves_on_is_what_the_peer_has_taken() -> None:
+    """A piece counts when the kernel has taken it, the last one of a frame too."""
+    writer, pipe = attached()
+    clock = Clock()
+    writer._loop = clock  # type: ignore[assignment]
+    pipe.stuck = True
+    send = asyncio.create_task(writer.send([bytes(300 * KIB)]))
+    for _ in range(3):  # the frame's length, and two pieces
+        await pipe.written.wait()
+        pipe.written.clear()
+        clock.advance(5)
+        pipe.writer.resume()
+    await send
+    assert writer.moved_s == clock.time()
 
 
 async def test_flush_hands_over_what_waits() -> None:

@@ -196,6 +196,18 @@ def test_stop_in_mid_frame_gives_buffer_and_grant_back() -> None:
     assert driver.frames == []
 
 
+def test_what_has_moved_is_told_of_long_frames_alone() -> None:
+    """Small frames never count, in however many parts they come; a long one does, also one that is refused."""
+    driver = Driver(verdicts={31: REFUSAL})
+    driver.feed(framed(*[body(SMALL_FRAME_BYTES)] * 30), [1000])
+    assert driver.reader.num_moved == 0
+    driver.feed(framed(body(200_000)), [10_000])
+    assert 200_000 - SCRATCH_BYTES <= driver.reader.num_moved <= 200_000
+    driver.feed(framed(body(200_000)), [10_000])
+    assert driver.heads == [body(MAX_HEAD_BYTES)]
+    assert 400_000 - 2 * SCRATCH_BYTES <= driver.reader.num_moved <= 400_000
+
+
 def test_pause_keeps_what_is_left_for_later() -> None:
     """Frames behind a pause come with the next resume."""
     driver = Driver(verdicts={0: REFUSAL})

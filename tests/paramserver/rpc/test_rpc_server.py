@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import socket
@@ -44,6 +45,25 @@ async def test_who_is_refused_may_send_on(monkeypatch: pytest.MonkeyPatch) -> No
         await raw.send(call_frame("hello", 2, hello_request()))
         await raw.close()
         await served.service.wait_gone(1)
+
+
+async def test_an_ipv4_peer_of_a_socket_for_both_families_has_its_own_address(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is named as it knows itself, not as IPv6 maps it."""
+    server = ThriftServer(FakeService(), limits=LIMITS)
+    sock = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    await server.start(sock)
+    reader, writer = await asyncio.open_connection("127.0.0.1", sock.getsockname()[1])
+    port = writer.get_extra_info("sockname")[1]
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.transport.abort()
+    await server.close(drain_s=WAIT_S)
+    assert f"127.0.0.1:{port}: malformed: " in caplog.text
+    assert "::ffff:" not in caplog.text
 
 
 async def test_without_descriptors_the_server_tries_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,6 +121,21 @@ async def test_certificate_name_is_checked() -> None:
             await client.status()
 
 
+async def test_the_dot_of_a_whole_name_is_not_of_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may be written with the root's dot, which spares a resolver its search domains."""
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> Any:
+        return look_up("127.0.0.1" if host == "shard.test." else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    async with (
+        serve(ssl_context=server_tls()) as served,
+        await ParamServerClient.connect("shard.test.", served.port, ssl_context=client_tls()) as client,
+    ):
+        await client.hello(hello_request())
+
+
 async def test_certificate_of_an_unknown_authority_is_refused() -> None:
     """A server that is signed by somebody else is not believed."""
     async with serve(ssl_context=server_tls()) as served:

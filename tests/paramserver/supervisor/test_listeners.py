@@ -70,3 +70,15 @@ def test_beyond_loopback(flag: str) -> None:
     """Protection, or the user's word, opens other addresses."""
     with bind_listeners("0.0.0.0", 0, 1, **{flag: True}) as sockets:
         assert sockets[0].getsockname()[0] == "0.0.0.0"
+
+
+def test_every_address_is_of_both_families() -> None:
+    """Who listens on `::` is reached over IPv4 and IPv6, and `::1` is of one alone."""
+    with bind_listeners("::", 0, 1, insecure_bind=True) as (sock,):
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, sock.getsockname()[1]), timeout=10).close()
+    with bind_listeners("::1", 0, 1) as (sock,):
+        port = sock.getsockname()[1]
+        socket.create_connection(("::1", port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)

@@ -187,6 +187,17 @@ def test_killed_shard_is_restarted(server: ServerProcess) -> None:
     assert (died["shard"], died["ended_by"]) == (1, "killed by SIGKILL")
 
 
+def test_hung_shard_is_restarted(tmp_path: Path) -> None:
+    """A shard that is stopped is replaced, and answers who has waited; one that runs is left alone."""
+    with ServerProcess.start(tmp_path / "data", shards=2, hang_timeout_s=2) as server:
+        running, hung = server.shard_pids
+        addresses = _addresses(server)
+        os.kill(hung, signal.SIGSTOP)
+        assert _ask(addresses[1])[1].pid != hung
+        assert _ask(addresses[0])[1].pid == running
+        assert _messages(server).count("shard hangs and is killed") == 1
+
+
 def test_shard_told_to_end_is_restarted(server: ServerProcess) -> None:
     """A shard that somebody else has ended with SIGTERM is restarted too."""
     told = server.shard_pids[0]

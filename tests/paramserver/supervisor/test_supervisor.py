@@ -105,6 +105,38 @@ async def test_restarts_a_killed_shard_on_the_same_port(tmp_path: Path, facts: F
             assert facts.messages().count("server is ready") == 1
 
 
+async def test_kills_and_restarts_a_shard_that_hangs(tmp_path: Path, facts: FactLog) -> None:
+    """A shard whose process does not run is killed after the time for it, said so, and replaced; the other goes on."""
+    with _prepared(tmp_path, "serve", hang_timeout_s=0.5) as supervisor:
+        async with _running(supervisor):
+            await facts.next("server is ready")
+            other, shard = json.loads((tmp_path / "ready.json").read_text())["shards"]
+            os.kill(shard["pid"], signal.SIGSTOP)
+            killed = await facts.next("shard hangs and is killed")
+            assert killed == {"shard": 1, "pid": shard["pid"], "after_s": 0.5}
+            died = await facts.next("shard has died and is restarted")
+            assert died["ended_by"] == "killed by SIGKILL"
+            assert died["error"] == "it hung: its event loop had not run for 0.5 s"
+            assert (await facts.next("shard is ready again"))["shard"] == 1
+            assert await _pid_at(shard["address"]) not in (shard["pid"], 0)
+            assert await _pid_at(other["address"]) == other["pid"]
+
+
+async def test_a_shard_that_hangs_while_it_drains(
+    tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was told to stop has the drain's deadline alone, however short the other is, and is not started again."""
+    monkeypatch.setattr("headrace.paramserver.supervisor.supervisor._CLOSE_GRACE_S", 0.5)
+    with _prepared(tmp_path, "stubborn", num_shards=1, hang_timeout_s=0.05, drain_s=0.0) as supervisor:
+        async with _running(supervisor) as running:
+            await facts.next("server is ready")
+            os.kill(await _pid_at(supervisor.address), signal.SIGSTOP)
+            supervisor.stop()
+            await facts.next("shard has not drained in time and is killed")
+            assert await running == 1
+            assert "shard hangs and is killed" not in facts.messages()
+
+
 async def test_retries_a_failed_start(tmp_path: Path, facts: FactLog) -> None:
     """A shard that ends before it was ready is started again."""
     with _prepared(tmp_path, "once", str(tmp_path / "tried"), num_shards=1) as supervisor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trainer_tables import WRITER
 
 from headrace.paramserver.ingest.sessions import last_epoch_after
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import StorageError
+from headrace.schemas.errors import StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.delivery.rendezvous import _gather, claim_epoch, find_store, open_session
 
@@ -58,6 +59,36 @@ async def test_shards_that_listen_everywhere_are_where_the_first_was_found(host:
         found = await find_store("127.0.0.1", store.shards[1].port, WRITER, CONNECT, timeout_s=5.0, random=lambda: 0.5)
         expected = [("127.0.0.1", shard.port) for shard in store.shards]
     assert [(shard.host, shard.port) for shard in found.shards] == expected
+
+
+async def test_a_shard_that_is_not_where_its_server_says_is_told_as_that() -> None:
+    """Through a forwarded port the server is there: wrong is the host that it tells, which refuses or is silent."""
+    async with FakeStore(num_shards=2) as store:
+        port = store.shards[0].port
+        store.host = "127.0.0.9"
+        expected = (
+            rf"^the server at 127\.0\.0\.1:{port} answers, and its shard 0 at 127\.0\.0\.9:{port} does not: no "
+            r"connection to .*: Connection refused.*; start the server with an --advertise-host that leads there"
+        )
+        with pytest.raises(UnavailableError, match=expected):
+            await find_store("127.0.0.1", port, WRITER, CONNECT, timeout_s=0.5, random=lambda: 0.5)
+        silent = r"shard 0 at 127\.0\.0\.9:\d+ does not: no answer within 0\.25 s; start"
+        with (
+            socket.create_server(("127.0.0.9", port), backlog=0),
+            socket.create_connection(("127.0.0.9", port)),
+            pytest.raises(UnavailableError, match=silent),
+        ):
+            await find_store("127.0.0.1", port, WRITER, CONNECT, timeout_s=0.5, random=lambda: 0.5)
+
+
+async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:
+    """Where the host is the one that was reached, another --advertise-host would not help."""
+    async with FakeStore(num_shards=2) as store:
+        port = store.shards[0].port
+        await store.shards[1].stop()
+        with pytest.raises(UnavailableError, match=r"answers, and its shard 1 at .*: no connection to") as raised:
+            await find_store("127.0.0.1", port, WRITER, CONNECT, timeout_s=0.5, random=lambda: 0.5)
+    assert "--advertise-host" not in str(raised.value)
 
 
 async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
