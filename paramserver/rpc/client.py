@@ -118,8 +118,9 @@ class ParamServerClient:
                     port,
                     ssl=ssl_context,
                     server_hostname=(server_hostname or host.removesuffix(".")) if ssl_context is not None else None,
-                    # Else one address where nothing answers would use up the time of all.
-                    happy_eyeballs_delay=_NEXT_ADDRESS_S,
+                    # Else one address where nothing answers would use up the time of all. Of an address, no race:
+                    # cancelled at the wrong moment, asyncio's leaves a socket to the garbage collection.
+                    happy_eyeballs_delay=None if _is_address(host) else _NEXT_ADDRESS_S,
                 )
         except TimeoutError as exc:
             raise UnavailableError(
@@ -244,13 +245,19 @@ class ParamServerClient:
         return self._last_seqid
 
 
-def _silence(host: str) -> str:
-    """Say what may be the matter where nothing answers."""
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return "the host is down, a firewall is in between, or the name is not looked up in time"
-    return "the host is down, or a firewall is in between"
+        return False
+    return True
+
+
+def _silence(host: str) -> str:
+    """Say what may be the matter where nothing answers."""
+    if _is_address(host):
+        return "the host is down, or a firewall is in between"
+    return "the host is down, a firewall is in between, or the name is not looked up in time"
 
 
 def _reason(exc: OSError) -> str:
