@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import ReplayTarget, ShardWriter, pack_deltas, route_delta
 from headrace.paramserver.rpc.address import format_address
@@ -184,20 +185,17 @@ class BackfillSender:
             ShardWriter(self._target, host, port, self._run, specs, client=_CLIENT)
             for host, port in self._server.shards
         ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                sending = [group.create_task(writer.run()) for writer in writers]
-                for writer in writers:
-                    await writer.wait_open()
-                async with await self._reader() as reader:
-                    for table in self._source.tables:
-                        await self._send_table(table, writers, reader, on_rows)
-                for writer in writers:
-                    await writer.wait_acked()
-                for task in sending:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            sending = [group.create_task(writer.run()) for writer in writers]
+            for writer in writers:
+                await writer.wait_open()
+            async with await self._reader() as reader:
+                for table in self._source.tables:
+                    await self._send_table(table, writers, reader, on_rows)
+            for writer in writers:
+                await writer.wait_acked()
+            for task in sending:
+                task.cancel()
 
     async def _reader(self) -> EmbeddingReader:
         target = self._target

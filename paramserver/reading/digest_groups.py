@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
+
+from headrace.paramserver.process.task_group import task_group
 
 __all__ = ["for_each_table", "table_groups"]
 
@@ -34,11 +35,8 @@ async def for_each_table(
     """
     results: list[_R] = []
     for group in table_groups(tables, num_rows_of=num_rows_of):
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                working = [tasks.create_task(_awaited(work(table))) for table in group]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as tasks:
+            working = [tasks.create_task(_awaited(work(table))) for table in group]
         results += [task.result() for task in working]
     return results
 

@@ -16,7 +16,7 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.replay_source import ReplayBatch, ReplaySource, SourceLog
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -144,14 +145,11 @@ class Replay:
                 ShardWriter(target, place.host or target.host, place.port, run, list(self._specs.values()))
                 for place in shards
             ]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    sending = [group.create_task(writer.run()) for writer in writers]
-                    await self._feed(log, writers, max_bytes, on_progress)
-                    for task in sending:
-                        task.cancel()
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            async with task_group() as group:
+                sending = [group.create_task(writer.run()) for writer in writers]
+                await self._feed(log, writers, max_bytes, on_progress)
+                for task in sending:
+                    task.cancel()
 
     async def _feed(
         self, log: SourceLog, writers: list[ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
@@ -293,14 +291,11 @@ class ShardWriter:
             reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
             self._take_acks(reply.last_client_seq)
             self._num_taken = 0
-            try:
-                async with asyncio.TaskGroup() as group:
-                    while True:
-                        await self._wait(lambda: self._num_taken < len(self._unacked))
-                        group.create_task(self._send(client, self._unacked[self._num_taken]))
-                        self._num_taken += 1
-            except BaseExceptionGroup as errors:
-                raise _gravest(errors) from None
+            async with task_group(_gravest) as group:
+                while True:
+                    await self._wait(lambda: self._num_taken < len(self._unacked))
+                    group.create_task(self._send(client, self._unacked[self._num_taken]))
+                    self._num_taken += 1
 
     async def _send(self, client: ParamServerClient, request: Any) -> None:
         await client.set_embeddings(request)
@@ -428,9 +423,8 @@ def _ids(data: Any) -> npt.NDArray[np.int64]:
     return np.frombuffer(data if data is not None else b"", "<i8")
 
 
-def _gravest(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
     """Return what decides how to go on: the first refusal makes gaps of all batches after it."""
-    leaves = list(errors.exceptions)
-    unlike_gaps = [exc for exc in leaves if not isinstance(exc, SequenceGapError)]
+    unlike_gaps = [exc for exc in errors if not isinstance(exc, SequenceGapError)]
     final = [exc for exc in unlike_gaps if not (isinstance(exc, HeadraceError) and exc.retriable)]
-    return (final or unlike_gaps or leaves)[0]
+    return (final or unlike_gaps or errors)[0]

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import (
     ConfigError,
@@ -250,17 +251,14 @@ class ShardChannel:
 
     async def _send_all(self, client: ParamServerClient) -> NoReturn:
         """Keep the window full."""
-        try:
-            async with asyncio.TaskGroup() as sends:
-                while True:
-                    batch = self._take_next()
-                    if batch is None:
-                        self._wake.clear()
-                        await self._wake.wait()
-                    else:
-                        sends.create_task(self._send(client, batch))
-        except BaseExceptionGroup as group:
-            raise _gravest(group) from None
+        async with task_group(_gravest) as sends:
+            while True:
+                batch = self._take_next()
+                if batch is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                else:
+                    sends.create_task(self._send(client, batch))
 
     def _take_next(self) -> _Batch | None:
         """Return the batch to send next on this connection; None when there is none, or no room in the window."""
@@ -357,12 +355,11 @@ def _is_passing(exc: HeadraceError) -> bool:
     return exc.retriable or isinstance(exc, SequenceGapError | ProtocolError) or type(exc) is HeadraceError
 
 
-def _gravest(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
     """Return, of what ended a connection's sends, what decides how to go on.
 
     The first refusal makes gaps of all batches after it, so the gap is the last thing to look at.
     """
-    errors = list(_leaves(group))
     bugs = [exc for exc in errors if not isinstance(exc, HeadraceError)]
     if bugs:
         return bugs[0]
@@ -371,11 +368,3 @@ def _gravest(group: BaseExceptionGroup[BaseException]) -> BaseException:
     overloads = [exc for exc in ours if isinstance(exc, OverloadedError)]
     others = [exc for exc in ours if not isinstance(exc, SequenceGapError)]
     return (refusals or overloads or others or ours)[0]
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for exc in group.exceptions:
-        if isinstance(exc, BaseExceptionGroup):
-            yield from _leaves(exc)
-        else:
-            yield exc

@@ -85,6 +85,8 @@ def test_a_resumed_run_sends_what_was_lost(
             with caplog.at_level(logging.WARNING):
                 assert streamer.load_state_dict(state) == ROWS - 50
             assert "the store was set back since the checkpoint" in caplog.text
+            # A checkpoint that is saved now does not name places that the store has lost.
+            assert [log_seq for _, log_seq in streamer.state_dict()["places"]] == [0, 0]
             streamer.flush()
             assert streamer.audit(only_present=False).num_rows == ROWS
             assert streamer.audit().is_equal

@@ -162,8 +162,8 @@ def test_gravest_of_several_errors_decides() -> None:
     refused, bug = RowRangeError("row 9"), ZeroDivisionError()
     order: list[Exception] = [gap, lost, full, refused, bug]
     for last in range(len(order)):
-        assert _gravest(ExceptionGroup("", order[: last + 1])) is order[last]
-        assert _gravest(ExceptionGroup("", [ExceptionGroup("", order[last::-1])])) is order[last]
+        assert _gravest(order[: last + 1]) is order[last]
+        assert _gravest(order[last::-1]) is order[last]
 
 
 async def test_many_faults_in_a_row() -> None:
