@@ -19,10 +19,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.schemas.row_records import HEADER_FIELDS, RecordLayout
+from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import MAX_DIM, ColumnShard
 
-__all__ = ["CLAIMS", "CLAIMS_SHARD", "NO_IDENTITY", "ClaimLayout", "in_key_order"]
+__all__ = ["CLAIMS", "CLAIMS_SHARD", "NO_IDENTITY", "in_key_order"]
 
 # ON DISK: never renumber. Columns end at MAX_DIM, so no row begins there, and none has no columns.
 CLAIMS_SHARD = ColumnShard(offset=MAX_DIM, width=0)
@@ -31,20 +31,8 @@ CLAIMS_SHARD = ColumnShard(offset=MAX_DIM, width=0)
 NO_IDENTITY = -1
 
 
-class ClaimLayout(RecordLayout):
-    """The layout of claims: of all tables the same, see `CLAIMS`."""
-
-    def __init__(self) -> None:
-        """Lay out claims."""
-        # Nothing of the base's, which lays out columns of a table; here are none.
-        self.shard = CLAIMS_SHARD
-        self.columns = {}
-        self.header_dtype = np.dtype(HEADER_FIELDS)
-        self.dtype = np.dtype([*HEADER_FIELDS, ("row", "<i8")])
-        self.size_bytes = self.dtype.itemsize
-
-
-CLAIMS = ClaimLayout()
+# Of all tables the same.
+CLAIMS = RecordLayout.without_columns(CLAIMS_SHARD, [("row", "<i8")])
 
 
 def in_key_order(identities: npt.NDArray[np.int64]) -> npt.NDArray[np.intp] | None:

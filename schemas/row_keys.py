@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["KEY_BYTES", "META_PREFIX", "decode_key", "decode_row_ids", "encode_keys", "key_prefix"]
+__all__ = ["KEY_BYTES", "META_PREFIX", "decode_row_ids", "encode_keys", "key_prefix"]
 
 # ON DISK: never renumber.
 KEY_BYTES = 16
@@ -41,16 +41,6 @@ def encode_keys(table_id: int, shard: ColumnShard, row_ids: npt.NDArray[np.int64
     keys["row"] = row_ids.view(np.uint64)
     # An unstructured void array turns into a list of `bytes` in one pass, with no Python loop over rows.
     return cast("list[bytes]", keys.view(f"V{KEY_BYTES}").tolist())
-
-
-def decode_key(key: bytes) -> tuple[int, ColumnShard, int]:
-    """Return (table id, column shard, row id) of a key made by `encode_keys`."""
-    fields = np.frombuffer(key, _KEY)[0]
-    return (
-        int(fields["table"]),
-        ColumnShard(offset=int(fields["offset"]), width=int(fields["width"])),
-        int(fields["row"]),
-    )
 
 
 def decode_row_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -69,22 +69,33 @@ class RecordLayout:
 
     def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
         """Lay out the records of `shard` of the table `spec`."""
+        columns = {"weights": _Column.of("weights", spec.dtype, shard.width)}
+        columns |= {f"state:{s.name}": _Column.of(s.name, s.dtype, s.width_in(shard)) for s in spec.states}
+        header = [*HEADER_FIELDS, ("identity", "<i8")] if spec.has_identities else HEADER_FIELDS
+        self._lay_out(shard, header, columns, [(field, f"V{column.size_bytes}") for field, column in columns.items()])
+
+    @classmethod
+    def without_columns(cls, shard: ColumnShard, fields: Sequence[tuple[str, str]]) -> Self:
+        """Return a layout of records that are no table's rows: the header, then fields with numpy's names of types."""
+        layout = cls.__new__(cls)
+        layout._lay_out(shard, HEADER_FIELDS, {}, fields)
+        return layout
+
+    def _lay_out(
+        self,
+        shard: ColumnShard,
+        header: Sequence[tuple[str, str]],
+        columns: dict[str, _Column],
+        fields: Sequence[tuple[str, str]],
+    ) -> None:
         self.shard = shard
-        self.columns: dict[str, _Column] = {"weights": _Column.of("weights", spec.dtype, shard.width)}
-        self.fields_of_states: dict[str, str] = {}
-        for state in spec.states:
-            field = self.fields_of_states[state.name] = f"state:{state.name}"
-            self.columns[field] = _Column.of(state.name, state.dtype, state.width_in(shard))
-        header: list[tuple[str, str]] = list(HEADER_FIELDS)
-        if spec.has_identities:
-            header.append(("identity", "<i8"))
-        self.header_dtype: np.dtype[Any] = np.dtype(header)
-        self.dtype: np.dtype[Any] = np.dtype(
-            header + [(field, f"V{column.size_bytes}") for field, column in self.columns.items()]
-        )
+        self.columns = columns
+        self.fields_of_states = {column.name: field for field, column in columns.items() if field != "weights"}
+        self.header_dtype: np.dtype[Any] = np.dtype([*header])
+        self.dtype: np.dtype[Any] = np.dtype([*header, *fields])
         self.size_bytes = self.dtype.itemsize
         # Of small deltas, to ask `dtype` for its fields would be a third of what their views cost.
-        self._column_dtypes = [(field, self.dtype[field]) for field in self.columns]
+        self._column_dtypes = [(field, self.dtype[field]) for field in columns]
 
     def views(self, columns: Mapping[str, Any]) -> dict[str, _Array]:
         """Return each column as an array of opaque rows, without a copy.
@@ -127,12 +138,6 @@ class RecordLayout:
         for field, view in views.items():
             records[field] = view
         return self.values_of(records)
-
-    def encode_deleted(self, count: int, *, epoch: int, step: int, time_us: int) -> list[bytes]:
-        """Return `count` equal records of deleted rows."""
-        header = np.zeros(1, self.header_dtype)
-        self.set_header(header, ..., epoch=epoch, step=step, time_us=time_us, flags=FLAG_DELETED)
-        return [header.tobytes()] * count
 
     def set_header(
         self,

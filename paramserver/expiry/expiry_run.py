@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy, Horizon, Row
 from headrace.paramserver.expiry.expiry_scan import Piece, RowScanner, can_have_norms
 from headrace.paramserver.expiry.expiry_writer import MAX_BATCH_ROWS, TombstoneWriter
 from headrace.paramserver.ingest.ingest import Ingest
+from headrace.paramserver.process.whole_work import to_its_end
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.row_store import RowStore
@@ -31,7 +31,6 @@ from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RunContext", "TableReport", "TableRun", "check_policy"]
 
-_T = TypeVar("_T")
 _Ids = npt.NDArray[np.int64]
 
 
@@ -187,7 +186,7 @@ class TableRun:
         self._num_named += int(np.count_nonzero(verdict.named & ~verdict.may_go))
         report.spared = max(self._num_named, self._num_kept_over)  # the same rows may be both
         if self._frequencies is not None and not self._is_dry_run:
-            await _in_thread(lambda: self._keep_frequencies(facts, ~expired))
+            await to_its_end(lambda: self._keep_frequencies(facts, ~expired))
         if not self._is_dry_run:
             self._tombstones.add(piece, expired)
         return True
@@ -207,7 +206,7 @@ class TableRun:
 
     async def _finish(self) -> None:
         if self._frequencies is not None and not self._is_dry_run:
-            await _in_thread(self._frequencies.save)
+            await to_its_end(self._frequencies.save)
 
     async def _find_cut(self, budget: int) -> None:
         """Count rows by version until it is known which of them are beyond the budget."""
@@ -247,14 +246,14 @@ class TableRun:
         if self._policy.min_frequency is None:
             return None
         path = self._context.directory / f"{self._table.table_id}.frequencies"
-        decay, fingerprint = self._policy.decay, self._table.fingerprint
+        decay, fingerprint = self._policy.decay, self._table.spec.fingerprint
         return await asyncio.to_thread(lambda: FrequencyFile(path, fingerprint, decay=decay, is_written=is_written))
 
     async def _look(self, scanner: RowScanner, frequencies: FrequencyFile | None) -> tuple[Piece, Verdict] | None:
         """Return the next piece with what is to become of it, not sooner than the rate allows."""
         if (wait_s := self._due_s - time.monotonic()) > 0:
             await self._context.sleep(wait_s)
-        judged = await _in_thread(lambda: self._judge_piece(scanner, frequencies))
+        judged = await to_its_end(lambda: self._judge_piece(scanner, frequencies))
         if judged is not None:
             self.num_looked_at += judged[0].num_rows
             self.report.scanned += judged[0].num_rows
@@ -328,13 +327,3 @@ def _with_frequencies(facts: RowFacts, frequencies: FrequencyFile) -> RowFacts:
         norms=facts.norms,
         frequencies=frequencies.frequencies_of(facts.row_ids, facts.epochs, facts.steps),
     )
-
-
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    """Call something in a thread and wait for it, also when cancelled: the store is not to be closed under it."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

@@ -82,7 +82,7 @@ def _tombstones(table: Table, shard: ColumnShard, row_ids: _Ids) -> object:
     assert row_ids.size <= MAX_BATCH_ROWS
     return idl.TableDelta(
         fqn=table.spec.fqn,
-        fingerprint=table.fingerprint,
+        fingerprint=table.spec.fingerprint,
         column_offset=shard.offset,
         width=shard.width,
         row_ids=b"",

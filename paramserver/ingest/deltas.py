@@ -34,9 +34,9 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         RequestError: Or one of its kinds, naming the table and what is wrong.
     """
     table = catalog.find(delta.fqn)
-    if delta.fingerprint != table.fingerprint:
+    if delta.fingerprint != table.spec.fingerprint:
         raise SpecMismatchError(
-            f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.fingerprint}; "
+            f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.spec.fingerprint}; "
             "the table's dim, dtype, rows or optimizer states have changed"
         )
     layout = table.layout_at(delta.column_offset, delta.width)

@@ -5,7 +5,8 @@ and applied to RocksDB afterwards by the `Applier`. Tables, sessions and applied
 store gets them together, after the rows of the same records. So to recover is to apply the records that the store's
 position lacks, and applying one twice changes nothing.
 
-The order of batches is fixed synchronously: between the check of a client seq and the append there is no await.
+The order of batches is fixed synchronously: between the check of a client seq and the append there is no await. The
+rows of a very large batch are checked in a thread before; what its client sends meanwhile waits for its turn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from headrace.paramserver.ingest.deltas import check_rows, decode_delta
 from headrace.paramserver.ingest.sessions import MAX_NAME_BYTES, MAX_SESSIONS, Session, Sessions
@@ -42,6 +44,8 @@ KIND_HELLO = 2
 
 # What a delta that waits to be applied takes beside its frame, in Python objects: of very small ones, most of it.
 _DELTA_BYTES = 2048
+# Rows, deleted ones too, of a batch that is checked on the loop: unsorted, they hold it up for some milliseconds.
+_MAX_ROWS_ON_LOOP = 1 << 16
 
 
 class Ingest:
@@ -93,6 +97,8 @@ class Ingest:
         self._undurable: deque[Batch] = deque()
         self._last_append: asyncio.Future[None] | None = None
         self._acking: dict[tuple[str, str], asyncio.Future[None]] = {}  # by client: done when all its acks are
+        # By client, while a thread checks a batch of it, or others wait behind that one.
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
         self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
 
@@ -222,29 +228,24 @@ class Ingest:
         version_epoch = request.version_epoch if is_conditional else request.epoch
         if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
             raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
-        session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
         client = request.run, request.client
+        turn, is_large = self._turns.get(client), _num_rows(request) > _MAX_ROWS_ON_LOOP
+        if turn is None and not is_large:
+            append = self._place(request, frame, hold)
+        else:
+            if turn is None:
+                turn = self._turns[client] = asyncio.Lock()
+            async with turn:  # it is fair: first come, first served
+                deltas = await self._check_aside(request, hold) if is_large else None
+                append = self._place(request, frame, hold, deltas)
         acking = self._acking.get(client)
-        if not is_new:
+        if append is None:
             # Not before the first one's ack: a client that heard of the duplicate first would think of an impostor.
             if acking is not None:
                 await asyncio.shield(acking)
             if self._last_append is not None:
                 await self._durable(self._last_append)
             return self.submitted_seq, True
-        if is_conditional:
-            self.sessions.check_epoch(version_epoch)
-        if not (session.is_trainer or is_conditional):
-            raise RequestError(f"client {request.client!r} of {request.run!r} is no trainer: version_epoch is missing")
-        if request.step < session.step and not is_conditional:
-            raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
-        deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
-        for delta in deltas:
-            check_rows(delta, shard=self._shard, num_shards=self._num_shards)
-        append = self._append(request.epoch, _batch_header(request), [frame])
-        self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
-        batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
-        self._enqueue(batch, append.durable)
         acked = self._acking[client] = asyncio.get_running_loop().create_future()
         try:
             await self._durable(append.durable)
@@ -256,6 +257,56 @@ class Ingest:
             else:
                 acking.add_done_callback(lambda _: self._acked(client, acked))
         return append.seq, False
+
+    def _place(
+        self,
+        request: Any,
+        frame: memoryview,
+        hold: Callable[[], Callable[[], None]],
+        deltas: tuple[RowDelta, ...] | None = None,
+    ) -> Append | None:
+        """Give a batch its place in the log; None for a duplicate. `deltas` are its rows, where they are checked."""
+        session, is_new = self._accept(request)
+        if not is_new:
+            return None
+        if deltas is None:
+            deltas = self._check(request)
+        append = self._append(request.epoch, _batch_header(request), [frame])
+        self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
+        batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
+        self._enqueue(batch, append.durable)
+        return append
+
+    def _accept(self, request: Any) -> tuple[Session, bool]:
+        """Return (session, whether the batch is new), if it is the client's next one, or one before."""
+        session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+        if is_new:
+            is_conditional = request.version_epoch is not None
+            if is_conditional:
+                self.sessions.check_epoch(request.version_epoch)
+            if not (session.is_trainer or is_conditional):
+                raise RequestError(
+                    f"client {request.client!r} of {request.run!r} is no trainer: version_epoch is missing"
+                )
+            if request.step < session.step and not is_conditional:
+                raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
+        return session, is_new
+
+    async def _check_aside(self, request: Any, hold: Callable[[], Callable[[], None]]) -> tuple[RowDelta, ...] | None:
+        """Check rows in a thread; None for a duplicate. Cancellation: the frame is kept until the thread has ended."""
+        if not self._accept(request)[1]:
+            return None
+        checking = asyncio.get_running_loop().run_in_executor(None, self._check, request)
+        release = hold()
+        checking.add_done_callback(lambda _: release())
+        return await asyncio.shield(checking)
+
+    def _check(self, request: Any) -> tuple[RowDelta, ...]:
+        """Return the rows of a batch, checked. Thread: any; tables are only ever added."""
+        deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
+        for delta in deltas:
+            check_rows(delta, shard=self._shard, num_shards=self._num_shards)
+        return deltas
 
     def _acked(self, client: tuple[str, str], acked: asyncio.Future[None]) -> None:
         acked.set_result(None)
@@ -386,6 +437,10 @@ def _batch_header(request: Any) -> dict[str, Any]:
         "ends_step": request.ends_step,
         "tables": [delta.fqn for delta in request.deltas],
     }
+
+
+def _num_rows(request: Any) -> int:
+    return sum(len(delta.row_ids) + len(delta.deleted_row_ids or b"") for delta in request.deltas) // 8
 
 
 def _nothing_to_release() -> None:

@@ -1,7 +1,7 @@
 """The update log: one append-only sequence of records a shard, the truth that the store is a view of.
 
-`UpdateLog` is the seam: `FileUpdateLog` (files of this machine) is the default, `MemoryUpdateLog` the one for tests; a
-log replicated over machines can be a third. `tests/paramserver/log/test_update_log.py` holds what all of them promise.
+`UpdateLog` is the seam: `FileUpdateLog` (files of this machine) is the default; a log replicated over machines can be
+another. `tests/paramserver/log/test_update_log.py` holds what all of them promise.
 """
 
 from __future__ import annotations

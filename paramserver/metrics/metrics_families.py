@@ -52,7 +52,7 @@ _OF_SAMPLE: tuple[tuple[str, str, Callable[[ShardSample], float]], ...] = (
         lambda s: s.expiry.last_run_us / 1e6,
     ),
 )
-_OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float | None]], ...] = (
+_OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
     ("apply_lag_seconds", "Age of the oldest durable record not in the store; 0 when idle.", lambda d: d.apply_lag_s),
     ("inflight_requests", "Requests begun or being read.", lambda d: d.inflight_requests),
     ("requests_total", "Requests begun.", lambda d: d.num_requests),
@@ -100,9 +100,7 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
     for name, text, detail_of in _OF_DETAIL:
         family = _family(name, text)
         for sample, detail in details:
-            value = detail_of(detail)
-            if value is not None:
-                family.add_metric([str(sample.shard)], value)
+            family.add_metric([str(sample.shard)], detail_of(detail))
         yield family
     for name, text, histogram_of in _HISTOGRAMS:
         histogram = HistogramMetricFamily(f"headrace_{name}", text, labels=["shard"])

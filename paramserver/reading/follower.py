@@ -52,7 +52,7 @@ class ShardFollower:
         name: str | None = None,
         copy_id: str | None = None,
         lease_s: float = 60.0,
-        max_bytes: int = 8 << 20,
+        max_bytes: int = 16 << 20,
         wait_s: float = 10.0,
     ) -> None:
         """Begin at a seq; nothing is asked yet.
@@ -77,7 +77,7 @@ class ShardFollower:
         self._lease_ms = round(lease_s * 1000)
         self._max_bytes = max_bytes
         self._wait_ms = round(wait_s * 1000)
-        self._asked_s: float | None = None  # since when the shard owes an answer
+        self._asked_s: list[float] = []  # since when the shard owes each answer
 
     async def fetch(self) -> list[Update]:
         """Return the next records; none when nothing has come for as long as a fetch waits.
@@ -112,12 +112,17 @@ class ShardFollower:
 
         Thread: any.
         """
-        asked_s, failure = self._asked_s, self._link.failure
-        silent_s = 0.0 if asked_s is None else time.monotonic() - asked_s
+        now_s, failure = time.monotonic(), self._link.failure
+        silent_s = now_s - min(self._asked_s, default=now_s)
         if silent_s <= patience_s:
             return None
         why = "" if failure is None else f": {failure}"
         return f"{self._link.address} has not answered for {format_seconds(silent_s)}{why}"
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the shard has told of records from `next_seq` on: a fetch would not wait for one."""
+        return self.next_seq <= self.last_seq
 
     @property
     def is_registered(self) -> bool:
@@ -170,13 +175,14 @@ class ShardFollower:
             lease_ms=self._lease_ms if self._name is not None else None,
             body_offset=body_offset or None,
         )
-        self._asked_s = time.monotonic()
+        asked_s = time.monotonic()
+        self._asked_s.append(asked_s)
         try:
             reply = await retry(lambda: self._link.fetch_updates(request))
         except AnotherServerError as exc:
             raise GoneError(f"the store is another one than before: {exc}") from exc
         finally:
-            self._asked_s = None
+            self._asked_s.remove(asked_s)
         if from_seq == self.next_seq and reply.mark_before is not None:
             self._check_mark(self.next_seq - 1, self.mark, reply.mark_before)
             self.mark = reply.mark_before

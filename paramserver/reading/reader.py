@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.config.server_config import DEFAULT_PORT
+from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
+from headrace.paramserver.reading.read_deadline import ReadDeadline
 from headrace.paramserver.reading.row_query import (
     RowPart,
     RowQuery,
@@ -47,7 +49,8 @@ class EmbeddingReader:
     """A reader of all shards of one server. Use it on one event loop; calls may overlap.
 
     A call retries what can be retried, with growing pauses, until its deadline: a shard that is restarted costs time,
-    not an error. Reads see every batch that was acked before they were asked.
+    not an error. A read of many rows takes many answers; the reader's own deadline is for each next one of them. Reads
+    see every batch that was acked before they were asked.
 
     Cancellation: harmless; nothing is left half done.
 
@@ -132,7 +135,7 @@ class EmbeddingReader:
             row_ids: int64[n] in any order; repeated ids are answered as often.
             with_states: Optimizer states too.
             with_versions: Epoch, step and time of each row's last update too.
-            timeout_s: Deadline, seconds; the reader's own when None.
+            timeout_s: For all of it, seconds; when None the reader's own, for each next answer.
 
         Raises:
             UnknownTableError: No shard knows the table.
@@ -161,30 +164,24 @@ class EmbeddingReader:
             wanted: (fqn, int64[n] row ids) of each.
             with_states: See `get`.
             with_versions: See `get`.
-            timeout_s: Deadline for all of them, seconds; the reader's own when None.
+            timeout_s: For all of them, seconds; when None see `get`.
 
         Raises:
             HeadraceError: As of `get`.
 
         Cancellation: harmless.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                queries: list[tuple[RowQuery, Rows]] = []
-                for fqn, row_ids in wanted:
-                    spec = await self._spec_of(fqn)
-                    ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
-                    spec.check_row_ids(ids)
-                    query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
-                    queries.append((query, query.allocate(ids)))
-                await self._fill(queries)
-                return [rows for _, rows in queries]
-        except TimeoutError as exc:
-            what = repr(wanted[0][0]) if len(wanted) == 1 else f"{len(wanted)} tables"
-            raise UnavailableError(
-                _why(f"no answer about {what} within {format_seconds(timeout_s)}", self._shards)
-            ) from exc
+        what = repr(wanted[0][0]) if len(wanted) == 1 else f"{len(wanted)} tables"
+        async with self._deadline(what, timeout_s) as deadline:
+            queries: list[tuple[RowQuery, Rows]] = []
+            for fqn, row_ids in wanted:
+                spec = await self._spec_of(fqn)
+                ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
+                spec.check_row_ids(ids)
+                query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
+                queries.append((query, query.allocate(ids)))
+            await self._fill(queries, deadline)
+            return [rows for _, rows in queries]
 
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
         """Return the rows that identities are mapped to, int64[n]; -1 where no row has the identity.
@@ -196,7 +193,7 @@ class EmbeddingReader:
         Args:
             fqn: Table with identities.
             identities: int64[n], raw ids in any order; -1 is none.
-            timeout_s: Deadline, seconds; the reader's own when None.
+            timeout_s: For all of it, seconds; when None the reader's own, for each next answer.
 
         Raises:
             UnknownTableError: No shard knows the table.
@@ -206,15 +203,9 @@ class EmbeddingReader:
 
         Cancellation: harmless.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                spec = await self._spec_with_identities(fqn)
-                return await self._find(spec, np.ascontiguousarray(identities, np.int64).reshape(-1))
-        except TimeoutError as exc:
-            raise UnavailableError(
-                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
-            ) from exc
+        async with self._deadline(repr(fqn), timeout_s) as deadline:
+            spec = await self._spec_with_identities(fqn)
+            return await self._find(spec, np.ascontiguousarray(identities, np.int64).reshape(-1), deadline)
 
     async def get_by_identity(
         self,
@@ -238,21 +229,23 @@ class EmbeddingReader:
 
         Cancellation: harmless.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                spec = await self._spec_with_identities(fqn)
-                query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
-                wanted = np.ascontiguousarray(identities, np.int64).reshape(-1)
-                rows = query.allocate(np.empty(wanted.size, np.int64))
-                await read_by_identity(
-                    wanted, rows, lambda ids: self._find(spec, ids), lambda row_ids: self._get(query, row_ids)
-                )
-                return rows
-        except TimeoutError as exc:
-            raise UnavailableError(
-                _why(f"no answer about {fqn!r} within {format_seconds(timeout_s)}", self._shards)
-            ) from exc
+        async with self._deadline(repr(fqn), timeout_s) as deadline:
+            spec = await self._spec_with_identities(fqn)
+            query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
+            wanted = np.ascontiguousarray(identities, np.int64).reshape(-1)
+            rows = query.allocate(np.empty(wanted.size, np.int64))
+            await read_by_identity(
+                wanted,
+                rows,
+                lambda ids: self._find(spec, ids, deadline),
+                lambda row_ids: self._get(query, row_ids, deadline),
+            )
+            return rows
+
+    def _deadline(self, what: str, total_s: float | None) -> ReadDeadline:
+        return ReadDeadline(
+            total_s, self._timeout_s, lambda time: _why(f"no answer about {what} within {time}", self._shards)
+        )
 
     @property
     def links(self) -> list[ShardLink]:
@@ -399,24 +392,29 @@ class EmbeddingReader:
             raise RequestError(f"table {fqn!r} has no identities; its rows are found by their row ids")
         return spec
 
-    async def _find(self, spec: TableSpec, identities: _Int64s) -> _Int64s:
+    async def _find(self, spec: TableSpec, identities: _Int64s, deadline: ReadDeadline) -> _Int64s:
         rows = np.empty(identities.size, np.int64)
         step = rows_in_reply(min(link.max_reply_bytes for link in self._shards), IDENTITY_BYTES)
         for some in _chunks(np.arange(identities.size), step):
-            rows[some] = combine(await _gather([self._find_in(link, spec, identities[some]) for link in self._shards]))
+            asking = [self._find_in(link, spec, identities[some], deadline) for link in self._shards]
+            rows[some] = combine(await _gather(asking))
         return rows
 
-    async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s) -> FoundRows:
+    async def _find_in(
+        self, link: ShardLink, spec: TableSpec, identities: _Int64s, deadline: ReadDeadline
+    ) -> FoundRows:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
         async with link.places:
-            return decode_found(await retry(lambda: link.find_rows(request)), identities.size)
+            found = await retry(lambda: link.find_rows(request))
+        deadline.answered()
+        return decode_found(found, identities.size)
 
-    async def _get(self, query: RowQuery, row_ids: _Int64s) -> Rows:
+    async def _get(self, query: RowQuery, row_ids: _Int64s, deadline: ReadDeadline) -> Rows:
         rows = query.allocate(row_ids)
-        await self._fill([(query, rows)])
+        await self._fill([(query, rows)], deadline)
         return rows
 
-    async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]]) -> None:
+    async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], deadline: ReadDeadline) -> None:
         of_shards: list[list[RowPart]] = [[] for _ in self._shards]
         for query, rows in queries:
             shards = shards_of_rows(table_seed(query.spec.fqn), rows.row_ids, len(self._shards))
@@ -425,17 +423,18 @@ class EmbeddingReader:
                 for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
                     parts.append(RowPart(query=query, rows=rows, positions=chunk))
         work = [
-            self._fill_parts(link, together)
+            self._fill_parts(link, together, deadline)
             for link, parts in zip(self._shards, of_shards, strict=True)
             for together in parts_together(parts, link.max_reply_bytes)
         ]
         await _gather(work)
 
-    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart]) -> None:
+    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart], deadline: ReadDeadline) -> None:
         request = request_for(parts)
         async with link.places:
             reply = await retry(lambda: link.get(request))
-        await _gather([self._fill_parts(link, [part]) for part in scatter_reply(reply, parts)])
+        deadline.answered()
+        await _gather([self._fill_parts(link, [part], deadline) for part in scatter_reply(reply, parts)])
 
 
 def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:
@@ -481,12 +480,8 @@ def _chunks(positions: _Int64s, size: int) -> Iterator[_Int64s]:
 
 async def _gather(work: list[Any]) -> list[Any]:
     """Run all at once; when one fails, cancel the others and raise its error as it is."""
-    tasks = []
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(item) for item in work]
-    except BaseExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
+    async with task_group() as group:
+        tasks = [group.create_task(item) for item in work]
     return [task.result() for task in tasks]
 
 

@@ -32,6 +32,8 @@ _CHUNK_BYTES = 8 * 2**20
 _OVERHEAD_BYTES = 4096
 # So that a request's answer is not long in coming, and others get their turn.
 _MAX_TABLES = 64
+# Likewise: a slow disk reads hundreds of rows a second, and each answer has its own deadline.
+_CHUNK_ROWS = 1024
 MAX_ROWS_READ = 2**20
 """Rows that one request may ask a shard for: while it looks them up, each takes some 100 bytes besides its columns."""
 MAX_TABLES_READ = 1024
@@ -96,8 +98,8 @@ class RowQuery:
         return max(row_bytes, _ROW_ID_BYTES)
 
     def rows_at_once(self, max_reply_bytes: int) -> int:
-        """Return how many rows fit a reply of that length, and their request."""
-        return rows_in_reply(max_reply_bytes, self.row_bytes)
+        """Return how many rows fit a reply of that length, and their request, and are read in time by a slow disk."""
+        return min(rows_in_reply(max_reply_bytes, self.row_bytes), _CHUNK_ROWS)
 
     def allocate(self, row_ids: _Int64s) -> Rows:
         """Return rows for answers to be scattered to, none of them present; `row_ids` is kept, not copied."""
@@ -172,11 +174,13 @@ def parts_together(parts: Iterable[RowPart], max_reply_bytes: int) -> Iterator[l
     """
     together: list[RowPart] = []
     left = limit = min(max_reply_bytes, _CHUNK_BYTES)
+    num_rows = 0
     for part in parts:
         size_bytes = _OVERHEAD_BYTES + part.positions.size * part.query.row_bytes
-        if together and (size_bytes > left or len(together) == _MAX_TABLES):
+        num_rows += part.positions.size
+        if together and (size_bytes > left or num_rows > _CHUNK_ROWS or len(together) == _MAX_TABLES):
             yield together
-            together, left = [], limit
+            together, left, num_rows = [], limit, part.positions.size
         together.append(part)
         left -= size_bytes
     if together:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from headrace.paramserver.process.whole_work import to_its_end
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
@@ -150,7 +151,7 @@ class Followed:
     async def _advance(self) -> None:
         async with self._taking:
             try:
-                if await _to_its_end(self.generation.advance):
+                if await to_its_end(self.generation.advance):
                     self._on_change()
             except Exception as exc:
                 self._end(_as_ours(exc))
@@ -186,17 +187,26 @@ class Followed:
         tail, link = generation.tails[shard], self._reader.links[shard]
         follower = self._lease.follower(link, from_seq=tail.seq + 1, mark=tail.begin_mark, wait_s=config.fetch_wait_s)
         self._followers.append(follower)
+        ahead: asyncio.Task[list[Update]] | None = None
         try:
             while True:
                 await self._wait_for_room(shard, follower)
                 if generation.is_shown and not self._lease.is_lasting:
                     follower.let_go()
-                updates = await follower.fetch()
-                if await self._take(shard, updates, follower.last_seq):
+                updates = await (follower.fetch() if ahead is None else ahead)
+                last_seq, ahead = follower.last_seq, None
+                if follower.is_behind:  # a far server's next records are on their way while these are applied
+                    ahead = asyncio.create_task(follower.fetch(), name=f"headrace-fetch-{shard}")
+                    await asyncio.sleep(0)  # in memory, records are applied on the loop: the request goes out before
+                if await self._take(shard, updates, last_seq):
                     self._on_change()
                 self._changed.set()
         except Exception as exc:  # a bug of ours, too: the copy stays, and says so
             self._end(_as_ours(exc))
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
 
     async def _wait_for_room(self, shard: int, follower: ShardFollower) -> None:
         """Return when more of a shard is to be fetched; its log is kept meanwhile."""
@@ -219,7 +229,7 @@ class Followed:
             if not self.generation.is_on_disk:
                 return take()
             # The disk may be waited for, and the connections must not. One shard at a time, as in the loop.
-            return await _to_its_end(take)
+            return await to_its_end(take)
 
     def _end(self, error: HeadraceError) -> None:
         if self.lost is None:
@@ -229,22 +239,6 @@ class Followed:
                     task.cancel()
             self._changed.set()
             self._on_lost(self, error)
-
-
-async def _to_its_end(work: Callable[[], bool]) -> bool:
-    """Return what some work in a thread returns; whoever is cancelled, it has ended.
-
-    Nobody else may show updates, or close what is written to, until then.
-    """
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        while not working.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([working])
-        working.exception()  # of a copy that nobody wants any more
-        raise
 
 
 def _as_ours(exc: Exception) -> HeadraceError:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import dataclasses
+import itertools
 import os
 import re
 import time
@@ -53,6 +55,8 @@ _FSYNC_BOUNDS_S = tuple(1e-4 * 2**i for i in range(17))
 _APPLY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 # RocksDB's list of all its files is walked for it.
 _ROWS_MAX_AGE_S = 10.0
+# Of those that are away and of older epochs: each of thousands would cost two series and a line of the status page.
+_MAX_PAST_WRITERS = 256
 _CACHE_COUNTS = re.compile(r"^rocksdb\.block\.cache\.(hit|miss) COUNT : (\d+)$", re.MULTILINE)
 
 
@@ -65,10 +69,10 @@ class DurationCounts:
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
-    def add(self, duration_s: float) -> None:
-        """Count one; a duration equal to a bound is within it."""
-        self._counts[bisect.bisect_left(self._bounds_s, duration_s)] += 1
-        self._sum_s += duration_s
+    def add(self, duration_s: float, times: int = 1) -> None:
+        """Count one, or one for several; a duration equal to a bound is within it."""
+        self._counts[bisect.bisect_left(self._bounds_s, duration_s)] += times
+        self._sum_s += duration_s * times
 
     def sample(self) -> HistogramSample:
         """Return the counts so far."""
@@ -84,7 +88,7 @@ class FsyncTimes:
 
     def __init__(self) -> None:
         """Count nothing yet."""
-        self._counts = [0] * (len(_FSYNC_BOUNDS_S) + 1)
+        self._durations = DurationCounts(_FSYNC_BOUNDS_S)
         self._num_seen = 0
         self._sum_s = 0.0
 
@@ -96,15 +100,15 @@ class FsyncTimes:
         recent = recent[max(len(recent) - num_new, 0) :]
         if not recent:
             return
-        places = [bisect.bisect_left(_FSYNC_BOUNDS_S, duration_s) for duration_s in recent]
         # Spread what is not remembered evenly over what is: every known one counts once or once more for each round.
-        rounds, rest = divmod(num_new, len(places))
-        for i, place in enumerate(places):
-            self._counts[place] += rounds + (i < rest)
+        rounds, rest = divmod(num_new, len(recent))
+        for i, duration_s in enumerate(recent):
+            self._durations.add(duration_s, rounds + (i < rest))
 
     def sample(self) -> HistogramSample:
         """Return the counts so far."""
-        return HistogramSample(bounds_s=_FSYNC_BOUNDS_S, counts=tuple(self._counts), sum_s=self._sum_s)
+        # The log's own sum: it has those in it that it does not remember one by one.
+        return dataclasses.replace(self._durations.sample(), sum_s=self._sum_s)
 
 
 class ApplyLag:
@@ -276,6 +280,15 @@ def count_rows(store: RowStore, tables: Sequence[Table]) -> list[int]:
 
 
 def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:
+    """Return the writers that matter now, in the order in which they were heard of: a shard remembers 16,384.
+
+    All that are connected, all of the newest epoch, whose absence is a problem, and the last ones of the others.
+    """
+    sessions = list(ingest.sessions)
+    newest = max((session.epoch for session in sessions), default=0)
+    is_past = [session.num_connections == 0 and session.epoch != newest for session in sessions]
+    num_left_out = max(sum(is_past) - _MAX_PAST_WRITERS, 0)
+    num_past = itertools.accumulate(is_past)
     return tuple(
         WriterSample(
             run=session.run,
@@ -286,7 +299,8 @@ def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:
             rank=session.rank,
             world_size=session.world_size,
         )
-        for session in ingest.sessions
+        for session, past, count in zip(sessions, is_past, num_past, strict=True)
+        if not past or count > num_left_out
     )
 
 
@@ -324,14 +338,13 @@ def _number(store: RowStore, name: str) -> int:
 
 
 def block_cache_of(store: RowStore) -> CacheSample:
-    """Return how full the block cache is, and its hits and misses when RocksDB was opened to count them."""
-    # Empty unless RocksDB was opened to keep statistics.
+    """Return how full the block cache is, and its hits and misses."""
     counts = dict(_CACHE_COUNTS.findall(store.rocksdb_property("rocksdb.options-statistics")))
     return CacheSample(
         capacity_bytes=_number(store, "rocksdb.block-cache-capacity"),
         used_bytes=_number(store, "rocksdb.block-cache-usage"),
-        hits=int(counts["hit"]) if "hit" in counts else None,
-        misses=int(counts["miss"]) if "miss" in counts else None,
+        hits=int(counts["hit"]),
+        misses=int(counts["miss"]),
     )
 
 

@@ -31,6 +31,7 @@ from headrace.paramserver.process.open_files import files_for_store
 from headrace.paramserver.process.short_pauses import step_back
 from headrace.paramserver.process.tracing import span
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ
+from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.shard.log_retention import LogRetention
 from headrace.paramserver.shard.metrics_watch import ShardWatch, Watched, count_rows
@@ -54,7 +55,7 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_i
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Shard", "open_shard"]
+__all__ = ["Shard", "limits_of", "open_shard"]
 
 _log = logging.getLogger(__name__)
 
@@ -171,11 +172,7 @@ class Shard:
                 idl.ShardAddress(shard=shard, host=host, port=port)
                 for shard, (host, port) in enumerate(config.addresses)
             ],
-            limits=idl.Limits(
-                max_frame_bytes=config.max_frame_bytes,
-                max_inflight_bytes=config.max_client_bytes,
-                max_inflight_requests=config.max_client_requests,
-            ),
+            limits=limits_of(config).to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
@@ -421,6 +418,18 @@ def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versio
     if spec.has_identities:
         columns["identities"] = rows.identities
     return columns
+
+
+def limits_of(config: ShardConfig) -> ServerLimits:
+    """Return what a shard's server takes at most."""
+    return ServerLimits(
+        max_frame_bytes=config.max_frame_bytes,
+        max_client_bytes=config.max_client_bytes,
+        max_client_requests=config.max_client_requests,
+        max_inflight_bytes=config.max_inflight_bytes,
+        max_connections=config.max_connections,
+        idle_timeout_s=config.idle_timeout_s,
+    )
 
 
 @contextlib.asynccontextmanager

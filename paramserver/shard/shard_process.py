@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.paramserver.config.shard_config import ShardConfig
 from headrace.paramserver.process.log_format import configure_logging, fact
 from headrace.paramserver.process.log_repeats import limit_repeats
 from headrace.paramserver.process.open_files import allow_open_files
@@ -36,7 +35,6 @@ from headrace.paramserver.shard.shard_channel import (
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 
 if TYPE_CHECKING:
-    from headrace.paramserver.rpc.admission import ServerLimits
     from headrace.paramserver.shard.shard import Shard
 
 __all__ = ["main"]
@@ -79,19 +77,6 @@ def main(*arguments: str) -> int:
     return EXIT_OK
 
 
-def _limits_of(config: ShardConfig) -> ServerLimits:
-    from headrace.paramserver.rpc.admission import ServerLimits
-
-    return ServerLimits(
-        max_frame_bytes=config.max_frame_bytes,
-        max_client_bytes=config.max_client_bytes,
-        max_client_requests=config.max_client_requests,
-        max_inflight_bytes=config.max_inflight_bytes,
-        max_connections=config.max_connections,
-        idle_timeout_s=config.idle_timeout_s,
-    )
-
-
 def _report(order: ShardOrder, report: ShardReport) -> None:
     # A supervisor that is gone does not read; the end of stdin has told us, or will.
     with contextlib.suppress(BrokenPipeError):
@@ -122,7 +107,7 @@ class _ShardProcess:
         from headrace.paramserver.config.protection import Protection
         from headrace.paramserver.metrics.metrics_channel import SampleTeller
         from headrace.paramserver.rpc.rpc_server import ThriftServer
-        from headrace.paramserver.shard.shard import open_shard
+        from headrace.paramserver.shard.shard import limits_of, open_shard
 
         shorten_pauses()
         config = self._order.config
@@ -130,7 +115,7 @@ class _ShardProcess:
         with socket.socket(fileno=self._order.socket_fd) as sock:
             async with open_shard(config) as shard, contextlib.AsyncExitStack() as telling:
                 server = ThriftServer(
-                    shard, limits=_limits_of(config), ssl_context=protection.ssl_context, access=protection.access
+                    shard, limits=limits_of(config), ssl_context=protection.ssl_context, access=protection.access
                 )
                 shard.server = server
                 await server.start(sock)

@@ -69,10 +69,14 @@ class NewDataDir:
         self._ready = self._aside / "ready"
         self._lock_fd = -1
         check_target(self._target)
-        with self.mapped_errors():
-            self._claim()
-            for shard in range(num_shards):
-                self.shard_path(shard).mkdir(parents=True)
+        try:
+            with self.mapped_errors():
+                self._claim()
+                for shard in range(num_shards):
+                    self.shard_path(shard).mkdir(parents=True)
+        except BaseException:
+            self._close()  # nobody comes to enter this
+            raise
 
     def _claim(self) -> None:
         self._aside.mkdir(parents=True, exist_ok=True)
@@ -153,6 +157,10 @@ class NewDataDir:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Remove what is not published, and let go of the lock. Idempotent."""
         if self._lock_fd >= 0:
             shutil.rmtree(self._aside, ignore_errors=True)
             os.close(self._lock_fd)

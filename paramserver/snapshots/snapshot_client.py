@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ import aiofiles
 from headrace.paramserver.config.server_config import DEFAULT_PORT
 from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.files.durable_files import fsync_path
+from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, check_file
@@ -256,13 +257,13 @@ async def _discard(links: list[ShardLink], name: str) -> None:
 
 
 async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
-    data = b""
+    data = bytearray()
     while True:
         reply = await _piece(link, name, "", len(data))
         name = reply.name
-        data += bytes(reply.data)
+        data += reply.data
         if len(data) >= reply.size_bytes:
-            return data
+            return bytes(data)
         if not reply.data or reply.size_bytes > _MAX_MANIFEST_BYTES:
             raise CorruptionError(f"{link.address}: the manifest of snapshot {name!r} does not come whole")
 
@@ -284,22 +285,21 @@ async def _fetch_files(
         for path, file in waiting:
             await _fetch_file(link, manifest.name, path, file, folder, count)
 
-    # No `TaskGroup`: up to Python 3.12 an error amid the caller's cancellation takes the cancellation's place.
-    tasks = [asyncio.create_task(fetch(), name="headrace-fetch-files") for _ in range(_FILES_AT_ONCE)]
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    if any(isinstance(result, _RemovedError) for result in results):  # and so is what a later call would go on from
+        async with task_group(_gravest) as group:
+            for _ in range(_FILES_AT_ONCE):
+                group.create_task(fetch(), name="headrace-fetch-files")
+    except _RemovedError:  # and so is what a later call would go on from
         await asyncio.to_thread(files.discard, manifest.name)
-    for task in ended:
-        task.result()
+        raise
 
 
 class _RemovedError(GoneError):
     """The server has no such snapshot, or not any more."""
+
+
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
+    return next((exc for exc in errors if isinstance(exc, _RemovedError)), errors[0])
 
 
 async def _fetch_file(

@@ -89,8 +89,6 @@ class Applier:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
         pending_bytes: What batches that are not in RocksDB, or that readers look at, hold in memory.
-        num_rows_submitted: Rows of all batches that are in RocksDB.
-        num_rows_applied: Rows that were written for them.
         failed: Why nothing is applied any more; None while all is well.
 
     Thread: the loop's, for every method.
@@ -111,7 +109,6 @@ class Applier:
         self._clock = clock
         self.applied_seq = self.submitted_seq = store.applied_seq
         self.pending_bytes = 0
-        self.num_rows_submitted = self.num_rows_applied = 0
         self.failed: HeadraceError | None = None
         self._overlay = Overlay()
         self._backlog = Backlog(
@@ -363,25 +360,21 @@ class Applier:
             for rows, part in entry.parts:
                 parts.setdefault(rows, []).append(part)
         seq = entries[-1].batch.seq
-        self.num_rows_applied += await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
+        await self._loop.run_in_executor(self._write_pool, self._write, parts, meta, seq)
         for rows, of_rows in parts.items():
             rows.applied(len(of_rows))
-            if rows.layout is not CLAIMS:
-                self.num_rows_submitted += sum(part.ids.size for part in of_rows)
         self.applied_seq = seq
         for _ in entries:
             self._readers.when_none_older(self._release_oldest)
         self._wake_waiters()
 
-    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> int:
+    def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
         runs = [settle(coalesce(rows.table_id, of_rows), self._store.get) for rows, of_rows in parts.items()]
         rows = [run for run in runs if run.layout is not CLAIMS]
         rows.sort(key=lambda run: (run.table_id, run.layout.shard))
         claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
-        num_rows = sum(run.row_ids.size for run in rows)
-        with span("headrace.apply", num_rows=num_rows, seq=seq):
+        with span("headrace.apply", num_rows=sum(run.row_ids.size for run in rows), seq=seq):
             self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)
-        return num_rows
 
     async def _run_task(self, task: _Task) -> None:
         try:

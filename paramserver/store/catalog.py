@@ -47,13 +47,11 @@ class Table:
     Attributes:
         table_id: Number in this shard's row keys, from 1.
         spec: What the table is.
-        fingerprint: The spec's digest, computed once.
         scalars: By name, the newest that have come to this shard.
     """
 
     table_id: int
     spec: TableSpec
-    fingerprint: int
     scalars: dict[str, Scalar] = field(default_factory=dict)
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
@@ -164,7 +162,7 @@ class Catalog:
         return {_SCALARS_PREFIX + b"%d" % table.table_id: msgpack.packb(packed)}
 
     def _add(self, table_id: int, spec: TableSpec) -> Table:
-        table = self._tables[spec.fqn] = Table(table_id, spec, spec.fingerprint)
+        table = self._tables[spec.fqn] = Table(table_id, spec)
         return table
 
 

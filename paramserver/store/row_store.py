@@ -24,6 +24,7 @@ from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.store_config import StoreConfig, rocks_options
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
+from headrace.schemas.identity_claims import CLAIMS_SHARD
 from headrace.schemas.row_keys import META_PREFIX, encode_keys
 from headrace.schemas.tables import ColumnShard
 
@@ -63,8 +64,11 @@ class RowStore:
         self._db = db
         self._config = config
         self._flush_lock = threading.Lock()
-        self._unflushed_rows: Counter[int] = Counter()  # by table id, in no file yet
-        self._unflushed_bytes = 0
+        # What was ever written is counted by whoever writes, what of it was flushed by whoever flushes: of numbers that
+        # both change, one thread would undo what the other has just done.
+        self._put_rows: Counter[int] = Counter()  # by table id; those of files that were taken in are not among them
+        self._put_rows_flushed: Counter[int] = Counter()
+        self._written_bytes = self._flushed_bytes = 0
         self._row_counts = FileRowCounts(db.path)
         self._num_errors = 0  # RocksDB's, when it last took in a file
         self._is_new = False  # what tells that the store is ours is in no file yet
@@ -255,7 +259,8 @@ class RowStore:
         if keys:
             self._write(keys, values)
         for run in runs:
-            self._unflushed_rows[run.table_id] += run.row_ids.size
+            if run.layout.shard != CLAIMS_SHARD:
+                self._put_rows[run.table_id] += run.row_ids.size
 
     def _take_in(self, runs: Sequence[Run | CoalescedRun]) -> None:
         """Write rows to a file of RocksDB's format and have RocksDB make it one of its own."""
@@ -278,7 +283,7 @@ class RowStore:
             self.flush()
         self._num_errors = int(self.rocksdb_property("rocksdb.background-errors"))
         # Durable already, but for the log position that follows: a flush shall come after so much to replay.
-        self._unflushed_bytes += size_bytes
+        self._written_bytes += size_bytes
 
     def _is_behind(self) -> bool:
         """Say whether RocksDB has so much to compact that one should wait for it."""
@@ -303,8 +308,7 @@ class RowStore:
         return layouts
 
     def _write(self, keys: Sequence[bytes], values: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
-        size_bytes = self._db.write(keys, values, removed)
-        self._unflushed_bytes += size_bytes  # read now: a flush may have ended meanwhile
+        self._written_bytes += self._db.write(keys, values, removed)
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
         """Return the value of each key; None where there is none. Other threads run meanwhile.
@@ -322,11 +326,10 @@ class RowStore:
             StorageError: The disk failed.
         """
         with self._flush_lock:
-            seq, rows, size = self.applied_seq, self._unflushed_rows.copy(), self._unflushed_bytes
+            seq, put_rows, written_bytes = self.applied_seq, self._put_rows.copy(), self._written_bytes
             self._db.flush()
             self._is_new = False
-            self._unflushed_rows.subtract(rows)
-            self._unflushed_bytes -= size
+            self._put_rows_flushed, self._flushed_bytes = put_rows, written_bytes
             self.durable_seq = max(self.durable_seq, seq)
 
     def checkpoint(self, path: Path) -> None:
@@ -368,7 +371,7 @@ class RowStore:
     @property
     def unflushed_bytes(self) -> int:
         """About how many bytes have been written since the last flush."""
-        return self._unflushed_bytes
+        return self._written_bytes - self._flushed_bytes
 
     def num_rows_estimate(self, table_id: int) -> int:
         """Return about how many rows a table has: overwritten ones may count more than once, deleted ones count."""
@@ -376,16 +379,9 @@ class RowStore:
 
     def num_rows_estimates(self, table_ids: Sequence[int]) -> list[int]:
         """Return `num_rows_estimate` of each table; RocksDB is asked once, whose list is one of all files."""
-        totals = {table_id: self._unflushed_rows[table_id] for table_id in table_ids}
-        files = self._db.live_files()
-        for file, num_entries in zip(files, self._row_counts.count(files), strict=True):
-            # A file holds several tables only where one ends and the next begins: their ids are numbered in one row.
-            low, high = (int.from_bytes((file[key] or b"")[:4], "big") for key in ("start_key", "end_key"))
-            tables = range(max(low, 1), high + 1)  # not those of the metadata, table 0
-            for table_id in tables:
-                if table_id in totals:
-                    totals[table_id] += num_entries // len(tables)
-        return [totals[table_id] for table_id in table_ids]
+        in_files = self._row_counts.count(self._db.live_files())
+        flushed = self._put_rows_flushed
+        return [self._put_rows[table_id] - flushed[table_id] + in_files[table_id] for table_id in table_ids]
 
     def scan(
         self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None

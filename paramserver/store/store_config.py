@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ class StoreConfig:
         block_bytes: Bytes that one point lookup reads and checks, and that the cache holds as one. Larger blocks need a
             smaller index.
         bloom_bits_per_key: 10 lets one lookup in a hundred read a block in vain; each bit costs 1/8 byte a row.
-        compression: `none` or `lz4`. Trained floats hardly shrink, and reading them back costs time.
         max_background_jobs: Threads that flush and compact.
         rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs a row.
         max_open_files: Files that RocksDB holds open (`process/open_files.py`); to read of another one it opens it
@@ -38,7 +36,6 @@ class StoreConfig:
     write_buffer_bytes: int = 64 << 20
     block_bytes: int = 8 << 10
     bloom_bits_per_key: int = 10
-    compression: str = "none"
     max_background_jobs: int = 2
     rows_per_write: int = 2048
     max_open_files: int = 512
@@ -63,14 +60,6 @@ class StoreConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"store setting {name} is {value}, not in {low}..{high}")
-        if self.compression not in _COMPRESSION:
-            raise ConfigError(f"store setting compression is {self.compression!r}, not none or lz4")
-
-
-_COMPRESSION: dict[str, Callable[[], Any]] = {
-    "none": rocksdict.DBCompressionType.none,
-    "lz4": rocksdict.DBCompressionType.lz4,
-}
 
 
 _LEVEL_0_FILES = 8
@@ -96,7 +85,8 @@ def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(table)
-    options.set_compression_type(_COMPRESSION[config.compression]())
+    # Trained floats hardly shrink, and reading them back costs time.
+    options.set_compression_type(rocksdict.DBCompressionType.none())
     options.set_write_buffer_size(config.write_buffer_bytes)
     options.set_max_write_buffer_number(3)
     options.set_max_background_jobs(config.max_background_jobs)

@@ -29,25 +29,34 @@ from crc32c import crc32c
 from headrace.paramserver.files.direct_file import DirectFileWriter, write_buffer
 from headrace.paramserver.store.pending import CoalescedRun, Run
 from headrace.paramserver.store.row_filter import build_filter, hash_keys
-from headrace.schemas.row_keys import KEY_BYTES, key_prefix
+from headrace.paramserver.store.table_file_format import (
+    CRC32C,
+    FORMAT_VERSION,
+    INDEX_ENTRY,
+    INDEX_HEAD,
+    INNER_KEY_BYTES,
+    MAGIC,
+    OFFSET_DIGITS,
+    PROPERTIES_NAME,
+    SIZE_DIGITS,
+    TRAILER_BYTES,
+    TYPE_VALUE,
+    entry_dtype,
+    entry_head,
+    mask_crc,
+    varint,
+)
+from headrace.schemas.row_keys import key_prefix
 
 __all__ = ["TableFileWriter"]
 
 _Array = npt.NDArray[Any]
 
-# ON DISK: RocksDB's numbers, all of them.
-_CRC32C = 1
-_FORMAT_VERSION = 5
-_MAGIC = 0x88E241B785F4CFF7
+# ON DISK: RocksDB's.
 _HANDLES_BYTES = 40
 _NO_COMPRESSION = b"\0"
-_TYPE_VALUE = 1  # with sequence number 0, to which RocksDB adds the file's
-_MASK_DELTA = 0xA282EAD8
 _FILTER_NAME = b"fullfilter.rocksdb.BuiltinBloomFilter"
-_PROPERTIES_NAME = b"rocksdb.properties"
 _UNKNOWN_COLUMN_FAMILY = 0x7FFFFFFF
-# Numbers in an index entry are padded to these lengths, so that all entries are equally long: 2⁴² and 2²⁸.
-_OFFSET_DIGITS, _SIZE_DIGITS = 6, 4
 
 # What is filled and written at a time: it should stay in the processor's cache.
 _CHUNK_BYTES = 1 << 20
@@ -139,7 +148,7 @@ class TableFileWriter:
     def _write_run(self, file: DirectFileWriter, run: Run | CoalescedRun) -> None:
         prefix = key_prefix(run.table_id, run.layout.shard)
         size, value_bytes = run.row_ids.size, run.layout.dtype.itemsize
-        entry = _entry_dtype(value_bytes)
+        entry = entry_dtype(value_bytes)
         rows_per_block = max(1, self._block_bytes // (entry.itemsize + 4))
         blocks_per_chunk = max(1, _CHUNK_BYTES // _block_dtype(value_bytes, rows_per_block).itemsize)
         for start, num_blocks, per_block in _chunks(size, rows_per_block, blocks_per_chunk):
@@ -176,13 +185,13 @@ class TableFileWriter:
         # All at once, and not with each run's blocks: of many small tables that would take longer than their rows.
         counts = [last_rows.size for _, last_rows, _ in self._index]
         sizes = np.repeat(np.array([block_bytes for _, _, block_bytes in self._index], np.int64), counts)
-        index = np.zeros(self._num_blocks, _INDEX_ENTRY)
-        index["head"] = np.frombuffer(_INDEX_HEAD, "V3")
+        index = np.zeros(self._num_blocks, INDEX_ENTRY)
+        index["head"] = np.frombuffer(INDEX_HEAD, "V3")
         index["prefix"] = np.repeat(np.frombuffer(b"".join(prefix for prefix, _, _ in self._index), "V8"), counts)
         index["row"] = np.concatenate([last_rows for _, last_rows, _ in self._index])
-        index["offset"] = _padded_varints(np.cumsum(sizes) - sizes, _OFFSET_DIGITS)
-        index["size"] = _padded_varints(sizes - _TRAILER_BYTES, _SIZE_DIGITS)
-        return index.tobytes() + _restarts(np.arange(self._num_blocks) * _INDEX_ENTRY.itemsize)
+        index["offset"] = _padded_varints(np.cumsum(sizes) - sizes, OFFSET_DIGITS)
+        index["size"] = _padded_varints(sizes - TRAILER_BYTES, SIZE_DIGITS)
+        return index.tobytes() + _restarts(np.arange(self._num_blocks) * INDEX_ENTRY.itemsize)
 
     def _write_tail(self, file: DirectFileWriter) -> None:
         data_bytes = self._offset
@@ -192,10 +201,10 @@ class TableFileWriter:
         index_handle = self._put_block(file, index_block)
         properties = self._properties(data_bytes, len(index_block), len(filter_block))
         properties_handle = self._put_block(file, _plain_block(properties))
-        metaindex = _plain_block({_FILTER_NAME: filter_handle, _PROPERTIES_NAME: properties_handle})
+        metaindex = _plain_block({_FILTER_NAME: filter_handle, PROPERTIES_NAME: properties_handle})
         metaindex_handle = self._put_block(file, metaindex)
         handles = (metaindex_handle + index_handle).ljust(_HANDLES_BYTES, b"\0")
-        footer = bytes((_CRC32C,)) + handles + _FORMAT_VERSION.to_bytes(4, "little") + _MAGIC.to_bytes(8, "little")
+        footer = bytes((CRC32C,)) + handles + FORMAT_VERSION.to_bytes(4, "little") + MAGIC
         self._put(file, footer)
 
     def _properties(self, data_bytes: int, index_bytes: int, filter_bytes: int) -> dict[bytes, bytes]:
@@ -206,7 +215,7 @@ class TableFileWriter:
             "deleted.keys": 0,
             "filter.size": filter_bytes,
             "fixed.key.length": 0,
-            "format.version": _FORMAT_VERSION,
+            "format.version": FORMAT_VERSION,
             "index.key.is.user.key": 1,
             "index.size": index_bytes,
             "index.value.is.delta.encoded": 0,
@@ -216,7 +225,7 @@ class TableFileWriter:
             "num.filter_entries": self._num_rows,
             "num.range-deletions": 0,
             "oldest.key.time": 0,
-            "raw.key.size": self._num_rows * (KEY_BYTES + 8),
+            "raw.key.size": self._num_rows * INNER_KEY_BYTES,
             "raw.value.size": self._value_bytes,
             "tail.start.offset": data_bytes,
         }
@@ -233,28 +242,19 @@ class TableFileWriter:
             "prefix.extractor.name": b"nullptr",
             "property.collectors": b"[]",
         }
-        named = texts | {name: _varint(number) for name, number in numbers.items()}
+        named = texts | {name: varint(number) for name, number in numbers.items()}
         return {b"rocksdb." + name.encode(): named[name] for name in sorted(named)}
 
     def _put_block(self, file: DirectFileWriter, contents: bytes) -> bytes:
         """Write a block and return its handle."""
-        handle = _varint(self._offset) + _varint(len(contents))
+        handle = varint(self._offset) + varint(len(contents))
         sealed = contents + _NO_COMPRESSION
-        self._put(file, sealed + _mask(np.array([crc32c(sealed)], np.uint32)).tobytes())
+        self._put(file, sealed + mask_crc(np.array([crc32c(sealed)], np.uint32)).tobytes())
         return handle
 
     def _put(self, file: DirectFileWriter, data: bytes | memoryview) -> None:
         file.write(data)
         self._offset += len(data)
-
-
-def _varint(number: int) -> bytes:
-    digits = bytearray()
-    while number >= 0x80:
-        digits.append(number & 0x7F | 0x80)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)
 
 
 def _padded_varints(numbers: Any, digits: int) -> _Array:
@@ -265,33 +265,11 @@ def _padded_varints(numbers: Any, digits: int) -> _Array:
     return varints
 
 
-# An entry of the index: the last key of a block, and where it lies.
-_INDEX_ENTRY = np.dtype(
-    [
-        ("head", "V3"),
-        ("prefix", "V8"),
-        ("row", ">u8"),
-        ("offset", "u1", (_OFFSET_DIGITS,)),
-        ("size", "u1", (_SIZE_DIGITS,)),
-    ]
-)
-_INDEX_HEAD = bytes((0, KEY_BYTES, _OFFSET_DIGITS + _SIZE_DIGITS))
-_TRAILER_BYTES = 5
-
-
-@functools.lru_cache(maxsize=64)
-def _entry_dtype(value_bytes: int) -> np.dtype[Any]:
-    head_bytes = 2 + len(_varint(value_bytes))
-    return np.dtype(
-        [("head", f"V{head_bytes}"), ("prefix", "V8"), ("row", ">u8"), ("tag", "<u8"), ("value", f"V{value_bytes}")]
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def _block_dtype(value_bytes: int, num_rows: int) -> np.dtype[Any]:
     return np.dtype(
         [
-            ("entries", _entry_dtype(value_bytes), (num_rows,)),
+            ("entries", entry_dtype(value_bytes), (num_rows,)),
             ("restarts", "<u4", (num_rows,)),
             ("num_restarts", "<u4"),
             ("compression", "V1"),
@@ -302,10 +280,10 @@ def _block_dtype(value_bytes: int, num_rows: int) -> np.dtype[Any]:
 
 def _new_chunk(value_bytes: int, num_blocks: int, num_rows: int) -> _Array:
     blocks = np.zeros(num_blocks, _block_dtype(value_bytes, num_rows))
-    head = bytes((0, KEY_BYTES + 8)) + _varint(value_bytes)
+    head = entry_head(value_bytes)
     blocks["entries"]["head"] = np.frombuffer(head, f"V{len(head)}")
-    blocks["entries"]["tag"] = _TYPE_VALUE
-    blocks["restarts"] = np.arange(num_rows) * _entry_dtype(value_bytes).itemsize
+    blocks["entries"]["tag"] = TYPE_VALUE  # with sequence number 0, to which RocksDB adds the file's
+    blocks["restarts"] = np.arange(num_rows) * entry_dtype(value_bytes).itemsize
     blocks["num_restarts"] = num_rows
     return blocks
 
@@ -314,12 +292,7 @@ def _seal_blocks(blocks: _Array) -> None:
     """Write the checksums."""
     size, data = blocks.dtype.itemsize, blocks.view(np.uint8).data
     crcs = [crc32c(data[at : at + size - 4]) for at in range(0, len(data), size)]
-    blocks["crc"] = _mask(np.array(crcs, np.uint32))
-
-
-def _mask(crcs: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return checksums as RocksDB stores them, since a checksum of data that holds checksums would be a weak one."""
-    return ((crcs >> np.uint32(15)) | (crcs << np.uint32(17))) + np.uint32(_MASK_DELTA)
+    blocks["crc"] = mask_crc(np.array(crcs, np.uint32))
 
 
 def _chunks(num_rows: int, rows_per_block: int, blocks_per_chunk: int) -> list[tuple[int, int, int]]:
@@ -338,7 +311,7 @@ def _plain_block(entries: dict[bytes, bytes]) -> bytes:
     block, starts = b"", []
     for key, value in entries.items():
         starts.append(len(block))
-        block += b"\0" + _varint(len(key)) + _varint(len(value)) + key + value
+        block += b"\0" + varint(len(key)) + varint(len(value)) + key + value
     return block + _restarts(np.array(starts))
 
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 import bisect
 import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,12 +28,19 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from headrace.paramserver.store.table_file_blocks import (
+from headrace.paramserver.store.table_file_blocks import any_entries, equal_entries, read_entries
+from headrace.paramserver.store.table_file_format import (
+    CRC32C,
+    FORMAT_VERSION,
+    INDEX_ENTRY,
+    INDEX_HEAD,
+    MAGIC,
+    OFFSET_DIGITS,
+    PROPERTIES_NAME,
+    SIZE_DIGITS,
     TAG_BYTES,
     TRAILER_BYTES,
-    any_entries,
-    equal_entries,
-    read_entries,
+    mask_crc,
     read_handle,
     read_varint,
 )
@@ -43,13 +52,10 @@ __all__ = ["TableFileReader"]
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-# ON DISK: RocksDB's numbers, all of them.
-_MAGIC = (0x88E241B785F4CFF7).to_bytes(8, "little")
+# ON DISK: RocksDB's.
 _FOOTER_BYTES = 53
-_FORMAT_VERSION = 5
-_CRC32C, _XXH3 = 1, 4
+_XXH3 = 4
 _XXH3_LAST_BYTE = 0x6B9083D9
-_PROPERTIES_NAME = b"rocksdb.properties"
 
 # What is read and decoded at a time: it, and what is made of it, should stay in the processor's cache.
 _REGION_BYTES = 1 << 20
@@ -73,14 +79,20 @@ class TableFileReader:
         self.num_entries = 0
         self._fd = fd
         self._checksum: Callable[[memoryview], int] | None = None
+        self._is_checked = True
         self._index_at = (0, 0)
         self._has_user_keys = False
         self._separators: list[bytes] = []  # not below any key of the block, below every key of the next
         self._offsets = self._sizes = np.empty(0, np.int64)
 
     @classmethod
-    def open(cls, path: Path) -> TableFileReader | None:
+    def open(cls, path: Path, *, is_checked: bool = True) -> TableFileReader | None:
         """Open a file; None when it is of a kind that is not read here.
+
+        Args:
+            path: The file.
+            is_checked: Read no file whose checksums cannot be made here; else such a one is read unchecked, which is
+                good enough for `count_by_prefix`.
 
         Raises:
             CorruptionError: It is no table.
@@ -91,6 +103,7 @@ class TableFileReader:
         except OSError as exc:
             raise StorageError(f"{path}: {exc.strerror}") from exc
         reader = cls(path, fd)
+        reader._is_checked = is_checked
         try:
             if reader._read_tail():
                 return reader
@@ -144,11 +157,7 @@ class TableFileReader:
             CorruptionError: A block is damaged, a value is no record of the table, or a row's key is deleted.
             StorageError: The file cannot be read.
         """
-        if not self._separators:
-            try:
-                self._read_index()
-            except (IndexError, ValueError) as exc:
-                raise CorruptionError(f"{self.path}: its index cannot be read: {exc}") from exc
+        self._need_index()
         low, high = (prefix + row.to_bytes(8, "big") for row in (first_row, last_row))
         first = bisect.bisect_left(self._separators, low)
         end = min(bisect.bisect_left(self._separators, high) + 1, len(self._separators))
@@ -165,6 +174,37 @@ class TableFileReader:
                     ids, records = ids[keep], records[keep]
                 if ids.size:
                     yield ids, records
+
+    def count_by_prefix(self, prefix_bytes: int) -> Counter[bytes]:
+        """Return about how many entries have keys that begin with the same so many bytes.
+
+        Blocks with keys of several prefixes are counted; of a row of blocks with one, the first, as dense as the rest.
+
+        Raises:
+            CorruptionError: A block is damaged.
+            StorageError: The file cannot be read.
+        """
+        self._need_index()
+        counts: Counter[bytes] = Counter()
+        prefixes = [separator[:prefix_bytes] for separator in self._separators]
+        # A block's keys lie between the separators before and behind it. RocksDB may shorten these: an odd one says
+        # nothing of the keys but where they end.
+        whole = [prefix if prefix == before else b"" for before, prefix in pairwise([b"", *prefixes])]
+        for prefix, group in groupby(range(len(whole)), key=whole.__getitem__):
+            blocks = list(group)
+            for block in blocks[:1] if prefix else blocks:
+                size = int(self._sizes[block])
+                found = Counter(key[:prefix_bytes] for key, _ in self._entries_of(int(self._offsets[block]), size))
+                if prefix:
+                    found[prefix] = found[prefix] * int(self._sizes[blocks].sum()) // size
+                counts.update(found)
+        return counts
+
+    def _entries_of(self, offset: int, size: int) -> list[tuple[bytes, bytes]]:
+        try:
+            return list(read_entries(self._read_block(offset, size)))
+        except (IndexError, ValueError) as exc:
+            raise CorruptionError(f"{self.path}: the block at byte {offset} holds no entries: {exc}") from exc
 
     def _regions(self, first: int, end: int, region_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of blocks that lie one behind the other, of some megabytes each."""
@@ -218,17 +258,17 @@ class TableFileReader:
         """Read footer, properties and index; return whether the file is of the kind that is read here."""
         size = os.fstat(self._fd).st_size
         footer = self._pread(max(size - _FOOTER_BYTES, 0), min(size, _FOOTER_BYTES))
-        if len(footer) != _FOOTER_BYTES or footer[-8:] != _MAGIC:
+        if len(footer) != _FOOTER_BYTES or footer[-8:] != MAGIC:
             raise CorruptionError(f"{self.path}: not a table of RocksDB's, or not all of it")
-        if int.from_bytes(footer[41:45], "little") != _FORMAT_VERSION:
+        if int.from_bytes(footer[41:45], "little") != FORMAT_VERSION:
             return False
         self._checksum = _checksum_of(footer[0])
-        if self._checksum is None:
+        if self._checksum is None and self._is_checked:
             return False
         (meta_offset, meta_size, at) = read_handle(footer, 1)
         (index_offset, index_size, _) = read_handle(footer, at)
         meta = dict(read_entries(self._read_block(meta_offset, meta_size)))
-        properties_offset, properties_size, _ = read_handle(meta.get(_PROPERTIES_NAME, b""), 0)
+        properties_offset, properties_size, _ = read_handle(meta.get(PROPERTIES_NAME, b""), 0)
         properties = dict(read_entries(self._read_block(properties_offset, properties_size)))
         if not _is_plain(properties):
             return False
@@ -237,20 +277,28 @@ class TableFileReader:
         self._has_user_keys = _number(properties, b"index.key.is.user.key") == 1
         return True
 
+    def _need_index(self) -> None:
+        if not self._separators:
+            try:
+                self._read_index()
+            except (IndexError, ValueError) as exc:
+                raise CorruptionError(f"{self.path}: its index cannot be read: {exc}") from exc
+
     def _read_index(self) -> None:
         index = self._read_block(*self._index_at)
         num_blocks = int.from_bytes(index[-4:], "little")
         entries = index[: len(index) - 4 * num_blocks - 4]
-        fixed = np.dtype([("head", "V3"), ("key", f"V{KEY_BYTES}"), ("handle", "u1", (10,))])
         handles: list[tuple[int, int]] = []
-        if num_blocks and len(entries) == num_blocks * fixed.itemsize:
-            rows = np.frombuffer(entries, fixed)
+        if num_blocks and len(entries) == num_blocks * INDEX_ENTRY.itemsize:
+            rows = np.frombuffer(entries, INDEX_ENTRY)
             # As `table_file.py` writes it: numbers padded to one length.
-            if (rows["head"] == np.frombuffer(bytes((0, KEY_BYTES, 10)), "V3")).all():
-                self._separators = rows["key"].tolist()
-                digits = (rows["handle"] & 0x7F).astype(np.int64)
-                self._offsets = (digits[:, :6] << (7 * np.arange(6))).sum(axis=1)
-                self._sizes = (digits[:, 6:] << (7 * np.arange(4))).sum(axis=1)
+            if (rows["head"] == np.frombuffer(INDEX_HEAD, "V3")).all():
+                keys = np.ndarray(rows.shape, f"V{KEY_BYTES}", entries, len(INDEX_HEAD), rows.strides)
+                self._separators = keys.tolist()
+                self._offsets, self._sizes = (
+                    ((rows[name] & 0x7F).astype(np.int64) << (7 * np.arange(digits))).sum(axis=1)
+                    for name, digits in (("offset", OFFSET_DIGITS), ("size", SIZE_DIGITS))
+                )
                 return
         at = 0
         separators = []
@@ -276,7 +324,8 @@ class TableFileReader:
 
     def _check(self, sealed: memoryview, offset: int) -> None:
         """Check a block's checksum; `sealed` ends in its trailer."""
-        assert self._checksum is not None
+        if self._checksum is None:
+            return  # as `open` was asked to
         if self._checksum(sealed[:-4]) != int.from_bytes(sealed[-4:], "little") or sealed[-TRAILER_BYTES]:
             raise CorruptionError(f"{self.path}: the block at byte {offset} does not match its checksum")
 
@@ -294,7 +343,7 @@ class TableFileReader:
 
 def _checksum_of(kind: int) -> Callable[[memoryview], int] | None:
     """Return what makes the checksum of a block and the byte behind it, of RocksDB's number for it; None if unknown."""
-    if kind == _CRC32C:
+    if kind == CRC32C:
         return _masked_crc
     if kind == _XXH3:
         try:
@@ -306,8 +355,7 @@ def _checksum_of(kind: int) -> Callable[[memoryview], int] | None:
 
 
 def _masked_crc(data: memoryview) -> int:
-    crc = crc32c(data)
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    return mask_crc(crc32c(data))
 
 
 def _is_plain(properties: dict[bytes, bytes]) -> bool:

@@ -29,7 +29,6 @@ class TableFormat:
     Attributes:
         spec: The whole table.
         shard: Columns that are sent.
-        fingerprint: The spec's digest.
         row_bytes: Bytes of one row with its id and states.
         overhead_bytes: Bound on what a `TableDelta` takes besides its rows.
         num_columns: Ids, weights, states, and identities if the table has them.
@@ -37,7 +36,7 @@ class TableFormat:
 
     def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
         """Describe `shard` of the table `spec`."""
-        self.spec, self.shard, self.fingerprint = spec, shard, spec.fingerprint
+        self.spec, self.shard = spec, shard
         self.states: tuple[tuple[StateSpec, int], ...] = tuple((s, s.width_in(shard)) for s in spec.states)
         state_bytes = sum(width * state.dtype.size_bytes for state, width in self.states)
         self.row_bytes = 8 + shard.width * spec.dtype.size_bytes + state_bytes + (8 if spec.has_identities else 0)
@@ -117,7 +116,7 @@ class FlushedTable:
         fmt = self.format
         return idl.TableDelta(
             fqn=fmt.spec.fqn,
-            fingerprint=fmt.fingerprint,
+            fingerprint=fmt.spec.fingerprint,
             column_offset=fmt.shard.offset,
             width=fmt.shard.width,
             row_ids=self.row_ids.rows(first, last),
@@ -167,7 +166,7 @@ class FlushedDeletions:
         fmt = self.format
         return idl.TableDelta(
             fqn=fmt.spec.fqn,
-            fingerprint=fmt.fingerprint,
+            fingerprint=fmt.spec.fingerprint,
             column_offset=fmt.shard.offset,
             width=fmt.shard.width,
             row_ids=b"",

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy
 from headrace.paramserver.expiry.expiry_run import RunContext, TableReport, TableRun
 from headrace.paramserver.expiry.expiry_writer import TombstoneWriter
 from headrace.paramserver.ingest.ingest import Ingest
-from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.row_store import RowStore

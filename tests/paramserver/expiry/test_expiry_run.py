@@ -195,6 +195,8 @@ async def test_the_budget_spares_what_may_be_written_yet(tmp_path: Path) -> None
         await rig.write(1, 100, [2, 3])
         report = await rig.expire("max_rows=1", is_dry_run=True)
         assert (report.expired, report.spared) == (2, 1)
+        both = await rig.expire("max_rows=1, min_l2_norm=1e9", is_dry_run=True)
+        assert (both.expired, both.spared) == (2, 2)  # one of the two is over the budget, too
         assert (await rig.expire("max_rows=1, idle_steps=1")).spared == 1
         assert await rig.present(range(4)) == [2, 3]
         assert (await rig.expire("max_rows=2")).spared == 0

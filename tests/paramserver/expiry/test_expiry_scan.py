@@ -117,7 +117,7 @@ async def test_neighbouring_tables_and_no_rows(tmp_path: Path) -> None:
         store.write_runs([run], meta={}, applied_seq=table_id)
     counts = []
     for table_id, spec in enumerate(specs, 1):
-        counts.append(len(_ids(_scan(store, Table(table_id, spec, spec.fingerprint), piece_rows=5)[0])))
+        counts.append(len(_ids(_scan(store, Table(table_id, spec), piece_rows=5)[0])))
     store.close()
     assert counts == [5, 0, 4]
 
@@ -134,7 +134,7 @@ def test_norms_of_every_float(tmp_path: Path, dtype: DType) -> None:
     store.write_runs(
         [coalesce(1, [Part.of_delta(delta, Batch(seq=1, epoch=1, step=1, time_us=1))])], meta={}, applied_seq=1
     )
-    table = Table(1, spec, spec.fingerprint)
+    table = Table(1, spec)
     facts, _, _ = _scan(store, table, with_norms=True)
     assert layout.size_bytes == 24 + 2 * dtype.size_bytes
     assert facts[0].norms is not None and facts[0].norms.tolist() == [5.0, 0.5]
@@ -157,7 +157,7 @@ def test_rows_behind_a_damaged_block_are_missed(tmp_path: Path) -> None:
     file.write_bytes(data)
     store = _store(tmp_path)
     with pytest.raises(CorruptionError, match=r"\.sst"):
-        _scan(store, Table(1, spec, spec.fingerprint))
+        _scan(store, Table(1, spec))
     store.close()
 
 
@@ -170,5 +170,5 @@ def test_what_is_no_record_stops_the_scan(tmp_path: Path, value: bytes) -> None:
     store.write_runs([run], meta={}, applied_seq=1)
     store.write(encode_keys(1, spec.whole, np.array([2])), [value])
     with pytest.raises(CorruptionError):
-        _scan(store, Table(1, spec, spec.fingerprint))
+        _scan(store, Table(1, spec))
     store.close()

@@ -56,15 +56,16 @@ def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> N
     assert num_read <= most
 
 
-@pytest.mark.parametrize("live", [100, 2, 0], ids=["all", "few", "none"])
-def test_a_scan_that_takes_long_is_answered_in_parts(live: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read_s", [15.0, 25.0], ids=["second read is late", "first read is late"])
+@pytest.mark.parametrize("live", [BUCKET_ROWS, BUCKET_ROWS // 50, 97, 0], ids=["all", "few", "the last", "none"])
+def test_a_scan_that_takes_long_is_answered_in_parts(live: int, read_s: float, tmp_path: Path) -> None:
     """Who asks has a deadline and would ask for all of it again: each answer goes on, and parts add up to the whole."""
     spec = TableSpec(fqn="t", num_rows=8 * BUCKET_ROWS, dim=1, dtype=DType.FLOAT32)
-    table = Table(1, spec, spec.fingerprint)
+    table = Table(1, spec)
     layout = table.layout_of(SPEC.whole)
     rows = np.arange(0, 8 * BUCKET_ROWS, 97)
     records = np.zeros(rows.size, layout.dtype)
-    is_deleted = rows % 100 >= live
+    is_deleted = rows % BUCKET_ROWS < BUCKET_ROWS - live
     layout.set_header(records, ..., epoch=1, step=rows, time_us=0, flags=np.where(is_deleted, FLAG_DELETED, 0))
     store = RowStore.open(tmp_path)
     store.write_runs([Run(1, layout, rows, records, None)], meta={}, applied_seq=1)
@@ -73,9 +74,11 @@ def test_a_scan_that_takes_long_is_answered_in_parts(live: int, tmp_path: Path) 
         query = _Query(table, SPEC.whole, first_row, 8 * BUCKET_ROWS, 256, False, False)
         return _Scan(store, query, clock=clock).run(1)
 
-    whole, parts = scan(0, lambda: 0.0), [scan(0, itertools.count(0.0, 15.0).__next__)]
-    while (next_row := parts[-1].next_row) < 8 * BUCKET_ROWS:
-        parts.append(scan(next_row, itertools.count(0.0, 15.0).__next__))
+    whole, parts, next_row = scan(0, lambda: 0.0), [], 0
+    while next_row < 8 * BUCKET_ROWS:
+        parts.append(scan(next_row, itertools.count(0.0, read_s).__next__))
+        assert parts[-1].next_row > next_row
+        next_row = parts[-1].next_row
     assert len(parts) > 2
     assert whole.next_row == 8 * BUCKET_ROWS
     for column in ("buckets", "digests", "counts"):

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faulty_file_ops import FaultyFileOps
 
+from headrace.paramserver.ingest import ingest as ingest_module
 from headrace.paramserver.ingest import sessions
 from headrace.paramserver.ingest.ingest import KIND_BATCH, KIND_HELLO, Ingest
 from headrace.paramserver.log.file_update_log import FileUpdateLog
@@ -22,9 +24,19 @@ from headrace.paramserver.log.update_log import LogRecord
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
-from headrace.schemas.errors import CorruptionError, FencedError, RequestError, StorageError, UnavailableError
+from headrace.schemas.errors import (
+    CorruptionError,
+    FencedError,
+    RequestError,
+    SequenceGapError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
 
 
 def _batch(client_seq: int, *, run: str = "run", epoch: int = 1) -> Any:
@@ -265,3 +277,89 @@ async def test_a_writer_that_would_take_too_much_memory_is_refused(tmp_path: Pat
             await ingest.open_session(**{**good, **wrong}, specs=[])
         assert ingest.accepted_seq == 0
         await ingest.open_session(**good, specs=[])
+
+
+def _deleting(client_seq: int, *row_ids: int) -> Any:
+    batch = _batch(client_seq)
+    columns = {"row_ids": b"", "weights": b"", "states": [], "deleted_row_ids": np.array(row_ids, "<i8").tobytes()}
+    columns |= {"fingerprint": SPEC.fingerprint, "column_offset": 0, "width": SPEC.dim}
+    batch.deltas = [idl.TableDelta(fqn=SPEC.fqn, **columns)]
+    return batch
+
+
+class _Checks:
+    """Stands before the check of each batch's rows: refuses it on the loop's thread, and holds it up in any other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+        self._loop_thread, self._check = threading.current_thread(), ingest_module.check_rows
+        monkeypatch.setattr(ingest_module, "_MAX_ROWS_ON_LOOP", 2, raising=False)
+        monkeypatch.setattr(ingest_module, "check_rows", self)
+
+    def __call__(self, delta: Any, **place: int) -> None:
+        is_large = delta.deleted_row_ids.size > 2
+        assert is_large == (threading.current_thread() is not self._loop_thread)
+        if is_large:
+            self.begun.release()
+            assert self.may_end.wait(60)
+        self._check(delta, **place)
+
+
+async def test_a_large_batch_holds_up_its_own_client_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows are checked in a thread: others write meanwhile, and what the client sends behind keeps its order."""
+    checks, released = _Checks(monkeypatch), []
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _, _):
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        await ingest.open_session("other", "rank0", 2, 0, 1, [])
+
+        def write(batch: Any) -> asyncio.Task[tuple[int, bool]]:
+            release = lambda: released.append(batch.client_seq)  # noqa: E731
+            return asyncio.create_task(ingest.write(batch, memoryview(b"frame"), lambda: release))
+
+        batches = [_deleting(1, 3, 2, 1), _deleting(2, 1), _deleting(3, 6, 5, 4), _batch(4), _batch(1)]
+        writing = [write(batch) for batch in batches]
+        await asyncio.to_thread(checks.begun.acquire, timeout=60)
+        own_seq = ingest.accepted_seq
+        assert await write(_batch(1, run="other", epoch=2)) == (own_seq + 1, False)
+        assert ingest.accepted_seq == own_seq + 1 and not any(task.done() for task in writing)
+        late = write(_batch(5))
+        checks.may_end.set()
+        answers = await asyncio.wait_for(asyncio.gather(*writing, late), 60)
+        assert [seq for seq, is_duplicate in answers if not is_duplicate] == list(range(own_seq + 2, own_seq + 7))
+        assert [is_duplicate for _, is_duplicate in answers] == [False] * 4 + [True, False]
+        assert not ingest._turns
+
+
+async def test_a_large_batch_that_is_wrong_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row given twice is found in the thread, a gap without one; the client goes on at the same place."""
+    checks = _Checks(monkeypatch)
+    checks.may_end.set()
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _, _):
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        place = ingest.accepted_seq
+        for batch, error in ((_deleting(1, 2, 1, 2), RequestError), (_deleting(2, 3, 2, 1), SequenceGapError)):
+            with pytest.raises(error):
+                await ingest.write(batch, memoryview(b"frame"), lambda: lambda: None)
+        assert (ingest.accepted_seq, checks.begun._value) == (place, 1)  # type: ignore[attr-defined]
+        assert await ingest.write(_deleting(1, 3, 2, 1), memoryview(b"frame"), lambda: lambda: None) == (
+            place + 1,
+            False,
+        )
+
+
+async def test_a_frame_is_kept_while_a_thread_checks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is given up leaves its buffer to the thread that reads it, and no place in the log."""
+    checks = _Checks(monkeypatch)
+    released = asyncio.Event()
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _, _):
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        place = ingest.accepted_seq
+        writing = asyncio.create_task(ingest.write(_deleting(1, 3, 2, 1), memoryview(b"frame"), lambda: released.set))
+        await asyncio.to_thread(checks.begun.acquire, timeout=60)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert not released.is_set()
+        checks.may_end.set()
+        await asyncio.wait_for(released.wait(), 60)
+        assert ingest.accepted_seq == place

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.ingest import update_feed
 from headrace.paramserver.ingest.update_feed import UpdateFeed
-from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.log.update_log import UpdateLogConfig
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import REPLY, encode_message, size_of_segments

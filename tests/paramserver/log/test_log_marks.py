@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.log.update_log import UpdateLog, UpdateLogConfig
 
 _SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)

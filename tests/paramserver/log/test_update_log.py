@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from faulty_file_ops import FaultyFileOps
+from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.log.update_log import LogRecord, UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import (
     ConfigError,

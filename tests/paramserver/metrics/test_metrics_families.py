@@ -8,7 +8,7 @@ from metric_samples import TABLE, WRITER, state
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.paramserver.metrics.metrics_families import ShardState, server_families
-from headrace.paramserver.metrics.metrics_sample import CacheSample, WriterSample
+from headrace.paramserver.metrics.metrics_sample import WriterSample
 from headrace.paramserver.metrics.metrics_server import expose
 
 
@@ -43,13 +43,6 @@ def test_shard_without_an_answer() -> None:
     assert values["shard_up", (("shard", "0"),)] == 1
     assert values["shard_up", (("shard", "1"),)] == 0
     assert ("log_seq", (("shard", "1"),)) not in values
-
-
-def test_uncounted_cache_is_absent() -> None:
-    """Hits that nobody counted are not told as zero."""
-    values = _values(state(detail={"cache": CacheSample(capacity_bytes=10, used_bytes=5)}))
-    assert values["block_cache_used_bytes", (("shard", "0"),)] == 5
-    assert ("block_cache_hits_total", (("shard", "0"),)) not in values
 
 
 def test_writer_is_as_all_shards_see_it() -> None:

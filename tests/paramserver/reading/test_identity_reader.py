@@ -95,12 +95,12 @@ async def test_a_row_that_changes_hands_while_it_is_read(tmp_path: Path, monkeyp
         await writer.write({first: 70})
         get, num_reads = reader._get, 0
 
-        async def late_get(query: Any, row_ids: Any) -> Any:
+        async def late_get(query: Any, row_ids: Any, deadline: Any) -> Any:
             nonlocal num_reads
             num_reads += 1
             if num_reads == 1:
                 await writer.write({first: 71, second: 70})
-            return await get(query, row_ids)
+            return await get(query, row_ids, deadline)
 
         monkeypatch.setattr(reader, "_get", late_get)
         rows = await reader.get_by_identity(FQN, [70, 70])

@@ -334,6 +334,28 @@ async def test_cancelled_read_leaves_the_reader_usable() -> None:
         assert all(server.num_connections == 1 for server in shards.servers)
 
 
+async def test_a_slow_read_goes_on_while_answers_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows of a slow disk come in more answers than one deadline has time for; a total of the caller's ends it."""
+    async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
+        loop = asyncio.get_running_loop()
+        time, ahead_s, answer = loop.time, 0.0, shards.shards[0].get_embeddings
+        monkeypatch.setattr(loop, "time", lambda: time() + ahead_s)
+
+        async def slow(call: Call, request: Any) -> Any:
+            nonlocal ahead_s
+            ahead_s += 1.0
+            return await answer(call, request)
+
+        monkeypatch.setattr(shards.shards[0], "get_embeddings", slow)
+        await shards.stop(0)
+        await shards.restart(0)
+        ids = some_ids(16_000)
+        assert np.array_equal((await reader.get(SPEC.fqn, ids)).weights, weights_of(SPEC, ids))
+        assert ahead_s > 10
+        with pytest.raises(UnavailableError, match=r"no answer about .* within 10 s"):
+            await reader.get(SPEC.fqn, ids, timeout_s=10.0)
+
+
 @pytest.fixture(autouse=True)
 def _no_leaked_sockets() -> Iterator[None]:
     """Warnings about unclosed sockets are errors already; collect them inside the test that leaks."""

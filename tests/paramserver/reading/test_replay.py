@@ -376,3 +376,18 @@ async def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert await num_sent(acked=7) == 8
     assert await num_sent(1, acked=7) == 8
     assert await num_sent(acked=8) == 9
+
+
+async def test_a_range_that_ends_amid_a_step_brings_its_earlier_value(tmp_path: Path) -> None:
+    """Two values of one step have one version: of them the one that comes last counts, whatever the target has."""
+    async with serve_shards(tmp_path, 1) as ports:
+        writer = _Client(ports, epoch=1, seed=1)
+        await writer.write(range(7, 8), num_rows=ROWS.size)
+        earlier = await _content(ports[0])
+        await writer.write(range(7, 8), num_rows=ROWS.size)
+        later = await _content(ports[0])
+        assert earlier != later
+        await _replay(tmp_path / "shard-0000", ports[0], ReplayRange(from_seq=2, to_seq=2))
+        assert (await _content(ports[0]))["split.weight"] != later["split.weight"]
+        await _replay(tmp_path / "shard-0000", ports[0], ReplayRange(from_seq=2, to_seq=3))
+        assert await _content(ports[0]) == later

@@ -192,14 +192,18 @@ async def test_a_change_that_came_is_not_told_as_late() -> None:
 async def test_a_copy_that_gets_on_is_waited_for() -> None:
     """The deadline is for one that hangs: it begins anew with all that comes, which any thread may tell of."""
     copies, builder = made()
-    loop = asyncio.get_running_loop()
+    loop, wrong = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
     async with asyncio.timeout(1000) as deadline:
         with copies._extending(deadline, 5000):
             await asyncio.to_thread(builder.on_progress)
             await until(lambda: (deadline.when() or 0) > loop.time() + 4000)
-            builder.on_progress()
-    builder.on_progress()  # a thread that has not heard of the end
+            late = builder.on_progress
+            late()
+    late()  # a thread that has not heard of the end
+    builder.on_progress()
     await asyncio.sleep(0)
+    assert not wrong
     await copies.close()
 
 

@@ -177,17 +177,31 @@ async def test_who_waits_for_a_copy_hears_that_it_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Of terabytes a copy takes hours: as long as there is progress no deadline for one that hangs shall end it."""
-    told: list[int] = []
+    told: list[str] = []
+    checked: list[int] = []
+
+    def verify(folder: Path, **settings: Any) -> Any:
+        before, manifest = len(told), verify_snapshot(folder, **settings)
+        checked.append(len(told) - before)
+        return manifest
+
+    monkeypatch.setattr(copy_builder, "verify_snapshot", verify)
     monkeypatch.setattr(loading, "_LIVE_ROWS_AT_ONCE", 10_000)
     async with serving(tmp_path / "data") as server:
         trainer = await server.writer(VIRTUAL if kind == "fetched" else PLAIN)
         await trainer.write(1, range(100))
         await server.snapshot("one")
         builder = CopyBuilder(server.address, ADMIN, ReplicaConfig())
-        builder.on_progress = lambda: told.append(1)
+        builder.on_progress = lambda: told.append(builder.doing)
         copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
         # Each part that has been read; files that are fetched, then checked, and rows.
-        assert len(told) == 6 if kind == "live" else len(told) > 10
+        if kind == "live":
+            assert len(told) == 6
+        else:
+            num_fetched = told.count("snapshot 'one' is being fetched")
+            assert num_fetched > 1
+            assert checked[0] > 1
+            assert len(told) > num_fetched + checked[0]
         await copy.close()
         await asyncio.to_thread(copy.generation.close)
         heard: list[int] = []

@@ -348,3 +348,59 @@ async def test_a_shard_that_greets_and_gives_no_answer_is_told() -> None:
     server.links[0].failure = OverloadedError("too many requests")
     assert copy.silence.endswith("s: too many requests")
     await copy.close()
+
+
+class Ahead(Silent):
+    """A server with two records of which each is an answer of its own; to the second it answers what the test says."""
+
+    def __init__(self, second: Any) -> None:
+        super().__init__()
+        self.links[0].fetch_updates = self._answer
+        self._second = second
+
+    async def _answer(self, request: Any) -> Any:
+        self.asked.put_nowait(request.from_seq)
+        if request.from_seq == 2 and self._second is not None:
+            await asyncio.sleep(0)
+            raise self._second
+        if request.from_seq > 1:
+            await asyncio.Event().wait()
+        record = idl.UpdateRecord(seq=1, epoch=1, kind=1, header=b"\x80", body=memoryview(b""))
+        return idl.FetchUpdatesReply(records=[record], first_seq=1, last_seq=2)
+
+
+def _takes(copy: Followed, server: Silent, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int, list[int]]]:
+    """Return what will be noted when records are taken: their seqs, the last one told, and what was asked before."""
+    taken: list[tuple[list[int], int, list[int]]] = []
+
+    def take(shard: int, updates: Any, last_seq: int) -> bool:
+        asked = [server.asked.get_nowait() for _ in range(server.asked.qsize())]
+        taken.append(([update.seq for update in updates], last_seq, asked))
+        return False
+
+    monkeypatch.setattr(copy.generation, "take", take)
+    return taken
+
+
+async def test_the_next_records_are_on_their_way_while_these_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A far shard that has more is asked for it before its records are applied; who closes the copy ends that too."""
+    server = Ahead(None)
+    copy, lost = followed(server=server)
+    taken = _takes(copy, server, monkeypatch)
+    async with asyncio.timeout(WAIT_S):
+        while not taken:  # noqa: ASYNC110 (what is waited for belongs to the code under test)
+            await asyncio.sleep(0)
+    assert taken == [([1], 2, [1, 2])]
+    await copy.close()
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == [] == lost
+
+
+async def test_what_was_taken_ahead_of_an_error_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that is gone while the records before it are on their way ends the copy behind these, not before."""
+    server = Ahead(GoneError("its place is gone"))
+    copy, lost = followed(server=server)
+    taken = _takes(copy, server, monkeypatch)
+    with pytest.raises(GoneError, match="its place"):
+        await asyncio.wait_for(copy.wait_until(lambda: False), WAIT_S)
+    assert taken[0][:2] == ([1], 2) and len(taken) == 1 and lost == [copy.lost]
+    await copy.close()

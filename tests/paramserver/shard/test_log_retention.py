@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 from fact_log import FactLog, collect_facts
+from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.config.shard_config import ShardConfig
 from headrace.paramserver.ingest.update_feed import UpdateFeed
 from headrace.paramserver.log.log_leases import LogLeases
-from headrace.paramserver.log.memory_update_log import MemoryUpdateLog
 from headrace.paramserver.log.update_log import UpdateLogConfig
 from headrace.paramserver.shard.log_retention import LogRetention, trim_log
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-import rocksdict
 
 from headrace.paramserver.config.shard_config import ShardConfig
 from headrace.paramserver.log.update_log import LogMetrics
@@ -13,9 +12,8 @@ from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_server import ThriftServer
 from headrace.paramserver.shard.metrics_watch import ApplyLag, DurationCounts, FsyncTimes, block_cache_of
 from headrace.paramserver.shard.shard import open_shard
-from headrace.paramserver.store.rocks_db import RocksDb
 from headrace.paramserver.store.row_store import RowStore
-from headrace.paramserver.store.store_config import StoreConfig, rocks_options
+from headrace.paramserver.store.store_config import StoreConfig
 
 
 def test_idle_shard_is_not_stale() -> None:
@@ -106,18 +104,38 @@ async def test_sample(tmp_path: Path) -> None:
 
 
 def test_cache_counts(tmp_path: Path) -> None:
-    """A store that keeps statistics tells hits and misses of its block cache; another one does not."""
-    config = StoreConfig(block_cache_bytes=1 << 22)
-    with_counts = rocks_options(config)
-    with_counts.enable_statistics()
-    for options, is_counted in ((with_counts, True), (rocks_options(config), False)):
-        db = rocksdict.Rdict(str(tmp_path / str(is_counted)), options)
-        db[b"key"] = b"value"
-        db.flush()
-        store = RowStore(RocksDb(tmp_path, db), config)
-        assert db.get(b"key") == db.get(b"key") == b"value"
-        cache = block_cache_of(store)
-        if is_counted:
-            assert cache.hits is not None and cache.hits > 0
-            assert cache.misses is not None and cache.misses > 0
-        db.close()
+    """A store tells the hits and misses of its block cache."""
+    store = RowStore.open(tmp_path / "db", config=StoreConfig(block_cache_bytes=1 << 22))
+    store.write([b"\1" * 16], [b"value"])
+    store.flush()
+    before = block_cache_of(store)
+    assert store.get([b"\1" * 16]) == store.get([b"\1" * 16]) == [b"value"]
+    after = block_cache_of(store)
+    assert after.hits > before.hits
+    assert after.misses > before.misses
+    store.close()
+
+
+async def test_of_writers_long_gone_the_last_ones_are_told(tmp_path: Path) -> None:
+    """A sample has all connected writers, all of the newest epoch, and the 256 others that were heard of last."""
+    config = ShardConfig(
+        directory=tmp_path / "shard-0000",
+        shard=0,
+        server_id="s",
+        addresses=(("127.0.0.1", 1),),
+        block_cache_bytes=1 << 25,
+    )
+    config.directory.mkdir()
+    async with open_shard(config) as shard:
+        sessions = shard._ingest.sessions
+        for epoch in range(1, 1001):
+            sessions.open(f"run{epoch}", "rank0", epoch, 0, 1)
+        sessions.open("run1000", "rank1", 1000, 1, 2)
+        next(iter(sessions)).num_connections = 1
+        server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
+        async with shard.watch(server) as watch:
+            sample = await watch.sample()
+    told = [(writer.run, writer.client) for writer in sample.writers]
+    past = [(f"run{epoch}", "rank0") for epoch in range(744, 1000)]
+    assert told == [("run1", "rank0"), *past, ("run1000", "rank0"), ("run1000", "rank1")]
+    assert ShardSample.from_json(json.loads(json.dumps(sample.to_json()))) == sample

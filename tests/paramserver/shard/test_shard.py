@@ -461,6 +461,10 @@ async def test_rows_that_no_reply_holds_are_not_read(tmp_path: Path, monkeypatch
         monkeypatch.setattr(shard_module, "MAX_ROWS_READ", 100)
         with pytest.raises(RequestError, match="101 rows with one request"):
             await _get(client, [1] * 101)
+        some = idl.RowsWanted(fqn=SPEC.fqn, row_ids=np.ones(51, np.int64).tobytes())
+        request = idl.GetEmbeddingsRequest(more=[some], **vars(some), with_states=False, with_versions=False)
+        with pytest.raises(RequestError, match="102 rows with one request"):
+            await client.get_embeddings(request)
         with pytest.raises(RequestError, match="101 rows with one request"):
             await client.find_rows(idl.FindRowsRequest(fqn=with_identities.fqn, identities=np.ones(101, "<i8")))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.paramserver.snapshots import new_data_dir
 from headrace.paramserver.snapshots.new_data_dir import NewDataDir
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, StorageError
 
 
 def test_one_process_makes_it(tmp_path: Path) -> None:
@@ -34,3 +37,23 @@ def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="another restore is making it just now"):
         NewDataDir(tmp_path / "data", num_shards=1, work="restore")
     assert (aside / "ready").is_dir()
+
+
+def test_what_fails_halfway_holds_no_lock_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a shard's directory cannot be made, the directory aside is removed, and its lock is let go of."""
+    make, open_files = Path.mkdir, len(os.listdir("/proc/self/fd"))
+
+    def fail_at_the_second(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "shard-0001":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", fail_at_the_second)
+    with pytest.raises(StorageError, match="the disk is full") as caught:
+        NewDataDir(tmp_path / "data", num_shards=2, work="restore")
+    del caught
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    monkeypatch.undo()
+    with NewDataDir(tmp_path / "data", num_shards=2, work="restore"):
+        pass

@@ -34,7 +34,7 @@ from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_keys import decode_key, key_prefix
+from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
@@ -149,7 +149,7 @@ def rows_of(folder: Path, shard: int) -> dict[int, float]:
         found = {}
         for key, value in store.scan(key_prefix(1)):
             records, _ = layout.decode([value])
-            found[decode_key(key)[2]] = float(np.frombuffer(records["weights"].tobytes(), "<f4")[0])
+            found[int(decode_row_ids([key])[0])] = float(np.frombuffer(records["weights"].tobytes(), "<f4")[0])
         return found
     finally:
         store.close()
@@ -290,6 +290,10 @@ async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeyp
             assert (lease.name, lease.seq) == ("snapshot made", part.seq + 1)
             assert lease.expires_s - time.monotonic() <= 60
             assert [held.seq for held in shard._retention._published()] == [part.seq + 1]
+        server.shards[0].begin_drain()
+        there: Any = SimpleNamespace(peer=SimpleNamespace(is_connected=True))
+        with pytest.raises(UnavailableError, match="the shard stops"):
+            await server.shards[0].create_snapshot(there, request)
 
 
 async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,13 @@ from crc32c import crc32c
 from headrace.paramserver.reading import shard_link
 from headrace.paramserver.reading.shard_link import Dial, ShardLink
 from headrace.paramserver.snapshots import snapshot_client
-from headrace.paramserver.snapshots.snapshot_client import _cut, _fetch_file, _fetch_files, _fetch_manifest
+from headrace.paramserver.snapshots.snapshot_client import (
+    _cut,
+    _fetch_file,
+    _fetch_files,
+    _fetch_manifest,
+    create_snapshot,
+)
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
 from headrace.schemas.errors import (
     CorruptionError,
@@ -86,7 +92,8 @@ class _Waited(_Pieces):
         self.num_waiting += 1
         if self.num_waiting == self.num_asked:
             self.is_full.set()
-        await self.is_full.wait()
+        async with asyncio.timeout(20):
+            await self.is_full.wait()
         if self.away_s:
             self.clock[0] += self.away_s
             raise UnavailableError("no answer within 10 s")
@@ -115,6 +122,28 @@ async def test_pieces_of_several_files_are_on_their_way_at_a_time(
     assert seen == [(2 * number, 44) for number in range(1, 23)]  # for each piece: they may all end at one time
     folder = files.new_folder("one") / "shard-0000"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(names, b"abcd")
+
+
+async def test_a_link_that_breaks_and_moves_on_is_not_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of which something has come before each break is fetched for as long as it takes."""
+    clock = [0.0]
+    monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.0)
+
+    class Breaking(_Pieces):
+        num_breaks = 5
+
+        async def fetch_snapshot(self, request: Any) -> Any:
+            if self.num_breaks:
+                self.num_breaks -= 1
+                clock[0] += 40.0
+                self.pieces_moved_s = clock[0]
+                raise UnavailableError("the connection broke")
+            return await super().fetch_snapshot(request)
+
+    link, file = Breaking(b"abcd", size_bytes=4), SnapshotFile(name="CURRENT", size_bytes=4, crc32c=crc32c(b"abcd"))
+    await _fetch_file(link, "one", "shard-0000/CURRENT", file, tmp_path)  # type: ignore[arg-type]
+    assert (tmp_path / "shard-0000/CURRENT").read_bytes() == b"abcd"
 
 
 @pytest.mark.parametrize(
@@ -261,6 +290,9 @@ class _Running:
         self.num_discarded += 1
         return idl.FinishSnapshotReply()
 
+    async def close(self) -> None:
+        """Stay there."""
+
 
 async def test_shards_that_are_never_at_one_step_make_no_snapshot() -> None:
     """Each attempt asks for a step further ahead, is dropped when the shards differ, and the deadline ends them."""
@@ -312,6 +344,32 @@ async def test_a_shard_that_refuses_is_not_asked_again() -> None:
     with pytest.raises(StorageError, match="on fire"):
         await _cut(links, "one", None, True, time.monotonic() + 60)  # type: ignore[arg-type]
     assert links[0].min_steps == [10]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_what_one_shard_cannot_make_is_dropped_on_all(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+    """Else the others would keep the log behind their parts for a day; one that does not answer holds nobody up."""
+
+    class Made(_Running):
+        async def finish_snapshot(self, request: Any) -> Any:
+            reply = await super().finish_snapshot(request)
+            if hangs:
+                await asyncio.Event().wait()
+            return reply
+
+    made = Made(1, beyond=0)
+    links = [_Running(0, beyond=0, errors=[StorageError("the disk is on fire")]), made]
+
+    async def connect(address: str, dial: Dial) -> Any:
+        return links
+
+    monkeypatch.setattr(snapshot_client, "_connect", connect)
+    monkeypatch.setattr(snapshot_client, "_DISCARD_S", 0.01 if hangs else 20.0)
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0)
+    async with asyncio.timeout(20):
+        with pytest.raises(StorageError, match="on fire"):
+            await create_snapshot("somewhere", dial=dial, name="one", timeout_s=60)
+    assert [link.num_discarded for link in links] == [1, 1]
 
 
 async def test_shards_at_one_step_are_a_cut() -> None:

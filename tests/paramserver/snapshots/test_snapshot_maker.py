@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -129,25 +128,62 @@ async def test_what_an_attempt_has_hashed_is_not_read_again(tmp_path: Path, monk
         rows = [file for file in first.files if file.name.endswith(".sst")]
         assert rows and {file.name for file in rows} <= set(read)
         read.clear()
+        maker._hashed[0, 0, 0, 0] = SnapshotFile(name="compacted.sst", size_bytes=1, crc32c=1)
         await _write_file(maker)
         second = await maker.create(_request("one", epoch=0, min_step=-1))
         assert {name for name in read if name.endswith(".sst")} == {
             file.name for file in second.files if file.name.endswith(".sst") and file not in rows
         }
         assert set(rows) <= set(second.files)
+        assert (0, 0, 0, 0) not in maker._hashed  # of files that are gone nothing is kept
 
 
-async def test_the_log_behind_a_part_is_kept_for_the_slowest_shard(tmp_path: Path) -> None:
-    """Others may hash for a day: that long its log is kept, unless the shard is told of the end before."""
+async def test_what_an_attempt_that_ended_has_hashed_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives up after an hour of hashing, and asks again, waits for the rest only."""
+    read: list[str] = []
+
+    def note(path: Path, **settings: Any) -> SnapshotFile:
+        file = hash_file(path, **settings)
+        if path.suffix == ".sst":
+            read.append(path.name)
+        return file
+
+    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", note)
+    async with _making(tmp_path) as (maker, _):
+        for _ in range(2):
+            await _write_file(maker)
+        with pytest.raises(UnavailableError, match="nobody waits for it any more"):
+            await maker.create(_request("one", epoch=0, min_step=-1), is_wanted=lambda: not read)
+        assert len(read) == 1
+        part = await maker.create(_request("two", epoch=0, min_step=-1))
+        rows = [file.name for file in part.files if file.name.endswith(".sst")]
+        assert len(rows) > 1
+        assert sorted(read) == rows
+
+
+async def test_the_log_behind_a_part_is_kept_for_the_slowest_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may hash for a day longer: till then its log is kept, unless the shard is told of the end before."""
+    clock = [0.0]
+
+    def hash_for_an_hour(path: Path, **settings: Any) -> SnapshotFile:
+        clock[0] += 3600.0
+        return hash_file(path, **settings)
+
+    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", hash_for_an_hour)
     async with _making(tmp_path) as (maker, cuts):
+        cuts._clock = lambda: clock[0]
         for name in ("one", "two"):
             await maker.create(_request(name, epoch=0, min_step=-1))
         maker.let_go("one")
         maker.let_go("three")
-        left_s = {lease.name: (lease.seq, lease.expires_s - time.monotonic()) for lease in cuts.held()}
-        assert left_s.keys() == {"snapshot one", "snapshot two"}
-        assert left_s["snapshot one"] == (2, pytest.approx(60, abs=30))  # until it is seen that it is published
-        assert left_s["snapshot two"] == (2, pytest.approx(86_400, abs=60))
+        left_s = {lease.name: (lease.seq, lease.expires_s - clock[0]) for lease in cuts.held()}
+        assert clock[0] > 3600
+        # The first until it is seen that it is published.
+        assert left_s == {"snapshot one": (2, 60.0), "snapshot two": (2, 86_400.0)}
 
 
 @pytest.mark.parametrize("ends", ["stop", "cancel", "leave"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, StorageError
-from headrace.schemas.row_keys import decode_key, key_prefix
+from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.backfill_send import ask_server
 
@@ -129,6 +130,17 @@ def test_killed_at_any_moment_it_is_not_there(tmp_path: Path, point: str) -> Non
         assert directory.manifest.num_shards == 2
 
 
+def test_what_is_given_up_keeps_no_file_open(tmp_path: Path) -> None:
+    """Whoever holds on to a builder that failed, as an error's traceback does, holds no file of it."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="fill")
+    with pytest.raises(KeyboardInterrupt), builder:
+        builder.add(ITEMS.fqn, chunk_of(ITEMS, range(400)))
+        raise KeyboardInterrupt
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the disk is full, one line says so, and nothing is left of what was begun."""
 
@@ -157,7 +169,7 @@ def test_rows_that_come_in_pieces_share_files(tmp_path: Path) -> None:
     found = []
     for shard in ("shard-0000", "shard-0001"):
         store = RowStore.open(tmp_path / "data" / shard / "store")
-        ids = [decode_key(key)[2] for key, _ in store.scan(key_prefix(1))]
+        ids = decode_row_ids([key for key, _ in store.scan(key_prefix(1))]).tolist()
         assert ids == sorted(ids)
         found += ids
         files = [file for file in store._db.live_files() if file["start_key"][:4] == key_prefix(1)]

@@ -60,7 +60,6 @@ async def test_updates_that_wait_are_coalesced(store: GatedStore) -> None:
                 applier.submit(make_batch(seq, [1, 2, 10 + seq]))
         await applier.wait_applied(11)
         assert store.windows == [(1, []), (11, [12])]
-        assert (applier.num_rows_submitted, applier.num_rows_applied) == (30, 12)
 
 
 async def test_windows_are_bounded(store: GatedStore) -> None:

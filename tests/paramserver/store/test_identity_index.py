@@ -243,18 +243,6 @@ async def test_tables_without_identities_have_no_index(tmp_path: Path) -> None:
         applier.submit(make_batch(1, deltas=(make_delta([1, 2], 1, spec=spec),)))
         await applier.wait_applied(1)
         assert num_claims(store) == 0
-        assert (applier.num_rows_submitted, applier.num_rows_applied) == (2, 2)
-    store.close()
-
-
-async def test_claims_are_not_counted_as_rows(tmp_path: Path) -> None:
-    """The applier's figures are of rows."""
-    store = RowStore.open(tmp_path / "db", config=SMALL)
-    async with Applier(store) as applier:
-        applier.submit(assign(1, {1: 10, 2: 20, 3: NO_IDENTITY}))
-        await applier.wait_applied(1)
-        assert num_claims(store) == 2
-        assert (applier.num_rows_submitted, applier.num_rows_applied) == (3, 3)
     store.close()
 
 

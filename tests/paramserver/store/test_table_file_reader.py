@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ def _values(ids: np.ndarray[Any, Any]) -> list[bytes]:
     return [int(i).to_bytes(8, "little") * 5 if i % 5 else int(i).to_bytes(8, "little") * 3 for i in ids]
 
 
-def _make(path: Path, *, compression: str = "none", num_rows: int = 4000) -> tuple[Path, Any]:
+def _make(path: Path, *, is_compressed: bool = False, num_rows: int = 4000) -> tuple[Path, Any]:
     """Make a store whose one file holds metadata and two tables, the second one's rows with gaps."""
-    config = StoreConfig(block_cache_bytes=4 << 20, compression=compression)
-    db = rocksdict.Rdict(str(path), rocks_options(config))
+    options = rocks_options(StoreConfig(block_cache_bytes=4 << 20))
+    if is_compressed:
+        options.set_compression_type(rocksdict.DBCompressionType.lz4())
+    db = rocksdict.Rdict(str(path), options)
     rng = np.random.default_rng(1)
     ids = np.unique(rng.integers(0, 2**40, num_rows))
     for name in ("store/format", "table/1", "session/x"):
@@ -109,7 +112,7 @@ def test_a_flipped_byte_of_a_value_is_found(tmp_path: Path) -> None:
 
 def test_other_kinds_are_left_to_rocksdb(tmp_path: Path) -> None:
     """A compressed file, and one with deletions of ranges, are not read here; one that is not there is an error."""
-    path, _ = _make(tmp_path / "lz4", compression="lz4")
+    path, _ = _make(tmp_path / "lz4", is_compressed=True)
     assert TableFileReader.open(path) is None
     db = rocksdict.Rdict(str(tmp_path / "gone"), rocks_options(StoreConfig(block_cache_bytes=4 << 20)))
     db[b"x" * 16] = b"y"
@@ -169,3 +172,15 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert store.sorted_runs(key_prefix(9)) == []
     store.close()
     assert os.listdir(tmp_path) == ["store"]
+
+
+def test_entries_are_counted_by_prefix_also_unchecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of each table are counted, about, in a file of several, also where its checksums cannot be made."""
+    path, ids = _make(tmp_path / "db")
+    wanted = {bytes(4): 3, key_prefix(1): 100, key_prefix(2): ids.size, key_prefix(3): 50}
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert TableFileReader.open(path) is None
+    reader = TableFileReader.open(path, is_checked=False)
+    assert reader is not None
+    with reader:
+        assert reader.count_by_prefix(4) == pytest.approx(wanted, rel=0.02)
