@@ -28,16 +28,26 @@ def test_every_public_name_is_there() -> None:
     assert not hasattr(headrace, "Nothing")
 
 
+_HIDE = """
+import sys
+from importlib.abc import MetaPathFinder
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def _run_without(module: str, program: str) -> list[str]:
+    """Return the lines that a program prints where a module is not installed."""
+    command = [sys.executable, "-c", _HIDE.format(module=module) + program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_a_name_that_needs_torch_says_so() -> None:
     """Where torch is not installed, the error is one line with what to do; names for readers are there all the same."""
     program = """
-import sys
-from importlib.abc import MetaPathFinder
-class NoTorch(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-sys.meta_path.insert(0, NoTorch())
 from headrace import EmbeddingReader, HeadraceError, ServerProcess, client_tls_context, load_token
 for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig"):
     try:
@@ -45,11 +55,21 @@ for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "Streame
     except ImportError as exc:
         print(exc)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    assert _run_without("torch", program) == [
         f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'"
         for name in ("DiskStorage", "EmbeddingReplica", "RawEmbeddingStreamer", "StreamerConfig")
     ]
+
+
+def test_another_module_that_is_missing_is_named() -> None:
+    """To install torch helps nobody whose installation lacks something else."""
+    program = """
+try:
+    from headrace import EmbeddingReader
+except ModuleNotFoundError as exc:
+    print(exc)
+"""
+    assert _run_without("thriftpy2", program) == ["No module named 'thriftpy2'"]
 
 
 def _documented() -> Iterator[Any]:

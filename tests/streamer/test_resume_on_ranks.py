@@ -162,6 +162,23 @@ def test_a_checkpoint_that_does_not_say_what_changed_tells_why(changes: dict[str
     assert doubt is None if reason is None else doubt is not None and reason in doubt
 
 
+def test_only_a_rank_with_the_rows_of_then_goes_on_from_its_state_alone() -> None:
+    """As another rank, of another number, or with other rows it has to ask what all of them had sent."""
+    mine = _state(world_size=2)
+    other = _state(client="rank1", world_size=2, is_drained=False, step=8)
+    own = Resumption.of([other, mine], client="rank0", world_size=2, layout="l")
+    assert (own.is_own, own.told, own.first, own.step) == (True, (mine,), mine, 8)
+    assert own.doubt_about("t") is None
+    for changed in ({"client": "rank9"}, {"world_size": 1}, {"layout": "other"}):
+        place: Any = {"client": "rank0", "world_size": 2, "layout": "l"} | changed
+        all_told = Resumption.of([other, mine], **place)
+        assert not all_told.is_own
+        assert set(map(id, all_told.told)) == {id(mine), id(other)}
+        assert "still on their way" in (all_told.doubt_about("t") or "")
+    twice = Resumption.of([mine, mine], client="rank0", world_size=1, layout="l")
+    assert "1 of 2 ranks' states" in (twice.doubt_about("t") or "")
+
+
 def test_states_of_different_checkpoints_are_refused(server: ServerProcess) -> None:
     """States of two runs, or of two epochs of one, say nothing together."""
     for states in ([], [_state(), _state(epoch=3)], [_state(), _state(run="s")]):
