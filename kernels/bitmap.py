@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cuda_module import Launcher, num_blocks
-from headrace.kernels.dirty_rows import ids_of
+from headrace.kernels.dirty_rows import ids_of, set_bits
 from headrace.kernels.dispatch import launcher_for, runs_eagerly
 
 __all__ = [
@@ -22,13 +22,18 @@ __all__ = [
     "mark_dirty_features",
     "mark_dirty_features_reference",
     "mark_dirty_reference",
+    "mark_dirty_tables",
+    "mark_dirty_tables_reference",
     "take_dirty",
     "take_dirty_reference",
 ]
 
 _WORD_BITS = 64
 _MARK_THREADS = 256
+# For each table of a launch: of longer ones, threads take several ids.
+_MAX_BLOCKS_OF_TABLE = 2**12
 # As in bitmap.cu.
+_TABLES_A_LAUNCH = 16
 _TAKE_THREADS = 256
 _TILE_WORDS = 1024
 # On the CPU: with a row in so many bits, to look at each bit is cheaper than at each row.
@@ -86,6 +91,28 @@ def mark_dirty_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_s
     (_mark_features if is_eager else _mark_dirty_features)(bitmap, row_ids, starts, first_slots, num_rows)
 
 
+def mark_dirty_tables(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
+    """Set the bits of rows of many tables, whose ids lie apart, in one bitmap of all tables.
+
+    Negative ids are skipped, and a row may be named many times. On a GPU a launch marks 16 tables, and nothing waits;
+    ids that are int32 or not contiguous are copied first.
+
+    Args:
+        bitmap: int64[w], contiguous; changed. Row r of table t is bit `first_slots[t] + r`.
+        row_ids: One tensor for each table, int32 or int64, any shape and order, on the bitmap's device.
+        first_slots: One for each table, ≥ 0.
+        num_rows: Of each table.
+
+    Raises:
+        IndexError: On the CPU, an id is beyond its table or the bitmap; nothing is marked. On a GPU this stops the
+            kernel.
+        ValueError: Types, devices, layout or lengths are others, or a slot is negative.
+    """
+    _check_bitmap(bitmap)
+    _check_tables(bitmap, row_ids, first_slots, num_rows)
+    (_mark_tables if runs_eagerly(bitmap, *row_ids) else _mark_dirty_tables)(bitmap, row_ids, first_slots, num_rows)
+
+
 def take_dirty(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Clear the bits of the lowest dirty rows, and return these rows.
 
@@ -134,6 +161,19 @@ def mark_dirty_features_reference(
         mark_dirty_reference(bitmap, torch.cat(marked))
 
 
+def mark_dirty_tables_reference(
+    bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]
+) -> None:
+    """Do what `mark_dirty_tables` does: the definition."""
+    marked = []
+    for table, (ids, slot, rows) in enumerate(zip(row_ids, first_slots, num_rows, strict=True)):
+        if ids.numel() and int(ids.max()) >= rows:
+            raise IndexError(f"table {table} has row {int(ids.max())} and {rows} rows")
+        marked.append(ids[ids >= 0].long() + slot)
+    if marked:
+        mark_dirty_reference(bitmap, torch.cat(marked))
+
+
 def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Do what `take_dirty` does on the CPU, on any device: the definition."""
     bits = _bits_of(bitmap)
@@ -145,7 +185,7 @@ def take_dirty_reference(bitmap: Tensor, max_rows: int | None = None) -> tuple[T
 
 def launch_mark_dirty(launcher: Launcher, bitmap: Tensor, row_ids: Tensor) -> None:
     """Do what `mark_dirty` does, with its kernel."""
-    ids = row_ids.detach().contiguous()
+    ids = row_ids.contiguous()
     kernel = "mark_dirty_int32_kernel" if ids.dtype == torch.int32 else "mark_dirty_int64_kernel"
     blocks = num_blocks(ids.numel(), _MARK_THREADS)
     launcher.launch(kernel, blocks, _MARK_THREADS, bitmap, bitmap.numel(), ids, ids.numel())
@@ -155,7 +195,7 @@ def launch_mark_dirty_features(
     launcher: Launcher, bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor
 ) -> None:
     """Do what `mark_dirty_features` does, with its kernel."""
-    ids = row_ids.detach().contiguous()
+    ids = row_ids.contiguous()
     launcher.launch(
         "mark_dirty_features_kernel",
         num_blocks(ids.numel(), _MARK_THREADS),
@@ -172,6 +212,25 @@ def launch_mark_dirty_features(
         num_rows,
         first_slots.numel(),
     )
+
+
+def launch_mark_dirty_tables(
+    launcher: Launcher, bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]
+) -> None:
+    """Do what `mark_dirty_tables` does, with its kernel."""
+    tables = list(zip(row_ids, first_slots, num_rows, strict=True))
+    for first in range(0, len(tables), _TABLES_A_LAUNCH):
+        arguments: list[Tensor | int] = [bitmap, bitmap.numel()]
+        longest = 0
+        for ids, slot, rows in tables[first : first + _TABLES_A_LAUNCH]:
+            if ids.dtype != torch.int64:
+                ids = ids.long()
+            num_ids = ids.numel()
+            longest = max(longest, num_ids)
+            arguments += (ids.contiguous(), num_ids, slot, rows)
+        arguments += [0] * (2 + 4 * _TABLES_A_LAUNCH - len(arguments))
+        blocks = _TABLES_A_LAUNCH * min(num_blocks(longest, _MARK_THREADS), _MAX_BLOCKS_OF_TABLE)
+        launcher.launch("mark_dirty_tables_kernel", blocks, _MARK_THREADS, *arguments)
 
 
 def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -235,6 +294,23 @@ def _mark_dirty_features_fake(
     return None
 
 
+def _mark_tables(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
+    if bitmap.device.type == "cpu":
+        return _mark_tables_on_cpu(bitmap, row_ids, first_slots, num_rows)
+    launcher = launcher_for("mark_dirty_tables", "bitmap", bitmap.device)
+    if launcher is None:
+        return mark_dirty_tables_reference(bitmap, row_ids, first_slots, num_rows)
+    return launch_mark_dirty_tables(launcher, bitmap, row_ids, first_slots, num_rows)
+
+
+_mark_dirty_tables = torch.library.custom_op("headrace::mark_dirty_tables", _mark_tables, mutates_args={"bitmap"})
+
+
+@_mark_dirty_tables.register_fake
+def _mark_dirty_tables_fake(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
+    return None
+
+
 @torch.library.custom_op("headrace::take_dirty", mutates_args={"bitmap"})
 def _take_dirty(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
     if bitmap.device.type == "cpu":
@@ -254,8 +330,7 @@ def _take_dirty_fake(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
 
 def _mark_on_cpu(bitmap: Tensor, row_ids: Tensor) -> None:
     ids = ids_of(row_ids, bitmap.numel() * _WORD_BITS)
-    # Unbuffered: a word that is named many times gets all of its bits.
-    np.bitwise_or.at(_words_of(bitmap), ids >> 6, np.uint64(1) << (ids & 63).view(np.uint64))
+    set_bits(_words_of(bitmap), ids)
 
 
 def _mark_features_on_cpu(
@@ -269,6 +344,12 @@ def _mark_features_on_cpu(
     if (beyond := is_row & (ids >= limits)).any():
         raise IndexError(f"row {ids[beyond][0]} is of a table with {limits[beyond][0]} rows")
     _mark_on_cpu(bitmap, torch.from_numpy((ids + slots)[is_row]))
+
+
+def _mark_tables_on_cpu(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
+    tables = zip(row_ids, first_slots, num_rows, strict=True)
+    if slots := [ids_of(ids, rows) + slot for ids, slot, rows in tables]:
+        _mark_on_cpu(bitmap, torch.from_numpy(np.concatenate(slots)))
 
 
 def _take_on_cpu(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -332,3 +413,17 @@ def _check_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots
             )
     if len(devices := {tensor.device for tensor in (bitmap, row_ids, starts, first_slots, num_rows)}) > 1:
         raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
+
+
+def _check_tables(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
+    if not len(row_ids) == len(first_slots) == len(num_rows):
+        raise ValueError(f"{len(row_ids)} row_ids, {len(first_slots)} first_slots and {len(num_rows)} num_rows")
+    device = bitmap.device
+    for table, ids in enumerate(row_ids):
+        if ids.dtype not in (torch.int64, torch.int32) or ids.device != device:
+            raise ValueError(
+                f"row_ids of table {table} is {ids.dtype} on {ids.device}: int32 or int64 on {device} is needed"
+            )
+    # Behind the bitmap's end the kernel looks itself.
+    if first_slots and min(first_slots) < 0:
+        raise ValueError(f"first slot {min(first_slots)} is negative")

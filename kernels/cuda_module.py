@@ -7,6 +7,7 @@ first needed; where that fails, `KernelsUnavailableError` says why, and the oper
 from __future__ import annotations
 
 import ctypes
+import logging
 from importlib import resources
 from typing import Any, Protocol
 
@@ -20,11 +21,14 @@ __all__ = [
     "KernelsUnavailableError",
     "Launcher",
     "compile_family",
+    "exchange_capture_mode",
     "num_blocks",
 ]
 
 FAMILIES = ("bitmap", "bucketize", "dirty_cut", "quantize", "row_digests", "row_packing")
 """The files under `kernels/cuda`, without their ending."""
+
+_logger = logging.getLogger(__name__)
 
 # No contraction to fused multiply-adds: quantized rows are the same bytes as on a CPU.
 _OPTIONS = ("--std=c++17", "--fmad=false")
@@ -68,6 +72,9 @@ def source_of(family: str) -> tuple[bytes, dict[str, bytes]]:
 def compile_family(family: str, architecture: str, cache: BinaryCache) -> bytes:
     """Return the binary of a family; needs no GPU.
 
+    For an architecture that the compiler does not know it is PTX, which the driver compiles: of the newest one below
+    that it knows, as PTX holds for all later ones. The log says so.
+
     Args:
         family: One of `FAMILIES`.
         architecture: Of the GPU, such as `sm_90`.
@@ -79,15 +86,25 @@ def compile_family(family: str, architecture: str, cache: BinaryCache) -> bytes:
     nvrtc = _import("nvrtc")
     try:
         version = _checked(nvrtc, nvrtc.nvrtcVersion())
+        known = _checked(nvrtc, nvrtc.nvrtcGetSupportedArchs())
     except RuntimeError as exc:  # cuda-bindings is there, the library is not
         raise KernelsUnavailableError(f"NVRTC cannot be loaded ({exc}): pip install 'headrace[cuda]'") from exc
+    number, target = int(architecture.removeprefix("sm_")), architecture
+    older = [each for each in known if each < number]
+    is_ptx = number not in known and bool(older)
+    if is_ptx:
+        target = f"compute_{max(older)}"
+        _logger.info("NVRTC %d.%d does not know %s: %s.cu as PTX of %s", *version, architecture, family, target)
     source, headers = source_of(family)
-    options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={architecture}")]
+    options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={target}")]
     key = binary_key([source, *headers.values(), *options, repr(version).encode()])
-    return cache.get(f"{key}.cubin", lambda: _compile(nvrtc, family, source, headers, options))
+    kind = "PTX" if is_ptx else "CUBIN"
+    return cache.get(f"{key}.{kind.lower()}", lambda: _compile(nvrtc, family, source, headers, options, kind))
 
 
-def _compile(nvrtc: Any, family: str, source: bytes, headers: dict[str, bytes], options: list[bytes]) -> bytes:
+def _compile(
+    nvrtc: Any, family: str, source: bytes, headers: dict[str, bytes], options: list[bytes], kind: str
+) -> bytes:
     names = [name.encode() for name in headers]
     created = nvrtc.nvrtcCreateProgram(source, f"{family}.cu".encode(), len(names), list(headers.values()), names)
     program = _checked(nvrtc, created)
@@ -99,8 +116,8 @@ def _compile(nvrtc: Any, family: str, source: bytes, headers: dict[str, bytes], 
             _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
             said = log.partition(b"\0")[0].decode().strip()
             raise KernelsUnavailableError(f"{family}.cu does not compile with {options[-1].decode()}: {said}")
-        binary: bytes = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, binary))
+        binary: bytes = b" " * _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}")(program, binary))
         return binary
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -149,7 +166,7 @@ class CudaModule:
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         # As signed numbers of 64 bits, whose bits are those of an address or an unsigned one as well.
-        values = tuple(_bits(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg) for arg in args)
+        values = tuple([_bits(arg) if isinstance(arg, int) else arg.data_ptr() for arg in args])
         parameters = (values, (ctypes.c_longlong,) * len(values))
         # A thread that has not used torch on this device has no context, or another device's.
         self._call("cuCtxPushCurrent", self._context)
@@ -163,6 +180,17 @@ class CudaModule:
 
     def _call(self, name: str, *args: Any) -> Any:
         return _checked(self._driver, getattr(self._driver, name)(*args), name)
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set what this thread may call during captures, a `CUstreamCaptureMode`, and return what it was.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    driver = _import("driver")
+    answer = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(mode))
+    return int(_checked(driver, answer, "cuThreadExchangeStreamCaptureMode"))
 
 
 def _import(name: str) -> Any:

@@ -82,6 +82,7 @@ class CutPlan:
         min_out_bytes: Least length of a buffer: so that one row of any table fits.
         end_slot: First slot behind all tables' words; so many bits has the bitmap at least.
         columns: Of all tables, for the operator, as the next two.
+        addresses: Where these lay when they were sent.
         numbers: First slot, rows, row offset, seed (signed), bytes of a packed row and columns of each table.
         descriptors: int64[n] on the device: the same and where columns lie, as dirty_cut.cu reads it.
     """
@@ -100,6 +101,7 @@ class CutPlan:
         self.num_shards = num_shards
         self.device = _check_tables(self.tables, num_shards)
         self.columns = [column.detach() for table in self.tables for column in table.columns]
+        self.addresses = [column.data_ptr() for column in self.columns]
         self.numbers = [number for table in self.tables for number in _numbers_of(table)]
         self.header_words = header_words(len(self.tables), num_shards)
         self.end_slot = self.tables[-1].end_slot

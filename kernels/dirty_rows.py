@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DirtyRows", "distinct", "ids_of"]
+__all__ = ["DirtyRows", "distinct", "ids_of", "set_bits"]
 
 _WORD_BITS = 64
 _BLOCK_WORDS = 64
 _BLOCK_BYTES = 8 * _BLOCK_WORDS
 _BLOCK_ROWS = _WORD_BITS * _BLOCK_WORDS
+_BLOCK_SHIFT = _BLOCK_ROWS.bit_length() - 1
 # Blocks looked at in one pass of `take`: 2 MiB of bitmap, so that a part of a table that is dirty all over costs
 # what the part costs.
 _PASS_BLOCKS = 4096
@@ -65,10 +66,8 @@ class DirtyRows:
         ids = ids_of(row_ids, self.num_rows)
         if not ids.size:
             return
-        words = ids >> 6
-        # Unbuffered: a word that is named many times gets all of its bits. Cheaper than to sort and name it once.
-        np.bitwise_or.at(self._words.reshape(-1), words, _BITS[ids & 63])
-        self._has_rows[words >> 6] = True
+        set_bits(self._words.reshape(-1), ids)
+        self._has_rows[ids >> _BLOCK_SHIFT] = True
 
     def mark_all(self) -> None:
         """Add every row."""
@@ -235,6 +234,24 @@ def _row_ids(words: _Words, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.int6
     hits = np.flatnonzero(bits)
     ids: npt.NDArray[np.int64] = first_ids[hits >> 3] + (hits & 7)
     return ids
+
+
+def set_bits(words: _Words, ids: npt.NDArray[np.int64]) -> None:
+    """Set the bits of rows in little-endian words.
+
+    Args:
+        words: uint64[w], contiguous; changed.
+        ids: int64[n], each 0 to `64 * w - 1`; may repeat.
+    """
+    octets = words.view(np.uint8)
+    places = ids >> 3
+    bits = np.left_shift(np.uint8(1), ids.astype(np.uint8) & np.uint8(7))
+    octets[places] = octets.take(places) | bits
+    # Of rows that share an octet the last one was written, so each pass sets one more bit of it; there are at most
+    # eight. Half of the time of `bitwise_or.at`, and no sorting.
+    while (left := np.flatnonzero((octets.take(places) & bits) == 0)).size:
+        places, bits = places.take(left), bits.take(left)
+        octets[places] = octets.take(places) | bits
 
 
 def distinct(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ from torch.cuda import _utils as torch_libraries
 from headrace.kernels.binary_cache import BinaryCache, binary_key
 from headrace.kernels.cuda_module import KernelsUnavailableError, source_of
 
-__all__ = ["HipModule", "compile_family"]
+__all__ = ["HipModule", "compile_family", "exchange_capture_mode"]
 
 # As NVRTC is told: no contraction. Divisions are correctly rounded unless hiprtc is told otherwise.
 _OPTIONS = ("-std=c++17", "-ffp-contract=off")
@@ -139,6 +139,17 @@ class HipModule:
         # The null stream is the current device's.
         with torch.cuda.device(self._device):
             self._runtime.call("hipModuleLaunchKernel", self._functions[kernel], *numbers, stream, addresses, None)
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set what this thread may call during captures, a `hipStreamCaptureMode`, and return what it was.
+
+    Raises:
+        RuntimeError: HIP refuses.
+    """
+    value = ctypes.c_int(mode)
+    _runtime().call("hipThreadExchangeStreamCaptureMode", ctypes.byref(value))
+    return value.value
 
 
 def _strings(values: list[bytes]) -> ctypes.Array[ctypes.c_char_p]:

@@ -50,6 +50,7 @@ class Evictor:
         Raises:
             UnknownTableError: No rank has such a table.
             RowRangeError: A row is beyond the table; nothing is evicted.
+            UnsupportedModelError: A CUDA graph marks the table's rows on its device; nothing is evicted.
         """
         parts = [table for table in tables if table.spec.fqn == fqn]
         if not parts:
@@ -65,6 +66,8 @@ class Evictor:
         by_part = [(part, part.ids_here(ids)) for part in parts]
         here = torch.unique(torch.cat([local + part.row_offset for part, local in by_part]))
         if here.numel():
+            for part, _ in by_part:
+                part.leave_device()  # or be refused: a hook may give the rows' places away
             for hook in list(self._hooks.values()):
                 hook(fqn, here)
             for part, local in by_part:

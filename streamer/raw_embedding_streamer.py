@@ -24,6 +24,7 @@ from headrace.streamer.delivery.delivery import Delivery
 from headrace.streamer.eviction import Evictor, unused_rows
 from headrace.streamer.live_rows import LiveRows, fetch_rows
 from headrace.streamer.metrics import MetricsPort, serve_streamer
+from headrace.streamer.rank_wait import told_when_late
 from headrace.streamer.run_state import Resumption, RunState, digest_of, layout_of
 from headrace.streamer.stats import StreamerStats
 from headrace.streamer.store_inquiry import StoreInquiry
@@ -99,7 +100,8 @@ class RawEmbeddingStreamer:
         self._is_paused = False
         self._resumed: RunState | None = None
         self._world = world or current_world()
-        self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
+        with told_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
+            self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
         self._inquiry = StoreInquiry(address, self._config, self._delivery.writer.token)
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:
@@ -158,7 +160,8 @@ class RawEmbeddingStreamer:
             raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
         with self._lock:
             self._check_usable()
-            tap = tap_model(model, () if optimizer is None else optimizer, self._on_step, tables=tables)
+            with told_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
+                tap = tap_model(model, () if optimizer is None else optimizer, self._on_step, tables=tables)
             self._add_tap(tap)
             if publish == "all":
                 for table in tap.tables:
@@ -287,6 +290,7 @@ class RawEmbeddingStreamer:
         Raises:
             UnknownTableError: No such table is streamed.
             RowRangeError: A row is beyond the table; nothing is evicted.
+            UnsupportedModelError: A CUDA graph marks the table's rows on its device; nothing is evicted.
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")

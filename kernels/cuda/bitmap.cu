@@ -53,6 +53,31 @@ HEADRACE_KERNEL mark_dirty_features_kernel(
     }
 }
 
+// What a launch is told of each of its 16 tables. They are parameters, and no array in memory: nothing has to be copied
+// before a launch, and a captured one takes them along.
+#define EACH_TABLE(of_table) \
+    of_table(0) of_table(1) of_table(2) of_table(3) of_table(4) of_table(5) of_table(6) of_table(7) \
+    of_table(8) of_table(9) of_table(10) of_table(11) of_table(12) of_table(13) of_table(14) of_table(15)
+#define TABLE_PARAMETERS(t) , const int64* row_ids_##t, int64 num_ids_##t, int64 first_slot_##t, int64 num_rows_##t
+#define CHOOSE_TABLE(t) \
+    case t: row_ids = row_ids_##t, num_ids = num_ids_##t, first_slot = first_slot_##t, num_rows = num_rows_##t; break;
+constexpr int TABLES_A_LAUNCH = 16;
+
+// Blocks are dealt out to the tables by turns; a table that there is not has no ids, and zeros for the rest.
+// REQUIRES: the number of blocks is a multiple of 16.
+HEADRACE_KERNEL mark_dirty_tables_kernel(uint64* bitmap, int64 num_words EACH_TABLE(TABLE_PARAMETERS)) {
+    const int64* row_ids = nullptr;
+    int64 num_ids = 0, first_slot = 0, num_rows = 0;
+    switch (blockIdx.x % TABLES_A_LAUNCH) { EACH_TABLE(CHOOSE_TABLE) }
+    const int64 stride = grid_stride() / TABLES_A_LAUNCH;
+    for (int64 i = (int64)(blockIdx.x / TABLES_A_LAUNCH) * blockDim.x + threadIdx.x; i < num_ids; i += stride) {
+        const int64 row = row_ids[i];
+        if (row < 0) continue;
+        require(row < num_rows);
+        mark_row(bitmap, num_words, first_slot + row);
+    }
+}
+
 // Returns the rows of all tiles before `tile`; called by one whole warp. A tile a lane is looked at, backwards
 // until one knows the rows of all before it. It ends because tiles are numbered in the order in which their blocks
 // start: those before this one are running, or done.

@@ -77,7 +77,8 @@ class BenchChild:
         assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # an order that it has not taken
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def __enter__(self) -> Self:

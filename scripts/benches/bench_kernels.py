@@ -9,6 +9,7 @@ thread has one.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from headrace.kernels.quantize import dequantize, quantize
 from headrace.kernels.row_digests import row_digests, row_digests_reference
 from headrace.kernels.row_packing import layout_of, pack_rows, pack_rows_reference, unpack_rows, unpack_rows_reference
 from headrace.kernels.row_quantization import Precision, dequantize_rows_reference, quantize_rows_reference
-from headrace.scripts.benches.bench_kernels_gpu import GPU_FIGURES, measure_gpu
+from headrace.schemas.errors import HeadraceError
+from headrace.scripts.benches.bench_kernels_gpu import GpuFigures, measure_gpu
 from headrace.scripts.benches.bench_report import JsonOption, OnStage, RoundsOption, check_json, conclude, show_progress
 from headrace.scripts.benches.bench_rows import zipf_ids
 from headrace.scripts.one_torch_thread import one_torch_thread
@@ -111,30 +113,46 @@ def kernels(
 
     Raises:
         ConfigError: A path cannot be written.
+        HeadraceError: Some of a GPU's figures could not be measured; the others were printed and written.
     """
     check_json(json_path)
     config = KernelsConfig(num_rounds=rounds)
     if small:
         config = KernelsConfig(num_rounds=rounds, num_rows=100_000, num_steps=4, step_ids=1000)
+
+    def keep(figures: dict[str, Any]) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+
     with show_progress("kernels", NUM_STAGES) as on_stage:
-        figures = run(config, on_stage=on_stage)
+        figures = run(config, on_stage=on_stage, keep=keep)
     conclude(figures, json_path)
+    if failures := figures["gpu_failures"]:
+        name, reason = next(iter(failures.items()))
+        others = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        raise HeadraceError(f"bench kernels: a GPU is here and {name} was not measured ({reason}){others}")
 
 
-def run(config: KernelsConfig, *, on_stage: OnStage) -> dict[str, Any]:
-    """Return the figures of the CPU and, null where there is none, of the GPU.
+def run(
+    config: KernelsConfig, *, on_stage: OnStage, keep: Callable[[dict[str, Any]], None] = lambda figures: None
+) -> dict[str, Any]:
+    """Return the figures of the CPU and, null where there is none, of the GPU, and why some of these are missing.
 
     Args:
         config: How much.
         on_stage: Told what comes next.
+        keep: Called with what there is so far after each part on a GPU, of which a later one may not end.
     """
     figures = measure_cpu(config, on_stage)
-    if torch.cuda.is_available():
-        on_stage("GPU")
-        gpu = measure_gpu(torch.device("cuda", torch.cuda.current_device()), config.num_rounds)
-    else:
-        gpu = dict.fromkeys(GPU_FIGURES)
-    return {"cpu": figures, "gpu": gpu}
+
+    def both(gpu: GpuFigures) -> dict[str, Any]:
+        return {"cpu": figures, "gpu": gpu.figures, "gpu_failures": gpu.failures}
+
+    if not torch.cuda.is_available():
+        return both(GpuFigures())
+    on_stage("GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return both(measure_gpu(device, config.num_rounds, lambda gpu: keep(both(gpu))))
 
 
 def _cases(config: KernelsConfig, rng: np.random.Generator) -> Iterator[_Case]:

@@ -6,7 +6,10 @@ input is read once and each output written once. The floors are measured in the 
 
 from __future__ import annotations
 
+import functools
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
@@ -21,7 +24,7 @@ from headrace.kernels.row_digests import row_digests
 from headrace.kernels.row_packing import layout_of, pack_rows, unpack_rows
 from headrace.scripts.benches.bench_step_gpu import step_time_ratio
 
-__all__ = ["GPU_FIGURES", "measure_gpu"]
+__all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 
 # Its bitmap is twice what the L2 cache of an H200 holds, and its time many launches'.
 _NUM_ROWS, _NUM_MARKED = 1_000_000_000, 10_000_000
@@ -32,6 +35,8 @@ _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
 _WARM_UPS = 3
 _WAIT_CYCLES = 2_000_000
 _ROW_BYTES = 4 * _DIM
+# Each ends with the server writing gigabytes of rows to disk.
+_MAX_STEP_ROUNDS = 3
 
 GPU_FIGURES: Final = (
     "device",
@@ -50,55 +55,141 @@ GPU_FIGURES: Final = (
     "cut_vs_unique",
     "step_time_ratio_gpu",
 )
-"""What `measure_gpu` returns; without a GPU each of them is null."""
+"""What `measure_gpu` measures; without a GPU each of them is null."""
 
 
-def measure_gpu(device: torch.device, num_rounds: int) -> dict[str, Any]:
-    """Return the figures of `GPU_FIGURES`.
+@dataclass(kw_only=True, slots=True)
+class GpuFigures:
+    """What was measured.
+
+    Attributes:
+        figures: Those of `GPU_FIGURES`; None is one that was not measured.
+        failures: Why, of each figure whose part has failed.
+    """
+
+    figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(GPU_FIGURES))
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, names: tuple[str, ...], run: Callable[[], tuple[float, ...]]) -> None:
+        """Measure one part: its figures, or why there are none."""
+        try:
+            measured = run()
+        except Exception as exc:
+            traceback.print_exc()
+            self.failures.update(dict.fromkeys(names, f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"))
+        else:
+            self.figures.update(zip(names, measured, strict=True))
+
+
+def measure_gpu(
+    device: torch.device, num_rounds: int, keep: Callable[[GpuFigures], None] = lambda measured: None
+) -> GpuFigures:
+    """Measure part by part; a part that fails costs its own figures, and its traceback goes to standard error.
 
     Args:
         device: A CUDA device with some 16 GB free.
         num_rounds: How often each is timed; medians count.
+        keep: Called after each part with what there is so far, so that it is not lost when a later one never ends.
     """
+    measured = GpuFigures()
+    measured.figures["device"] = torch.cuda.get_device_name(device)
     generator = torch.Generator(device).manual_seed(0)
-    copy_rate, d2h_rate = _floors(device, generator, num_rounds)
-    weights = torch.randn(_TABLE_ROWS, _DIM, device=device, generator=generator)
-    row_ids = torch.randperm(_TABLE_ROWS, device=device, generator=generator)[:_NUM_IDS]
-    _, size_bytes = layout_of([weights], [_NUM_IDS], [[]])
-    out = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    values = weights[row_ids]
-    codes = quantize(values, "int8")
-    wide = values.double()[:, 0].contiguous()
+    floors = "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"
+    measured.add(floors, lambda: _floors(device, generator, num_rounds))
+    keep(measured)
+    if not measured.failures:
+        copy_rate, d2h_rate = (measured.figures[name] for name in floors)
+        for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
+            measured.add(names, run)
+            keep(measured)
+    measured.add(("step_time_ratio_gpu",), lambda: (step_time_ratio(device, min(num_rounds, _MAX_STEP_ROUNDS)),))
+    return measured
 
-    def share(num_bytes: int, run: Callable[[], object]) -> float:
-        return num_bytes / copy_rate / _seconds(run, num_rounds)
 
-    def pack() -> None:
-        pack_rows([weights], [row_ids], [[]], out)
+_Part = tuple[tuple[str, ...], Callable[[], tuple[float, ...]]]
 
-    def pack_and_copy() -> None:
-        pack()
-        host.copy_(out, non_blocking=True)
 
+def _parts(
+    device: torch.device, generator: torch.Generator, copy_rate: float, d2h_rate: float, num_rounds: int
+) -> list[_Part]:
+    """Return (names of figures, what measures them) of each part."""
     rows_bytes = _NUM_IDS * _ROW_BYTES
-    figures = (
-        torch.cuda.get_device_name(device),
-        copy_rate,
-        d2h_rate,
-        *_bitmap_figures(device, generator, copy_rate, num_rounds),
-        share(2 * rows_bytes + 16 * _NUM_IDS, pack),
-        share(2 * rows_bytes + 8 * _NUM_IDS, lambda: unpack_rows(weights, row_ids, values)),
-        share(rows_bytes + 16 * _NUM_IDS, lambda: row_digests(row_ids, [values])),
+
+    # Made by the first part that needs them, so that a failure is that part's.
+    @functools.cache
+    def rows() -> _Rows:
+        return _Rows(device, generator)
+
+    def share(num_bytes: int, run: Callable[[], object]) -> tuple[float]:
+        return (num_bytes / copy_rate / _seconds(run, num_rounds),)
+
+    def pack() -> tuple[float, ...]:
+        of = rows()
+        return share(2 * rows_bytes + 16 * _NUM_IDS, of.pack)
+
+    def pack_and_copy() -> tuple[float, ...]:
+        of = rows()
+        host = torch.empty(of.out.numel(), dtype=torch.uint8, pin_memory=True)
+
+        def run() -> None:
+            of.pack()
+            host.copy_(of.out, non_blocking=True)
+
+        return (of.out.numel() / d2h_rate / _seconds(run, num_rounds),)
+
+    def unpack() -> tuple[float, ...]:
+        of = rows()
+        return share(2 * rows_bytes + 8 * _NUM_IDS, lambda: unpack_rows(of.weights, of.row_ids, of.values))
+
+    def digests() -> tuple[float, ...]:
+        of = rows()
+        return share(rows_bytes + 16 * _NUM_IDS, lambda: row_digests(of.row_ids, [of.values]))
+
+    def bucketize() -> tuple[float, ...]:
+        of = rows()
+        wide = of.values.double()[:, 0].contiguous()
         # Ids and weights in; ids, positions and weights out.
-        share(40 * _NUM_IDS, lambda: block_bucketize(row_ids, 8, weights=wide)),
-        share(rows_bytes + codes.numel(), lambda: quantize(values, "int8")),
-        share(rows_bytes + codes.numel(), lambda: dequantize(codes, "int8", _DIM)),
-        size_bytes / d2h_rate / _seconds(pack_and_copy, num_rounds),
-        *_cut_figures(weights, generator, copy_rate, num_rounds),
-        step_time_ratio(device, num_rounds),
-    )
-    return dict(zip(GPU_FIGURES, figures, strict=True))
+        return share(40 * _NUM_IDS, lambda: block_bucketize(of.row_ids, _NUM_SHARDS, weights=wide))
+
+    def codes() -> tuple[float, ...]:
+        values = rows().values
+        packed = quantize(values, "int8")
+        num_bytes = rows_bytes + packed.numel()
+        return (
+            *share(num_bytes, lambda: quantize(values, "int8")),
+            *share(num_bytes, lambda: dequantize(packed, "int8", _DIM)),
+        )
+
+    return [
+        (
+            ("mark_dirty_ids_per_s", "take_dirty_share"),
+            lambda: _bitmap_figures(device, generator, copy_rate, num_rounds),
+        ),
+        (("pack_rows_share",), pack),
+        (("unpack_rows_share",), unpack),
+        (("row_digests_share",), digests),
+        (("bucketize_share",), bucketize),
+        (("quantize_int8_share", "dequantize_int8_share"), codes),
+        (("pack_and_d2h_share_of_d2h",), pack_and_copy),
+        (
+            ("cut_dirty_share", "cut_vs_unique"),
+            lambda: _cut_figures(rows().weights, generator, copy_rate, num_rounds),
+        ),
+    ]
+
+
+class _Rows:
+    """A table, some of its rows, and a buffer for these."""
+
+    def __init__(self, device: torch.device, generator: torch.Generator) -> None:
+        self.weights = torch.randn(_TABLE_ROWS, _DIM, device=device, generator=generator)
+        self.row_ids = torch.randperm(_TABLE_ROWS, device=device, generator=generator)[:_NUM_IDS]
+        self.values = self.weights[self.row_ids]
+        _, size_bytes = layout_of([self.weights], [_NUM_IDS], [[]])
+        self.out = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self) -> None:
+        pack_rows([self.weights], [self.row_ids], [[]], self.out)
 
 
 def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -> tuple[float, float]:

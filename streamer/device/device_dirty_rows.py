@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, mark_dirty_tables, take_dirty
 from headrace.kernels.dirty_ids import DirtySet
 from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.device_runtime import DeviceRuntime
 
 __all__ = ["DeviceBitmap", "DeviceDirtyRows", "TableDirtySet", "slots_of"]
@@ -81,6 +82,19 @@ class DeviceBitmap:
         bits = self.bits
         self.runtime.enqueue(lambda: mark_dirty_features(bits, row_ids, starts, first_slots, num_rows))
 
+    def mark_tables(self, marks: Sequence[tuple[DeviceDirtyRows, Tensor]]) -> None:
+        """Add rows of many tables, queued together; what `DeviceDirtyRows.mark` does for each of them.
+
+        Args:
+            marks: Tables of this bitmap, each with its row ids.
+        """
+        self.note_mark()
+        bits = self.bits
+        row_ids = [self.runtime.to_device(ids) for _, ids in marks]
+        first_slots = [table.first_slot for table, _ in marks]
+        num_rows = [table.num_rows for table, _ in marks]
+        self.runtime.enqueue(lambda: mark_dirty_tables(bits, row_ids, first_slots, num_rows))
+
 
 class DeviceDirtyRows:
     """The set of changed rows of one table, by local row id: a range of a bitmap on a device.
@@ -113,7 +127,7 @@ class DeviceDirtyRows:
                 is not below `num_rows` stops the kernel, as an index out of range does in torch.
         """
         self.bitmap.note_mark()
-        ids = self._runtime.to_device(row_ids.detach())
+        ids = self._runtime.to_device(row_ids)
         words = self._words
         self._runtime.enqueue(lambda: mark_dirty(words, ids))
 
@@ -182,7 +196,17 @@ class DeviceDirtyRows:
             yield ids
 
     def to_host(self) -> DirtyRows:
-        """Return the same rows as a set on the host, and remove them here. Waits."""
+        """Return the same rows as a set on the host, and remove them here. Waits.
+
+        Raises:
+            UnsupportedModelError: Marking was captured in a graph, whose replays would go on to mark rows here, where
+                nobody would look for them; nothing is moved.
+        """
+        if self.bitmap.is_captured:
+            raise UnsupportedModelError(
+                "a table cannot leave the device pipeline (its rows are evicted, or a state of it was replaced) after "
+                "its marking was captured in a CUDA graph: set device_pipeline=False, or train it outside of graphs"
+            )
         rows = DirtyRows(self.num_rows)
         rows.mark(self.take())
         return rows

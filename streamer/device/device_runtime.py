@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.kernels.capture_modes import beside_captures
 from headrace.kernels.cuda_module import KernelsUnavailableError
 from headrace.kernels.dispatch import gpu_module
 from headrace.schemas.errors import ConfigError
@@ -81,6 +82,20 @@ class DeviceRuntime(Protocol):
         """Return whether the current stream's work is being captured into a graph, not run."""
 
 
+class _CudaEvent:
+    """An event that was recorded on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: a thread that waits sleeps, instead of taking a core from training.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        """Wait; the training thread may capture a graph meanwhile."""
+        with beside_captures():
+            self._event.synchronize()
+
+
 class CudaRuntime:
     """A CUDA device; on ROCm's build of torch, AMD's."""
 
@@ -112,7 +127,8 @@ class CudaRuntime:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or a copy on the device."""
-        return tensor.to(self.device, non_blocking=True)
+        # To ask torch for a copy that is none takes it four times as long, for each table of a step.
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def copy_to_host(self, source: Tensor, target: Tensor) -> None:
         """Queue the copy."""
@@ -120,15 +136,17 @@ class CudaRuntime:
 
     def record(self) -> DeviceEvent:
         """Return an event recorded on the current stream."""
-        return _recorded(torch.cuda.current_stream(self.device))
+        return _CudaEvent(torch.cuda.current_stream(self.device))
 
     def copy_aside(self, source: Tensor, target: Tensor) -> DeviceEvent:
         """Queue the copy on the side stream."""
-        with torch.cuda.stream(self._side):
+        # The device, too: at its end the stream's block would set the one that a new thread has, the first, and so take
+        # memory for a context there, in each of the processes whose GPU is another.
+        with beside_captures(), torch.cuda.device(self.device), torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
             # Or the allocator could give the memory away while the copy runs, if the owner ends meanwhile.
             source.record_stream(self._side)
-            return _recorded(self._side)
+            return _CudaEvent(self._side)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy; waits."""
@@ -153,13 +171,6 @@ def cuda_runtime(device: torch.device) -> CudaRuntime | str:
     except KernelsUnavailableError as exc:
         return str(exc)
     return CudaRuntime(device)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: a thread that waits sleeps, instead of taking a core from training.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def _is_managed(tensor: Tensor) -> bool:

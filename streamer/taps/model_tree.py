@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,12 @@ _OPTIMIZER_WRAPPERS = {
 
 def is_a(thing: object, class_name: str) -> bool:
     """Return whether `thing` is of a class, or of one derived from a class, with this bare name."""
-    return any(base.__name__ == class_name for base in type(thing).__mro__)
+    return class_name in _class_names(type(thing).__mro__)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every table, several times a step
+def _class_names(classes: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(each.__name__ for each in classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ class Selection:
         self.names: list[str] = []
         self.unmatched = list(self._patterns or ())
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether no names or patterns were given."""
+        return self._patterns is None
+
     def takes(self, fqn: str) -> bool:
         """Return whether a table is streamed."""
         self.names.append(fqn)

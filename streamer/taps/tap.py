@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.taps.agreement import agree
 from headrace.streamer.taps.fbgemm_tap import FbgemmTap, FusedTables, is_table_batched, table_parts
+from headrace.streamer.taps.left_out import LeftOut, bare_parameters, tell_frozen
 from headrace.streamer.taps.local_parts import Replicas, dtensor_parts, is_dtensor, owned_part, replicas_in
 from headrace.streamer.taps.model_tree import Found, inner_optimizers, named_modules
 from headrace.streamer.taps.module_place import ModulePlaces
@@ -69,6 +70,7 @@ def tap_model(
 
     Tables are `nn.Embedding` and `nn.EmbeddingBag` with torch optimizers, FBGEMM's
     `SplitTableBatchedEmbeddingBagsCodegen`, and the sharded embedding modules of TorchRec. Frozen ones are left out.
+    The log names them, and also parameters outside of such modules that are trained as tables are.
 
     Args:
         model: The model as it is trained, wrapped (`DistributedModelParallel`, `DistributedDataParallel`, compiled) or
@@ -132,7 +134,15 @@ class _ModelTap:
                     f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: "
                     f"close() that one first; in a notebook that has lost it, make the model and its optimizer anew"
                 )
+        bare = bare_parameters(model, optimizers, [path for path, _ in self._modules])
+        for name in selection.unmatched:
+            if name in bare:
+                raise ConfigError(
+                    f"tables: {name!r} is a parameter that no embedding module holds: make it the weight of an "
+                    f"nn.Embedding (`self.t = nn.Embedding(...)`, used as `self.t(ids)` or by `self.t.weight`)"
+                )
         self._boundary: StepBoundary | None = None
+        self._left_out: LeftOut | None = None
         self._parts: list[FbgemmTap | TorchOptimTap] = []
         try:
             for fused in sources.fused:
@@ -151,10 +161,13 @@ class _ModelTap:
             self._boundary = StepBoundary(
                 on_step, model=model, optimizers=optimizers, sweep=self._sweep, is_alone=_world_size() == 1
             )
+            if selection.is_of_all:  # else the user has said which are the tables
+                self._left_out = LeftOut(bare, optimizers)
         except BaseException:
             self.close()
             raise
         _tapped_modules.update(module for _, module in self._modules)
+        tell_frozen(sources.frozen)
 
     def end_step(self) -> bool:
         return self._boundary is not None and self._boundary.end_step()
@@ -164,6 +177,8 @@ class _ModelTap:
             self._boundary.close()
             self._boundary = None
             _tapped_modules.difference_update(module for _, module in self._modules)
+        if self._left_out is not None:
+            self._left_out.close()
         for part in self._parts:
             part.close()
 
@@ -224,6 +239,11 @@ class _Sources:
     @property
     def parameters(self) -> list[TableParameter]:
         return list(self._parameters.values())
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the tables that are selected and that nothing trains."""
+        return [s.parts[0].fqn for s in self.parameters if s.parts and not s.parameter.requires_grad]
 
     def _weight_check(self, module: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
         """Return what tells whether a parameter is the weight of a module of the model still."""

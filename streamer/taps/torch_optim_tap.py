@@ -14,21 +14,20 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
-from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.followed_parameter import FollowedParameter, FollowedPart, TableParameter, group_of
 from headrace.streamer.taps.foreign_steps import ForeignSteps
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.nonzero_rows import changed_rows, rows_with_any_bit
-from headrace.streamer.taps.optimizer_rules import Reach, Rule, rule_of
+from headrace.streamer.taps.nonzero_rows import changed_rows
+from headrace.streamer.taps.optimizer_rules import Reach, rule_of
 from headrace.streamer.taps.own_memory import check_not_aliased, check_not_shared
 from headrace.streamer.taps.row_probe import RowProbe
 from headrace.streamer.taps.step_hooks import StepHooks
@@ -38,156 +37,11 @@ __all__ = ["TableParameter", "TorchOptimTap"]
 
 _log = logging.getLogger(__name__)
 
+_Marks = dict[DeviceBitmap, list[tuple[DeviceDirtyRows, torch.Tensor]]]
+"""Rows of tables on a device that are to be marked, by the bitmap."""
+
 # Tables of which some rows are looked at: a look costs 30 µs a step, and copies of models are of all their tables.
 _MAX_PROBED = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableParameter:
-    """A parameter that is an embedding table.
-
-    Attributes:
-        parts: What of the table this rank streams of it: one, none, or several that do not overlap.
-        parameter: `[rows, columns]`; may be a DTensor.
-        is_sparse: Whether its gradient is expected to be sparse.
-        is_in_use: Returns whether the model uses it still, and not another one in its place.
-    """
-
-    parts: tuple[TablePart, ...]
-    parameter: torch.nn.Parameter
-    is_sparse: bool
-    is_in_use: Callable[[], bool] = lambda: True
-
-
-@dataclass(kw_only=True, slots=True)
-class _Part:
-    """One part of a parameter.
-
-    Attributes:
-        part: Where it lies.
-        table: What is streamed.
-        touched: Rows whose states are not all zero, if the optimizer goes on to move them; else empty. On the device if
-            the table's changed rows are.
-    """
-
-    part: TablePart
-    table: TappedTable
-    touched: DirtyRows | DeviceDirtyRows
-
-    def touched_beside(self) -> DirtyRows | DeviceDirtyRows:
-        """Return `touched`, moved to where the table's changed rows are now; that waits for the device."""
-        dirty, touched = self.table.dirty, self.touched
-        if isinstance(dirty, DeviceDirtyRows):
-            if not isinstance(touched, DeviceDirtyRows):
-                self.touched = DeviceDirtyRows.beside(dirty)
-                self.touched.add(touched)
-        elif isinstance(touched, DeviceDirtyRows):
-            self.touched = touched.to_host()
-        return self.touched
-
-
-@dataclass(kw_only=True, slots=True)
-class _Followed:
-    """A parameter and the optimizer that updates it."""
-
-    source: TableParameter
-    optimizer: torch.optim.Optimizer
-    rule: Rule
-    states: tuple[tuple[str, bool], ...]
-    parts: list[_Part] = field(default_factory=list)
-    seen: tuple[int, ...] = ()
-    # A storage that is freed leaves its address to the next: these keep the objects' own, though not their memory.
-    storages: list[StorageWeakRef] = field(default_factory=list)
-    has_warned: bool = field(default=False)
-    # Changed rows are marked on a device, where nobody waits for their number.
-    is_on_device: bool = field(default=False)
-    probe: RowProbe | None = None
-    # The type of another optimizer that has trained the table since.
-    usurper: str | None = None
-
-    @property
-    def parameter(self) -> torch.nn.Parameter:
-        """What is trained."""
-        return self.source.parameter
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.source.parts[0].fqn
-
-    def made(self) -> dict[str, torch.Tensor]:
-        """Return the row states that the optimizer has made so far, local ones."""
-        state = self.optimizer.state.get(self.source.parameter, {})
-        return {name: local_tensor(state[name]) for name, _ in self.states if state.get(name) is not None}
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the weights, and the row states that the optimizer has made so far."""
-        state = self.optimizer.state.get(self.source.parameter, {})
-        return [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
-
-    def snapshot(self) -> tuple[int, ...]:
-        """Return numbers that differ after any of its tensors was written in place or replaced."""
-        return tuple(
-            number
-            for tensor in self.tensors()
-            for local in (local_tensor(tensor),)
-            # A DTensor counts its own writes, and its local tensor those that are made to it directly.
-            for number in (local.untyped_storage()._cdata, local.data_ptr(), tensor._version, local._version)
-        )
-
-    def is_written(self) -> bool:
-        """Return whether the parameter was written in place since it was last seen."""
-        return not self.seen or self.seen[2] != self.source.parameter._version
-
-    def note_seen(self) -> None:
-        """Remember how its tensors are now. REQUIRES: what was written to them is marked."""
-        now = self.snapshot()
-        if now[::4] != self.seen[::4]:
-            storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
-            self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
-        self.seen = now
-        if self.probe is not None:
-            self.probe.keep(local_tensor(self.source.parameter))
-
-    def is_off_probe(self) -> bool:
-        """Return whether rows changed that are looked at. REQUIRES: its tensors are those that were last seen."""
-        return self.probe is not None and self.probe.is_off(local_tensor(self.source.parameter))
-
-    def group(self) -> dict[str, Any] | None:
-        """Return the present settings of the optimizer for this table; None when it was given others instead.
-
-        For many tables, ask `_groups_of` once.
-        """
-        return _group_of(self.optimizer, self.source.parameter)
-
-    def note_move(self) -> None:
-        """Learn that a part's changed rows are marked elsewhere now."""
-        self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
-        self.probe = None  # a look would wait for the device
-
-    def mark_all(self) -> None:
-        """Mark every row, and find out anew which rows the optimizer goes on to move."""
-        parameter, reach = self.source.parameter, Reach.ALL
-        if group := self.group():
-            reach = self.rule.reach(group, parameter.dtype, self.source.is_sparse)
-        for part in self.parts:
-            part.table.mark_all()
-        if reach is not Reach.GRADIENT:
-            self.find_touched()
-
-    def find_touched(self) -> None:
-        """Find out which rows have states that are not all zero."""
-        for part in self.parts:
-            touched = part.touched_beside()
-            touched.clear()
-            for name, state in self.made().items():
-                if self.fits(name, state):
-                    touched.mark(rows_with_any_bit(part.part.rows(state), waits=not self.is_on_device))
-
-    def fits(self, name: str, state: torch.Tensor) -> bool:
-        """Return whether a state has the shape that the optimizer gives it; else no flush sends it."""
-        num_rows, num_columns = local_tensor(self.source.parameter).shape
-        return state.shape == (num_rows, 1 if dict(self.states)[name] else num_columns)
 
 
 class TorchOptimTap:
@@ -223,7 +77,7 @@ class TorchOptimTap:
         optimizers = list(optimizers)
         self._note_update, self._end_step = note_update, end_step
         self._handles: list[RemovableHandle | StepHooks] = []
-        self._frozen = [source for source in parameters if not source.parameter.requires_grad]
+        self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
         # A rank may hold none of a table's rows.
         self._followed = [
             _follow(source, optimizers) for source in parameters if source.parameter.requires_grad and source.parts
@@ -232,7 +86,7 @@ class TorchOptimTap:
         check_not_aliased([(each.name, each.source.parameter) for each in self._followed], trained)
         self.tables = [part.table for followed in self._followed for part in followed.parts]
         _tell_wide_reach(self._followed)
-        by_optimizer: dict[int, list[_Followed]] = {}
+        by_optimizer: dict[int, list[FollowedParameter]] = {}
         for place, followed in enumerate(self._followed):
             followed.probe = RowProbe() if place < _MAX_PROBED else None
             followed.note_seen()
@@ -261,15 +115,21 @@ class TorchOptimTap:
         self._handles.clear()
         self._foreign.close()
 
-    def _register(self, optimizer: torch.optim.Optimizer, followed: list[_Followed]) -> None:
+    def _register(self, optimizer: torch.optim.Optimizer, followed: list[FollowedParameter]) -> None:
         def before_update() -> None:
             for each in followed:
                 self._sweep(each)
 
         def after_update(is_next: bool) -> None:
             groups = _groups_of(optimizer)
+            marks: _Marks = {}
             for each in followed:
-                self._mark(each, groups.get(id(each.source.parameter)), is_next)
+                self._mark(each, groups.get(id(each.source.parameter)), is_next, marks)
+            for bitmap, of_tables in marks.items():
+                bitmap.mark_tables(of_tables)
+            # Only now: when the marks are interrupted, the next sweep finds the tables changed and marks every row.
+            for each in followed:
+                each.note_seen()
             self._foreign.note_own_step()
 
         def after_load(*_: Any) -> None:
@@ -280,13 +140,13 @@ class TorchOptimTap:
         self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
         self._handles.append(StepHooks(optimizer, before=before_update, after=after_update))
 
-    def _note_foreign(self, tables: list[_Followed], kind: str) -> None:
+    def _note_foreign(self, tables: list[FollowedParameter], kind: str) -> None:
         for followed in tables:
             followed.usurper = kind
             self._sweep(followed)
         self._end_step()
 
-    def _sweep(self, followed: _Followed) -> None:
+    def _sweep(self, followed: FollowedParameter) -> None:
         if followed.snapshot() != followed.seen or not followed.source.is_in_use():
             written = [followed]
         elif followed.is_off_probe():
@@ -299,25 +159,25 @@ class TorchOptimTap:
         for each in written:
             each.note_seen()
 
-    def _mark(self, followed: _Followed, group: dict[str, Any] | None, is_next: bool) -> None:
-        """Mark what the update that just ended has changed, and then remember how the tensors are.
-
-        In this order: when it is interrupted, the next sweep finds them changed and marks every row.
+    def _mark(self, followed: FollowedParameter, group: dict[str, Any] | None, is_next: bool, marks: _Marks) -> None:
+        """Mark what the update that just ended has changed.
 
         Args:
             followed: A table.
             group: The settings of the update; None when the optimizer does not have the table any more.
             is_next: Nobody else has written since the last sweep.
+            marks: Gets what is to be marked together with other tables' rows.
         """
         if not is_next:
             followed.mark_all()
             self._note_update()
         elif group is not None and followed.source.parameter.grad is not None:  # else it is passed over
             self._note_update()
-            self._mark_rows(followed, group, followed.source.parameter.grad)
-        followed.note_seen()
+            self._mark_rows(followed, group, followed.source.parameter.grad, marks)
 
-    def _mark_rows(self, followed: _Followed, group: dict[str, Any], gradient: torch.Tensor) -> None:
+    def _mark_rows(
+        self, followed: FollowedParameter, group: dict[str, Any], gradient: torch.Tensor, marks: _Marks
+    ) -> None:
         parameter = followed.source.parameter
         reason = followed.rule.refuse(group, parameter.dtype, gradient.is_sparse)
         if reason is None and (states := followed.rule.states(group)) != followed.states:
@@ -342,11 +202,14 @@ class TorchOptimTap:
                 touched = part.touched_beside()
                 touched.mark(own)
                 part.table.dirty.add(touched)  # type: ignore[arg-type]
+            elif gradient.is_sparse and isinstance(dirty := part.table.dirty, DeviceDirtyRows):
+                # A dense one's ids, 8 bytes for each row of a table, would all be there at once.
+                marks.setdefault(dirty.bitmap, []).append((dirty, own))
             else:
                 part.table.dirty.mark(own)
 
 
-def _tell_wide_reach(followed: list[_Followed]) -> None:
+def _tell_wide_reach(followed: list[FollowedParameter]) -> None:
     """Say once for each optimizer and reach that more is streamed than the rows of the batches."""
     found: dict[tuple[str, Reach], list[str]] = {}
     for each in followed:
@@ -364,12 +227,6 @@ def _tell_wide_reach(followed: list[_Followed]) -> None:
         )
 
 
-def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
-    """Return the present settings of one parameter."""
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
-
-
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Return the present settings of each parameter, by its identity."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -379,11 +236,11 @@ def _names(states: tuple[tuple[str, bool], ...]) -> str:
     return ", ".join(name for name, _ in states) or "none"
 
 
-def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> _Followed:
+def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> FollowedParameter:
     """Find the one optimizer of a table and describe the table, or say why it cannot be streamed."""
     parameter, fqn = source.parameter, source.parts[0].fqn
     in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
-    settings = [(optimizer, _group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
+    settings = [(optimizer, group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
     owners = [(optimizer, group) for optimizer, group in settings if group is not None]
     if len(owners) != 1:
         names = " and ".join(type(owner).__name__ for owner, _ in owners)
@@ -398,7 +255,7 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
         rule = rule_of(optimizer)
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
-    followed = _Followed(source=source, optimizer=optimizer, rule=rule, states=())
+    followed = FollowedParameter(source=source, optimizer=optimizer, rule=rule, states=())
     kind = type(optimizer).__name__
     reason = rule.refuse(group, parameter.dtype, source.is_sparse)
     followed.states = rule.states(group)
@@ -416,7 +273,7 @@ def _follow(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> 
     return followed
 
 
-def _part(followed: _Followed, part: TablePart) -> _Part:
+def _part(followed: FollowedParameter, part: TablePart) -> FollowedPart:
     parameter = followed.source.parameter
     local_shape = local_tensor(parameter).shape
     num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
@@ -431,10 +288,10 @@ def _part(followed: _Followed, part: TablePart) -> _Part:
         states=lambda: _states(followed, part, num_rows, num_columns),
         scalars=lambda: _scalars(followed),
     )
-    return _Part(part=part, table=table, touched=DirtyRows(num_rows))
+    return FollowedPart(part=part, table=table, touched=DirtyRows(num_rows))
 
 
-def _spec(followed: _Followed, part: TablePart) -> TableSpec:
+def _spec(followed: FollowedParameter, part: TablePart) -> TableSpec:
     dtype, made = followed.source.parameter.dtype, followed.made()
     return TableSpec(
         fqn=part.fqn,
@@ -450,7 +307,7 @@ def _spec(followed: _Followed, part: TablePart) -> TableSpec:
     )
 
 
-def _weights(followed: _Followed) -> torch.Tensor:
+def _weights(followed: FollowedParameter) -> torch.Tensor:
     """Return the live weights, local ones, or say that their states are not the optimizer's that is followed."""
     if followed.usurper is not None:
         raise UnsupportedModelError(
@@ -460,7 +317,7 @@ def _weights(followed: _Followed) -> torch.Tensor:
     return local_tensor(followed.source.parameter)
 
 
-def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
+def _states(followed: FollowedParameter, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
     """Return the live states; those that the optimizer makes in its first step are zeros before."""
     parameter, made = followed.source.parameter, followed.made()
     states = {}
@@ -477,7 +334,7 @@ def _states(followed: _Followed, part: TablePart, num_rows: int, num_columns: in
     return states
 
 
-def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
+def _scalars(followed: FollowedParameter) -> dict[str, torch.Tensor]:
     """Return the optimizer's numbers for the whole table; a plain number (SparseAdam's step) as int64."""
     state = followed.optimizer.state.get(followed.source.parameter, {})
     return {
@@ -487,7 +344,7 @@ def _scalars(followed: _Followed) -> dict[str, torch.Tensor]:
     }
 
 
-def _warn_once(followed: _Followed, reason: str) -> None:
+def _warn_once(followed: FollowedParameter, reason: str) -> None:
     if not followed.has_warned:
         followed.has_warned = True
         warnings.warn(

@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_inputs import LAUNCHERS, WARP_LAUNCHERS, launcher_of, moved
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from headrace.kernels import bitmap as bm
 
@@ -123,6 +124,121 @@ def test_feature_kernel_is_the_definition(device: str, features: tuple[torch.Ten
     assert torch.equal(there[0].cpu(), plain)
 
 
+_Tables = tuple[torch.Tensor, list[torch.Tensor], list[int], list[int]]
+
+
+@st.composite
+def _tables(draw: st.DrawFn) -> _Tables:
+    """Return (bitmap, row ids, first slots, rows) of some tables, whose order is not that of their slots."""
+    num_tables = draw(st.sampled_from([0, 1, 3, 15, 16, 17, 33]))
+    num_rows = [draw(st.sampled_from([1, 64, 65, 1000])) for _ in range(num_tables)]
+    row_ids, slots, end = [], [0] * len(num_rows), 64 * draw(st.integers(0, 2))
+    for table in draw(st.permutations(range(len(num_rows)))):
+        slots[table] = end
+        end += -(-num_rows[table] // 64) * 64
+    for rows in num_rows:
+        ids = _ids(rows, draw(st.sampled_from([0, 1, 5, 300])), torch.int64, draw(st.integers(0, 2**31)))
+        change = draw(st.sampled_from([None, None, "int32", "apart", "two-dimensional"]))
+        if change == "int32":
+            ids = ids.int()
+        elif change == "apart":
+            ids = ids.repeat_interleave(2)[::2]
+        elif change == "two-dimensional":
+            ids = ids[None]
+        row_ids.append(ids)
+    return bm.make_bitmap(end), row_ids, slots, num_rows
+
+
+@settings(max_examples=80)
+@given(_tables())
+def test_tables_are_marked_as_defined(tables: _Tables) -> None:
+    """Each table's ids are marked at its slots, and the definition is that of a Python set."""
+    plain, row_ids, first_slots, num_rows = tables
+    fast = plain.clone()
+    bm.mark_dirty_tables(fast, row_ids, first_slots, num_rows)
+    bm.mark_dirty_tables_reference(plain, row_ids, first_slots, num_rows)
+    assert torch.equal(fast, plain)
+    pairs = zip(row_ids, first_slots, strict=True)
+    expected = {slot + row for ids, slot in pairs for row in ids.flatten().tolist() if row >= 0}
+    assert bm.take_dirty(fast)[0].tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
+@settings(max_examples=25)
+@given(_tables())
+def test_table_kernel_is_the_definition(device: str, tables: _Tables) -> None:
+    """Launches of 16 tables mark what the definition does, with ids of any type and layout."""
+    plain, row_ids, first_slots, num_rows = tables
+    bitmap, there = moved(plain, device).clone(), [moved(ids, device) for ids in row_ids]
+    bm.mark_dirty_tables_reference(plain, row_ids, first_slots, num_rows)
+    bm.launch_mark_dirty_tables(launcher_of("bitmap", device), bitmap, there, first_slots, num_rows)
+    assert torch.equal(bitmap.cpu(), plain)
+
+
+@pytest.mark.parametrize("device", LAUNCHERS)
+def test_several_blocks_mark_tables(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a table mark the same words at once, and go on to further ids where there are more than blocks."""
+    monkeypatch.setattr(bm, "_MAX_BLOCKS_OF_TABLE", 2)
+    row_ids, num_rows = [_ids(200, 700, torch.int64, 1), _ids(70, 300, torch.int64, 2)], [200, 70]
+    bitmap, plain = bm.make_bitmap(384, device), bm.make_bitmap(384)
+    there = [ids.to(device) for ids in row_ids]
+    bm.launch_mark_dirty_tables(launcher_of("bitmap", device), bitmap, there, [128, 0], num_rows)
+    bm.mark_dirty_tables_reference(plain, row_ids, [128, 0], num_rows)
+    assert torch.equal(bitmap.cpu(), plain)
+
+
+def test_26_tables_are_two_launches() -> None:
+    """Each launch takes 16 tables in order, zeros where there are fewer, and blocks for the longest of them."""
+
+    class Launches:
+        def __init__(self) -> None:
+            self.all: list[tuple[str, int, int, list[int]]] = []
+
+        def launch(self, kernel: str, blocks: int, threads: int, *args: torch.Tensor | int) -> None:
+            numbers = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self.all.append((kernel, blocks, threads, numbers))
+
+    launches, bitmap = Launches(), bm.make_bitmap(26 * 64)
+    row_ids = [torch.arange(300 if table == 20 else 2) % 9 for table in range(26)]
+    bm.launch_mark_dirty_tables(launches, bitmap, row_ids, [64 * table for table in range(26)], [9] * 26)
+    told = []
+    for table, ids in enumerate(row_ids):
+        told += [ids.data_ptr(), ids.numel(), 64 * table, 9]
+    assert launches.all == [
+        ("mark_dirty_tables_kernel", 16, 256, [bitmap.data_ptr(), 26, *told[:64]]),
+        ("mark_dirty_tables_kernel", 32, 256, [bitmap.data_ptr(), 26, *told[64:], *[0] * 24]),
+    ]
+
+
+def test_a_row_beyond_its_table_is_an_error() -> None:
+    """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
+    bitmap, row_ids = bm.make_bitmap(200), [torch.tensor([1, 2]), torch.tensor([65, 3])]
+    for mark in (bm.mark_dirty_tables, bm.mark_dirty_tables_reference):
+        with pytest.raises(IndexError, match="row 65"):
+            mark(bitmap, row_ids, [128, 0], [70, 65])
+        with pytest.raises(IndexError):
+            mark(bitmap, row_ids[:1], [256], [70])
+        assert not bitmap.any()
+    launcher = launcher_of("bitmap", "cpu")
+    for args in ((row_ids, [128, 0], [70, 65]), (row_ids[:1], [256], [70])):
+        with pytest.raises(IndexError, match="trap"):
+            bm.launch_mark_dirty_tables(launcher, bitmap, *args)
+
+
+def test_tables_that_nobody_traces_go_past_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call does not pay for torch's dispatch; a traced one comes to the operator, and marks the same."""
+
+    def mark(bitmap: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+        bm.mark_dirty_tables(bitmap, [row_ids, row_ids], [0, 64], [50, 50])
+        return bitmap + 0
+
+    graph = make_fx(mark, tracing_mode="fake")(bm.make_bitmap(100), torch.tensor([5]))
+    assert "headrace.mark_dirty_tables" in graph.code
+    assert graph(bm.make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
+    monkeypatch.delattr(bm, "_mark_dirty_tables")
+    assert mark(bm.make_bitmap(100), torch.tensor([1])).tolist() == [2, 2]
+
+
 def test_a_row_beyond_its_features_table_is_an_error() -> None:
     """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
     bitmap, row_ids, starts = bm.make_bitmap(200), torch.tensor([1, 2, 65, 3]), torch.tensor([0, 2, 4])
@@ -227,6 +343,14 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             bm.mark_dirty_features(bm.make_bitmap(10), *args)
+    for row_ids, slots, rows, said in (
+        ([numbers, numbers.short()], [0, 0], [1, 1], "row_ids of table 1 is torch.int16 on cpu"),
+        ([numbers.to("meta")], [0], [1], "row_ids of table 0 is torch.int64 on meta"),
+        ([numbers], [0, 0], [1], "1 row_ids, 2 first_slots and 1 num_rows"),
+        ([numbers], [-64], [1], "first slot -64 is negative"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            bm.mark_dirty_tables(bm.make_bitmap(10), row_ids, slots, rows)
 
 
 def test_operators_are_registered_rightly() -> None:
@@ -234,4 +358,6 @@ def test_operators_are_registered_rightly() -> None:
     torch.library.opcheck(bm._mark_dirty, (bm.make_bitmap(100), torch.tensor([5, -1])))
     features = torch.tensor([0, 2]), torch.tensor([64]), torch.tensor([9])
     torch.library.opcheck(bm._mark_dirty_features, (bm.make_bitmap(100), torch.tensor([5, -1]), *features))
+    tables = [torch.tensor([5, -1]), torch.tensor([8])], [0, 64], [9, 9]
+    torch.library.opcheck(bm._mark_dirty_tables, (bm.make_bitmap(100), *tables))
     torch.library.opcheck(bm._take_dirty, (torch.full((3,), 5), 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import importlib.util
+import logging
 import re
 import shutil
 import subprocess
@@ -57,6 +58,25 @@ def test_nvrtc_compiles(family: str, architecture: str, tmp_path: Path) -> None:
         assert f".text.{name}".encode() in binary
     (kept,) = tmp_path.iterdir()
     assert kept.read_bytes().endswith(binary)
+
+
+@_needs_nvrtc
+@pytest.mark.parametrize("family", cm.FAMILIES)
+def test_a_newer_architecture_gets_ptx(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the compiler does not know yet is PTX of its newest, whole, without contraction, and the log says so."""
+    with caplog.at_level(logging.INFO):
+        binary = cm.compile_family(family, "sm_999", BinaryCache(tmp_path))
+    text = binary.removesuffix(b"\0").decode()
+    assert binary.endswith(b"\0") and "\0" not in text  # the driver looks for the end
+    (newest,) = re.findall(r"\.target sm_(\d+)", text)
+    for name in re.findall(r"HEADRACE_KERNEL (\w+)\(", cm.source_of(family)[0].decode()):
+        assert f".entry {name}(" in text
+    # Whoever compiles it may contract what has no rounding.
+    assert not re.search(r"\b(mul|add|sub)(\.ftz)?\.f32", text)
+    said = rf"NVRTC \d+\.\d+ does not know sm_999: {family}\.cu as PTX of compute_{newest}"
+    assert re.fullmatch(said, caplog.messages[0])
+    (kept,) = tmp_path.iterdir()
+    assert kept.suffix == ".ptx"
 
 
 @_needs_nvrtc

@@ -29,35 +29,49 @@ def stand_ins(tmp_path: Path) -> Path:
     return folder
 
 
-def _check(stand_ins: Path, *, has_gpu: bool, failure: str = "nothing") -> subprocess.CompletedProcess[str]:
+def _check(
+    stand_ins: Path, *parts: str, has_gpu: bool = True, failure: str = "nothing"
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PATH": f"{stand_ins}:{os.environ['PATH']}",
         "PYTHON": str(stand_ins / "python"),
         "FAKE_GPU": str(int(has_gpu)),
         "FAKE_FAILURE": failure,
     }
-    command = [ROOT / "scripts" / "check-gpu", "results"]
+    command = [ROOT / "scripts" / "check-gpu", "results", *parts]
     return subprocess.run(command, env=environment, cwd=stand_ins.parent, capture_output=True, text=True, check=False)
 
 
 def test_all_parts_run_although_one_fails(stand_ins: Path, tmp_path: Path) -> None:
     """Tests, both tools and the bench run; the one that failed shows its log, and the exit code says so."""
-    done = _check(stand_ins, has_gpu=True, failure="--tool memcheck")
+    done = _check(stand_ins, failure="--tool memcheck")
     assert done.returncode == 1
     said = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert said == ["tests: ok", "memcheck: FAILED with exit code 3", "it broke", "racecheck: ok", "bench: ok"]
+    assert said == ["tests: ok", "bench: ok", "memcheck: FAILED with exit code 3", "it broke", "racecheck: ok"]
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert [call.split(" ")[0] for call in calls] == ["python", "compute-sanitizer", "compute-sanitizer", "python"]
-    assert all("-m pytest -m gpu" in call for call in calls[:3])
+    assert [call.split(" ")[0] for call in calls] == ["python", "python", "compute-sanitizer", "compute-sanitizer"]
+    assert all("-m pytest -m gpu" in call for call in (calls[0], *calls[2:]))
     # Torch's allocator would hide from memcheck what lies behind a tensor.
-    assert ["uncached" in call for call in calls] == [False, True, True, False]
-    assert calls[3].endswith(f"-m headrace bench kernels --json {tmp_path}/results/kernels.json")
+    assert ["uncached" in call for call in calls] == [False, False, True, True]
+    assert calls[1].endswith(f"-m headrace bench kernels --json {tmp_path}/results/kernels.json")
     assert (tmp_path / "results" / "memcheck.log").read_text() == "it broke\n"
 
 
 def test_all_is_well(stand_ins: Path) -> None:
     """With every part passed the exit code is 0."""
-    assert _check(stand_ins, has_gpu=True).returncode == 0
+    assert _check(stand_ins).returncode == 0
+
+
+def test_parts_that_are_named(stand_ins: Path, tmp_path: Path) -> None:
+    """Only these run, in the order given; a name that is none is an error before anything runs."""
+    done = _check(stand_ins, "racecheck", "tests")
+    assert done.returncode == 0
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["racecheck", "tests"]
+    (tmp_path / "calls").unlink()
+    done = _check(stand_ins, "tests", "benches")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "check-gpu: benches is none of the parts: tests bench memcheck racecheck"
+    assert not (tmp_path / "calls").exists()
 
 
 def test_without_a_gpu_it_says_so(stand_ins: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@
 #include <deque>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #ifdef HEADRACE_RACECHECK
@@ -27,7 +28,7 @@ OF_BLOCK Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace {
 using host::LANES;
-constexpr int STACK_BYTES = 64 * 1024, MAX_ARGUMENTS = 12;
+constexpr int STACK_BYTES = 64 * 1024, MAX_ARGUMENTS = 66;
 enum Failure { NONE = 0, TRAPPED = 1, STUCK = 2, MISALIGNED = 3 };
 
 // What ThreadSanitizer is told. A place of memory stands for an order: who has come to it after others have passed it
@@ -111,6 +112,14 @@ struct Block {
     long num_looks = 0;
 };
 OF_BLOCK Block* running;
+
+void* called;  // the kernel
+const uint64_t* args;
+
+template <size_t... I>
+void call(std::index_sequence<I...>) {
+    ((void (*)(decltype(uint64_t(I))...))called)(args[I]...);
+}
 
 void run_thread() {
     body();
@@ -199,16 +208,8 @@ void host::look() {
 // Every parameter is 8 bytes wide, and a function may be given more of them than it takes: true of x86-64 and aarch64.
 extern "C" __attribute__((visibility("default"))) int launch_on_host(
     void* kernel, unsigned num_blocks, unsigned num_threads, const uint64_t* arguments) {
-    using Word = uint64_t;
-    static const Word* args;
-    static void (*function)(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word);
-    static_assert(MAX_ARGUMENTS == 12);
-    args = arguments;
-    function = (decltype(function))kernel;
-    body = [] {
-        function(args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7], args[8], args[9], args[10],
-                 args[11]);
-    };
+    called = kernel, args = arguments;
+    body = [] { call(std::make_index_sequence<MAX_ARGUMENTS>()); };
     failure = NONE;
     // Where an access is not aligned, what the compiler has put in stops with an illegal instruction; x86 would not.
     struct sigaction stop = {}, before;

@@ -20,7 +20,7 @@ __all__ = ["HostKernels", "edited_kernels", "host_kernels"]
 
 _HERE = Path(__file__).resolve().parent
 _SOURCES = Path(sources.__file__).resolve().parent
-_MAX_ARGUMENTS = 12
+_MAX_ARGUMENTS = 66
 _COMMON_FLAGS = ("-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", *(WATCHER.engine_flags if WATCHER else ()))
 # -fwrapv and no strict aliasing: as nvcc treats them. No contraction: as NVRTC is told.
 _KERNEL_FLAGS = ("-shared", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas")

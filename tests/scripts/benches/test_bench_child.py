@@ -37,6 +37,7 @@ def test_a_child_that_ends_is_told(tmp_path: Path) -> None:
     (tmp_path / "answer_once.py").write_text("input()\nprint('{}', flush=True)\n", "utf-8")
     with BenchChild("answer_once", "trainer", {}, environ={"PYTHONPATH": str(tmp_path)}) as child:
         assert child.ready == {}
+        child._process.wait()  # so that the order stays in the pipe's buffer, and closing that cannot write it either
         with pytest.raises(UnavailableError, match=told):
             child.ask({})
 

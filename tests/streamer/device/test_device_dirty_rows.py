@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from fake_device import FakeDevice
 from hypothesis import given, settings
 
 from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 
 IDS = st.lists(st.integers(0, 99), max_size=8)
@@ -59,6 +64,42 @@ def test_it_is_the_set_that_is_kept_on_the_host(operations: list[tuple[str, obje
     assert before.take().tolist() == [0, 63]
 
 
+@settings(max_examples=60)
+@given(
+    tables=st.lists(st.tuples(st.integers(1, 130), st.lists(st.integers(-1, 129), max_size=8)), max_size=20),
+    seed=st.integers(0, 2**32),
+)
+def test_tables_that_are_marked_together(tables: list[tuple[int, list[int]]], seed: int) -> None:
+    """The same rows are marked as table by table, by work that is queued once and read by nobody before it runs."""
+    fake = FakeDevice(seed)
+    slots = [0, *itertools.accumulate(slots_of(num_rows) for num_rows, _ in tables)]
+    together, apart = (DeviceBitmap(fake, slots[-1]) for _ in range(2))
+    marks = []
+    for (num_rows, ids), slot in zip(tables, slots, strict=False):
+        dtype = torch.int32 if num_rows % 5 == 0 else torch.int64
+        marks.append(
+            (DeviceDirtyRows(num_rows, together, slot), torch.tensor(ids, dtype=dtype).clamp(max=num_rows - 1))
+        )
+        DeviceDirtyRows(num_rows, apart, slot).mark(marks[-1][1])
+    with fake.training(), mock.patch.object(fake, "enqueue", wraps=fake.enqueue) as enqueue:
+        together.mark_tables(marks)
+    assert enqueue.call_count == 1
+    assert together.is_marked and not together.is_captured
+    assert fake.read(together.bits).tolist() == fake.read(apart.bits).tolist()
+    fake.capturing = True
+    together.mark_tables(marks)
+    assert together.is_captured
+
+
+def test_a_row_beyond_its_table_stops_the_device() -> None:
+    """An id that lies in another table's slots is no mark there: the next wait raises."""
+    fake = FakeDevice()
+    bitmap = DeviceBitmap(fake, 128)
+    bitmap.mark_tables([(DeviceDirtyRows(10, bitmap), torch.tensor([64]))])
+    with pytest.raises(RuntimeError, match="row 64 is not below 10"):
+        fake.read(bitmap.bits)
+
+
 def test_marking_only_queues_work() -> None:
     """Nothing of what a step does asks the device for anything."""
     fake = FakeDevice()
@@ -89,3 +130,15 @@ def test_what_is_known_without_waiting() -> None:
     rows.mark(torch.tensor([1]))
     bitmap.note_cut()
     assert bitmap.is_marked
+
+
+def test_what_a_graph_marks_stays_on_the_device() -> None:
+    """A set cannot move to the host once a graph marks it: what a replay marks later would be lost in silence."""
+    fake = FakeDevice()
+    rows = DeviceDirtyRows(100, DeviceBitmap(fake, slots_of(100)))
+    fake.capturing = True
+    rows.mark(torch.tensor([1]))
+    fake.capturing = False
+    with pytest.raises(UnsupportedModelError, match="captured in a CUDA graph: set device_pipeline=False"):
+        rows.to_host()
+    assert rows.take().tolist() == [1]

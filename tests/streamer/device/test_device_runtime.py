@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +46,84 @@ def test_managed_memory_is_fbgemms(monkeypatch: pytest.MonkeyPatch, is_loaded: b
     runtime.device = tensor.device
     assert runtime.holds(tensor) != is_loaded
     assert len(asked) == is_loaded
+
+
+class _FakeGpu:
+    """What of torch a copy aside calls, and the rules that CUDA has for it.
+
+    A thread begins on the first device. While another thread captures a graph, a wait is an error, unless the thread
+    has said that it keeps away from it. A block of a stream ends by setting the device that was current at its
+    beginning, and a device that is set gets a context; a block of a device gives that one back without making one.
+    """
+
+    def __init__(self) -> None:
+        self.current, self.contexts = 0, {1}
+        self.is_relaxed = False
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, 1
+        yield
+        self.current = before
+        self.contexts.add(before)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        before, self.is_relaxed = self.is_relaxed, True
+        yield
+        self.is_relaxed = before
+
+    def Event(self, *, blocking: bool) -> SimpleNamespace:
+        assert blocking
+        return SimpleNamespace(record=lambda stream: self._call(f"record on {stream}"), synchronize=self._wait)
+
+    def Stream(self, device: torch.device) -> str:
+        return "side"
+
+    def current_stream(self, device: torch.device) -> str:
+        return "training"
+
+    def tensor(self) -> Any:
+        return SimpleNamespace(
+            copy_=lambda source, non_blocking: self._call(f"copy on {self.current}"),
+            record_stream=lambda stream: self._call(f"keep for {stream}"),
+        )
+
+    def _wait(self) -> None:
+        assert self.is_relaxed, "operation not permitted when stream is capturing"
+        self._call("wait")
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _FakeGpu:
+    fake = _FakeGpu()
+    for name in ("stream", "device", "Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(device_runtime, "beside_captures", fake.beside_captures)
+    return fake
+
+
+def test_a_wait_bears_a_capture_by_the_training_thread(gpu: _FakeGpu) -> None:
+    """The sender's thread waits for a header and for rows while a graph is captured; neither wait breaks it."""
+    runtime = device_runtime.CudaRuntime(torch.device("cuda", 1))
+    runtime.record().synchronize()
+    runtime.copy_aside(gpu.tensor(), gpu.tensor()).synchronize()
+    assert gpu.calls == ["record on training", "wait", "copy on 1", "keep for side", "record on side", "wait"]
+    assert not gpu.is_relaxed
+
+
+def test_a_copy_aside_makes_no_context_on_the_first_device(gpu: _FakeGpu) -> None:
+    """A thread that copies from its process's GPU takes no memory on another one, which is another process's."""
+    runtime = device_runtime.CudaRuntime(torch.device("cuda", 1))
+    runtime.copy_aside(gpu.tensor(), gpu.tensor())
+    assert gpu.contexts == {1} and gpu.current == 0

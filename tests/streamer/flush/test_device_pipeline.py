@@ -16,6 +16,7 @@ from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, 
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
 from headrace.streamer.device.device_runtime import cuda_runtime
+from headrace.streamer.eviction import Evictor
 from headrace.streamer.flush.flush import Flush
 from headrace.streamer.taps.tapped_table import zero_state
 
@@ -263,6 +264,23 @@ def test_columns_that_move_are_read_where_they_are(caplog: pytest.LogCaptureFixt
     assert sent(to.complete()) == {("t.weight", 3): row_bytes(3.0, 0, 4)}
 
 
+def test_memory_that_is_exchanged_in_its_storage_is_read_where_it_is() -> None:
+    """A table that was moved off the device and back has the same storage, with other memory: its plan is made anew."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake, "t", 4096, 64)
+    to = DeviceSubmitted(fake, [table])
+    tables = to.pipeline._tables
+    table.update([1], 1.0)
+    to.on_step(1)
+    plan = tables.plan()
+    assert plan is tables.plan() is not None
+    storage = table.weights.untyped_storage()
+    storage.resize_(2 * storage.nbytes())  # as to zero and back, but never to the same place
+    assert table.weights.data_ptr() != plan.addresses[0]
+    now = tables.plan()
+    assert now is not None and now.addresses == [table.weights.data_ptr()]
+
+
 def test_states_that_are_not_made_yet_are_zeros() -> None:
     """Expanded zeros are packed like a state of memory of its own."""
     fake = FakeDevice()
@@ -343,6 +361,22 @@ def test_evicted_rows_are_deleted_by_the_host() -> None:
     assert sent(flush).keys() == {("t.weight", 3)}
     assert flush.mark is not None
     assert flush.mark.is_exact_cut
+
+
+def test_eviction_is_refused_before_anybody_is_told_of_it() -> None:
+    """A table whose marking was captured stays on the device: no hook gives places away of rows that stay."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake)
+    to = DeviceSubmitted(fake, [table])
+    fake.capturing = True
+    table.tapped.dirty.mark(torch.tensor([3]))
+    fake.capturing = False
+    evictor, told = Evictor(), list[torch.Tensor]()
+    evictor.register_hook(lambda fqn, rows: told.append(rows))
+    with pytest.raises(UnsupportedModelError, match="captured in a CUDA graph"):
+        evictor.evict([table.tapped], "t.weight", torch.tensor([3, 5]))
+    assert not told and table.tapped.deleted.is_empty
+    assert to.pipeline.is_active
 
 
 def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import DType, StateKind
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
-from headrace.streamer.taps.tap import tap_model
+from headrace.streamer.taps.tap import Tap, tap_model
 from headrace.streamer.taps.tapped_table import TablePart
 
 EXACT: list[tuple[str, Make, dict[str, object], bool]] = [
@@ -188,15 +190,36 @@ def test_tied_weights_are_one_table() -> None:
     assert mirror.taken[-1] == {"a.weight": list(range(30))}
 
 
-@pytest.mark.parametrize("write", ["load", "load states", "clamp", "state", "data"])
-def test_writes_by_others_mark_the_whole_table(write: str) -> None:
-    """What changes a table or its states outside of the optimizer's step marks all its rows at the next boundary."""
+def _after_a_step() -> tuple[TwoKinds, torch.optim.Optimizer, Mirror, Tap]:
     model = TwoKinds(sparse=True)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     mirror = Mirror()
     tap = tap_model(model, optimizer, mirror.on_step)
     mirror.watch(tap)
     train(model, optimizer, range(1))
+    return model, optimizer, mirror, tap
+
+
+@pytest.mark.parametrize("through", ["data", "numpy"])
+def test_a_write_that_is_counted_by_hand_is_seen(through: str) -> None:
+    """Torch does not count a write to a row through `.data` or numpy; with its version raised, all rows are marked."""
+    model, _, mirror, tap = _after_a_step()
+    row = next(row for row in range(97) if row not in touched(0)["user.weight"])
+    if through == "data":
+        model.user.weight.data[row] = 9.0
+    else:
+        model.user.weight.detach().numpy()[row] = 9.0
+    assert not tap.end_step()
+    torch.autograd.graph.increment_version(model.user.weight)
+    assert tap.end_step()
+    assert mirror.taken[1]["user.weight"] == list(range(97))
+    assert mirror.taken[1]["tag.weight"] == []
+
+
+@pytest.mark.parametrize("write", ["load", "load states", "clamp", "state", "data"])
+def test_writes_by_others_mark_the_whole_table(write: str) -> None:
+    """What changes a table or its states outside of the optimizer's step marks all its rows at the next boundary."""
+    model, optimizer, mirror, tap = _after_a_step()
     if write == "load":
         model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
     elif write == "clamp":
@@ -379,6 +402,60 @@ def test_marks_on_a_device_are_those_of_the_host_and_nobody_waits(settings: dict
     on_host = marked(None)
     assert marked(FakeDevice(trains_at_once=True)) == on_host
     assert [any(rows for rows in step) for step in on_host] == [True] * 4
+
+
+def _bags_on(fake: FakeDevice, kinds: str) -> tuple[torch.optim.Optimizer, Tap, list[list[list[int]]]]:
+    """Return (optimizer, tap, the rows of each step by table) of a model with gradients.
+
+    Args:
+        fake: The device.
+        kinds: A letter for each table: "s" of sparse gradients on the device, "d" of dense ones there, "h" on the host.
+    """
+    model = nn.ModuleList(nn.Embedding(60 + place, 2, sparse=kind != "d") for place, kind in enumerate(kinds))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[list[list[int]]] = []
+    tap = tap_model(model, optimizer, lambda: steps.append([table.dirty.take().tolist() for table in tap.tables]))
+    bitmap = DeviceBitmap(fake, len(kinds) * 128)
+    for place, (kind, table) in enumerate(zip(kinds, tap.tables, strict=True)):
+        if kind == "h":
+            fake.on_host.add(table.weights().data_ptr())
+        else:
+            table.join_device(DeviceDirtyRows(table.num_local_rows, bitmap, place * 128))
+        model[place](torch.tensor([place, 59, 2 * place, place])).sum().backward()
+    return optimizer, tap, steps
+
+
+@pytest.mark.parametrize("kinds", ["s" * 26, "shd" * 8 + "ss"])
+def test_tables_on_a_device_are_marked_together(kinds: str) -> None:
+    """A step queues the marks of all tables with sparse gradients once, and those of each other one by itself."""
+    fake = FakeDevice()
+    optimizer, tap, steps = _bags_on(fake, kinds)
+    hook = next(iter(optimizer._optimizer_step_post_hooks.values()))
+    with mock.patch.object(fake, "enqueue", wraps=fake.enqueue) as enqueue, fake.training():
+        hook(optimizer, (), {})
+    assert enqueue.call_count == 1 + kinds.count("d")
+    assert fake.num_waits == 0
+    optimizer.step()
+    tap.close()
+    assert steps == [[sorted({place, 59, 2 * place}) for place in range(len(kinds))]]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_an_interrupt_amid_the_marks_on_a_device_loses_no_row(is_marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the marks that are queued together, or right after them, leaves every row to be sent."""
+    optimizer, tap, steps = _bags_on(FakeDevice(), "sss")
+    mark = DeviceBitmap.mark_tables
+
+    def interrupt(bitmap: DeviceBitmap, marks: Sequence[tuple[DeviceDirtyRows, torch.Tensor]]) -> None:
+        if is_marked:
+            mark(bitmap, marks)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DeviceBitmap, "mark_tables", interrupt)
+        optimizer.step()
+    assert tap.end_step()
+    assert steps == [[list(range(60 + place)) for place in range(3)]]
 
 
 def test_a_part_of_a_table_on_a_device() -> None:

@@ -1,0 +1,165 @@
+"""What is measured on a GPU is not lost by what fails there. The parts run on the CPU here, and are not timed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.cli import main
+from headrace.schemas.errors import UnavailableError
+from headrace.scripts.benches import bench_kernels, bench_kernels_gpu
+
+_UNPINNED = "pack_and_d2h_share_of_d2h"  # without CUDA there is no pinned memory to copy to
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Have small inputs, and a step bench whose server cannot be started."""
+    sizes = {"_NUM_ROWS": 10_000, "_NUM_MARKED": 100, "_FLUSHED_BYTES": 64, "_TABLE_ROWS": 2600, "_NUM_IDS": 260}
+    for name, size in sizes.items():
+        monkeypatch.setattr(bench_kernels_gpu, name, size)
+
+    def seconds(run: Callable[[], object], num_rounds: int, *, before: Callable[[], object] = lambda: None) -> float:
+        before()
+        run()
+        return 1.0
+
+    def refuse(device: torch.device, num_rounds: int) -> float:
+        raise UnavailableError("the server did not start\nfor a reason")
+
+    monkeypatch.setattr(bench_kernels_gpu, "_seconds", seconds)
+    monkeypatch.setattr(bench_kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
+    monkeypatch.setattr(bench_kernels_gpu, "step_time_ratio", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    return torch.device("cpu")
+
+
+def test_a_part_that_fails_costs_its_own_figures(
+    small: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each figure is a number, or null with the failure of its part in one line."""
+
+    def stop(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench_kernels_gpu, "row_digests", stop)
+    measured = bench_kernels_gpu.measure_gpu(small, 1)
+    measured.failures.pop(_UNPINNED, None)
+    assert measured.failures == {
+        "row_digests_share": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "step_time_ratio_gpu": "UnavailableError: the server did not start",
+    }
+    missing = {name for name, figure in measured.figures.items() if figure is None}
+    assert missing - {_UNPINNED} == {"row_digests_share", "step_time_ratio_gpu"}
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "in stop" in told  # where it has failed, for whoever mends it
+
+
+def test_an_interrupted_bench_ends(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no failure of the part that it comes in."""
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_kernels_gpu, "row_digests", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bench_kernels_gpu.measure_gpu(small, 1)
+
+
+def test_shares_are_of_the_fewest_bytes(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each input is read once and each output written once, here at a gigabyte a second, of one table made once."""
+    made: list[bench_kernels_gpu._Rows] = []
+
+    class Rows(bench_kernels_gpu._Rows):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    seconds = bench_kernels_gpu._seconds
+
+    def timed(run: Callable[[], object], num_rounds: int, **settings: Any) -> float:
+        return seconds(run, num_rounds, **settings) * (3 if run.__name__ == "unique_and_select" else 1)
+
+    step_rounds: list[int] = []
+    monkeypatch.setattr(bench_kernels_gpu, "_seconds", timed)
+    monkeypatch.setattr(bench_kernels_gpu, "_Rows", Rows)
+    monkeypatch.setattr(bench_kernels_gpu, "step_time_ratio", lambda device, rounds: step_rounds.append(rounds) or 1.0)
+    figures = bench_kernels_gpu.measure_gpu(small, 20).figures
+    num_bytes = {name: round(figures[name] * 1e9) for name in figures if name.endswith("_share")}
+    row_bytes, id_bytes = 260 * 512, 260 * 8
+    assert num_bytes["pack_rows_share"] == 2 * (row_bytes + id_bytes)
+    assert num_bytes["unpack_rows_share"] == 2 * row_bytes + id_bytes
+    assert num_bytes["row_digests_share"] == row_bytes + 2 * id_bytes
+    assert num_bytes["bucketize_share"] == 5 * id_bytes
+    assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 260 * 128
+    assert num_bytes["cut_dirty_share"] > 2 * 26 * 5 * 512  # what was marked before: some ten rows of each table
+    assert figures["cut_vs_unique"] == 3.0
+    assert len(made) == 1 and step_rounds == [3]
+
+
+def test_times_are_medians_behind_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rounds, in which kernels are loaded, do not count, nor does what comes before each."""
+    times_ms, calls = [900.0, 800.0, 700.0, 5.0, 2.0, 3.0], list[str]()
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+        def elapsed_time(self, end: Any) -> float:
+            return times_ms[calls.count("record") // 2 - 1]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
+    timed = bench_kernels_gpu._seconds(lambda: calls.append("run"), 3, before=lambda: calls.append("before"))
+    assert timed == pytest.approx(0.003)
+    assert calls[:6] == ["before", "sleep", "record", "run", "record", "wait"] and len(calls) == 6 * (3 + 3)
+
+
+def test_without_floors_there_are_no_shares(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even a plain copy works, that is what failed, and nothing is set against it."""
+
+    def stop(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(bench_kernels_gpu, "_floors", stop)
+    measured = bench_kernels_gpu.measure_gpu(small, 1)
+    floors = {"device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"}
+    assert measured.failures.keys() == floors | {"step_time_ratio_gpu"}
+    assert [name for name, figure in measured.figures.items() if figure is not None] == ["device"]
+
+
+def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:
+    """A part that never ends costs no figure that was measured before it."""
+    kept: list[dict[str, Any]] = []
+    bench_kernels_gpu.measure_gpu(small, 1, lambda measured: kept.append(copy.copy(measured.figures)))
+    numbers = [sum(figure is not None for figure in figures.values()) for figures in kept]
+    assert len(kept) == 9 and numbers[0] == 3 and numbers == sorted(numbers) and numbers[-1] >= 13
+
+
+def test_the_bench_fails_and_keeps_its_figures(
+    small: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a GPU and a part that fails, the JSON has the other figures and the failure, and the exit code is not 0."""
+    measure = bench_kernels_gpu.measure_gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench_kernels, "measure_gpu", lambda device, *args: measure(small, *args))
+    monkeypatch.setattr(bench_kernels, "measure_cpu", lambda config, on_stage: {"ratios": {}})
+    file = tmp_path / "kernels.json"
+    assert main(["bench", "kernels", "--json", str(file)]) == 1
+    said = json.loads(file.read_text())
+    assert said["gpu"]["cut_dirty_share"] > 0 and said["gpu"]["step_time_ratio_gpu"] is None
+    assert "UnavailableError" in said["gpu_failures"]["step_time_ratio_gpu"]
+    assert "was not measured" in capsys.readouterr().err
