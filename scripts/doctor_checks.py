@@ -18,10 +18,10 @@ from pathlib import Path
 from headrace.paramserver.config.data_dir import is_in_use
 from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.config.server_config import ServerConfig
-from headrace.paramserver.metrics.status_command import show_size
 from headrace.paramserver.process.machine_memory import machine_memory_bytes
 from headrace.paramserver.process.open_files import FILES_OF_STORE
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.sizes import format_size
 
 __all__ = [
     "Finding",
@@ -160,7 +160,7 @@ def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None
     shard = cache + config.memtable_bytes + 2 * config.max_inflight_bytes
     shard += config.max_log_pending_bytes + config.max_backlog_bytes + _PROCESS_BYTES
     total = shard * num_shards
-    text = f"{num_shards} shards may take {show_size(total)}, the machine has {show_size(memory_bytes)}"
+    text = f"{num_shards} shards may take {format_size(total)}, the machine has {format_size(memory_bytes)}"
     if total > memory_bytes:
         advice = "Lower --max-inflight-bytes, --max-backlog-bytes or --block-cache-bytes, or take fewer shards."
         yield _problem("memory", text, advice)
@@ -284,10 +284,10 @@ def _check_room(config: ServerConfig, num_shards: int, place: Path) -> Iterator[
             "disk", f"only {files.f_favail} inodes are free at {place}", "Remove files, or choose another disk."
         )
     if free < log:
-        text = f"{show_size(free)} free at {place}; the logs of {num_shards} shards may take {show_size(log)}"
+        text = f"{format_size(free)} free at {place}; the logs of {num_shards} shards may take {format_size(log)}"
         yield _problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
     else:
-        yield _ok("disk", f"{show_size(free)} free at {place}; logs may take {show_size(log)}, rows come on top")
+        yield _ok("disk", f"{format_size(free)} free at {place}; logs may take {format_size(log)}, rows come on top")
 
 
 def _check_syncs(place: Path) -> Iterator[Finding]:
@@ -303,7 +303,7 @@ def _check_syncs(place: Path) -> Iterator[Finding]:
         yield _problem("disk", f"writing to {place}: {exc.strerror}", "Look at the disk and at its file system.")
         return
     median_s, rate = sorted(times_s)[len(times_s) // 2], _NUM_SYNCS * _SYNC_BYTES / sum(times_s)
-    text = f"a write of 256 KiB with its sync takes {median_s * 1000:.1f} ms, {show_size(rate)} a second"
+    text = f"a write of 256 KiB with its sync takes {median_s * 1000:.1f} ms, {format_size(rate)} a second"
     if median_s > _SLOW_SYNC_S:
         yield _problem("disk", text, "Each ack waits for a sync: choose a faster disk.")
     else:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.filesize import decimal
 
 from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
+from headrace.schemas.sizes import format_size
 from headrace.scripts.import_with_extra import import_with_extra
 from headrace.scripts.progress_bar import show_bytes, show_rows
 from headrace.scripts.server_flags import Access, dial_of, with_server_flags
@@ -267,4 +267,4 @@ def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
         print(f"{fqn}: {num_rows} rows")
     where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
     rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
-    print(f"{to}: {decimal(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")
+    print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from headrace.paramserver.log.log_inspect import LogReport, SegmentReport, find_logs, inspect_log, size_of_log
 from headrace.schemas.errors import CorruptionError
+from headrace.schemas.sizes import format_size
 from headrace.scripts.progress_bar import show_bytes
 
 __all__ = ["log", "show_range", "show_time"]
@@ -79,7 +79,7 @@ def _to_json(report: LogReport) -> dict[str, Any]:
 
 def _print_report(console: Console, report: LogReport) -> None:
     records = sum(segment.num_records for segment in report.segments)
-    size = decimal(sum(segment.size_bytes for segment in report.segments))
+    size = format_size(sum(segment.size_bytes for segment in report.segments))
     title = escape(str(report.path))
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, collapse_padding=True)
     # In 80 columns nothing is cut: what is too wide goes on in the next line, as a time does behind its date.
@@ -105,7 +105,7 @@ def _row(segment: SegmentReport) -> tuple[str, ...]:
         str(segment.num_records),
         show_range(segment.steps),
         show_range(segment.epochs),
-        decimal(segment.size_bytes),
+        format_size(segment.size_bytes),
         show_time(low_us),
         show_time(high_us),
         f"[red]{state}[/]" if segment.damage else state,

@@ -47,7 +47,7 @@ def show_bytes(what: str, total: int | None = None) -> AbstractContextManager[Pr
         what: What is done, in a word or two.
         total: Of all; None where `update` tells it.
     """
-    return _show(what, total, DownloadColumn(), TransferSpeedColumn())
+    return _show(what, total, DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def show_rows(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from headrace.paramserver.reading.replay import Replay, ReplayTarget
 from headrace.paramserver.reading.replay_source import ReplayRange, ReplaySource, ReplaySummary
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.sizes import format_size
 from headrace.scripts.log_command import show_range, show_time
 from headrace.scripts.progress_bar import show_bytes
 from headrace.scripts.server_flags import Access, with_server_flags
@@ -181,7 +181,7 @@ def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummar
             console.print(text, highlight=False, markup=False, soft_wrap=True)
     first_us, last_us = summary.times_us or (0, 0)
     console.print(
-        f"{summary.num_records} records, {decimal(summary.size_bytes)}, of {len(source.logs)} "
+        f"{summary.num_records} records, {format_size(summary.size_bytes)}, of {len(source.logs)} "
         f"log{'s' * (len(source.logs) > 1)}; trainer's time {show_time(first_us)} to {show_time(last_us)} UTC.",
         highlight=False,
         soft_wrap=True,

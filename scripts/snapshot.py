@@ -6,13 +6,13 @@ import asyncio
 import json
 import shlex
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,9 +24,10 @@ from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, verify_
 from headrace.paramserver.snapshots.snapshot_restore import restore_snapshot
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
+from headrace.schemas.sizes import format_size
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.scripts.log_command import show_time
-from headrace.scripts.progress_bar import show_bytes
+from headrace.scripts.progress_bar import ProgressBar, show_bytes, show_rows
 from headrace.scripts.server_flags import Access, dial_of, with_server_flags
 
 __all__ = ["snapshot"]
@@ -119,9 +120,8 @@ def verify(
     for folder in folders:
         with show_bytes(f"Checking {folder.name}", _size_of(folder)) as bar:
             manifest = verify_snapshot(folder, on_progress=bar.advance)
-        print(
-            f"{manifest.name}: {len(manifest.files())} files, {decimal(manifest.size_bytes)}: all checksums are right."
-        )
+        size = format_size(manifest.size_bytes)
+        print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
 
 
 @snapshot.command()
@@ -187,8 +187,18 @@ def restore(
 
     The snapshot stays as it is. With another number of shards the rows are dealt anew, which takes longer.
     """
-    with show_bytes(f"Checking {directory.name}", _size_of(directory)) as bar:
-        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=bar.advance)
+    rows_bar: ProgressBar | None = None
+
+    def advance_rows(num_rows: int) -> None:
+        nonlocal rows_bar
+        if rows_bar is None:  # one bar at a time
+            bars.close()
+            rows_bar = bars.enter_context(show_rows("Dealing rows"))
+        rows_bar.advance(num_rows)
+
+    with ExitStack() as bars:
+        bar = bars.enter_context(show_bytes(f"Checking {directory.name}", _size_of(directory)))
+        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows)
     _print(manifest, as_json=False)
     print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
 
@@ -208,7 +218,7 @@ def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
         print(json.dumps(_to_json(manifest), indent=2))
     else:
         where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
-        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {decimal(manifest.size_bytes)}.")
+        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {format_size(manifest.size_bytes)}.")
 
 
 def _row(manifest: SnapshotManifest) -> tuple[str, ...]:
@@ -219,7 +229,7 @@ def _row(manifest: SnapshotManifest) -> tuple[str, ...]:
         str(manifest.step) if manifest.step >= 0 else "–",
         str(len(manifest.parts)),
         str(len(manifest.tables)),
-        decimal(manifest.size_bytes),
+        format_size(manifest.size_bytes),
     )
 
 

@@ -31,9 +31,10 @@ from headrace.paramserver.metrics.status_client import (
     TimeoutFlag,
     ask_shards,
 )
-from headrace.paramserver.metrics.status_command import show_duration, show_problem, show_size
+from headrace.paramserver.metrics.status_command import show_duration, show_problem
 from headrace.paramserver.metrics.status_document import merge_tables, merge_writers
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.sizes import format_size
 from headrace.scripts.server_flags import Access, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
@@ -182,7 +183,7 @@ def _shards_table(now: Frame, before: Frame | None) -> Table:
             show_duration(sample.uptime_s),
             *rates,
             f"{sample.log_seq - sample.applied_seq:,}",
-            show_size(sample.inflight_bytes),
+            format_size(sample.inflight_bytes),
             f"{sample.num_connections:,}",
             f"{sample.worst_loop_pause_s * 1000:.0f} ms",
         )

@@ -33,9 +33,9 @@ class ShardSettings:
     """What holds for each shard; a budget is one shard's, so N shards may use N times as much.
 
     Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` (requests, and replies
-    on their way) + `max_log_pending_bytes` + `max_backlog_bytes`; some 600 MiB for the process, its idle buffers, short
-    requests and clients before their hello (`ServerLimits` counts them); and for each connection 4 KiB while it is
-    idle, 48 KiB while it is made to wait, 384 KiB while its peer does not read.
+    on their way) + `max_log_pending_bytes` + `max_backlog_bytes`; some 600 MiB for the process, its idle buffers, the
+    log's tail, short requests and clients before their hello (`ServerLimits` counts them); and for each connection
+    4 KiB while it is idle, 48 KiB while it is made to wait, 384 KiB while its peer does not read.
 
     Each field's `help` says what it does and costs, its `kind` the unit; a help page is made of them.
     """

@@ -148,8 +148,7 @@ class TableRun:
                 await self.delete(is_last=True)
                 await self._finish()
         finally:
-            if self._frequencies is not None:
-                await asyncio.to_thread(self._frequencies.close)
+            await self._close_frequencies()
         return self.report
 
     async def begin(self) -> bool:
@@ -164,14 +163,14 @@ class TableRun:
         if self._policy.max_rows is not None:
             await self._find_cut(-(-self._policy.max_rows // context.num_shards))
         self._scanner = self._new_scanner()
-        self._frequencies = await self._open_frequencies(is_written=not self._is_dry_run)
+        await self._open_frequencies(is_written=not self._is_dry_run)
         self.report.scanned = self.report.live = 0
         return True
 
     async def scan(self) -> bool:
         """Look at the next rows; say whether there were any."""
         assert self._scanner is not None
-        judged = await self._look(self._scanner, self._frequencies)
+        judged = await self._look(self._scanner)
         if judged is None:
             return False
         piece, verdict = judged
@@ -213,17 +212,17 @@ class TableRun:
         recency, within, num_over = Recency(), None, 0
         while True:
             live = expired = 0
-            scanner, frequencies = self._new_scanner(), await self._open_frequencies(is_written=False)
+            scanner = self._new_scanner()
             try:
-                while (judged := await self._look(scanner, frequencies)) is not None:
+                await self._open_frequencies(is_written=False)
+                while (judged := await self._look(scanner)) is not None:
                     facts, verdict = judged[0].facts, judged[1]
                     live += facts.row_ids.size
                     expired += int(np.count_nonzero(verdict.expired))
                     stays = verdict.may_go & ~verdict.expired
                     recency.add(facts.epochs[stays], facts.steps[stays])
             finally:
-                if frequencies is not None:
-                    await asyncio.to_thread(frequencies.close)
+                await self._close_frequencies()
             if within is None:
                 num_over = live - expired - budget
                 self._num_kept_over = max(0, num_over - recency.num_rows)
@@ -242,18 +241,31 @@ class TableRun:
         with_norms = self._policy.min_l2_norm is not None
         return RowScanner(self._context.store, self._table, with_norms=with_norms, piece_rows=self._context.piece_rows)
 
-    async def _open_frequencies(self, *, is_written: bool) -> FrequencyFile | None:
+    async def _open_frequencies(self, *, is_written: bool) -> None:
+        """Open the table's file of frequencies, if the policy asks for them.
+
+        Cancellation: it may be open all the same, and `_close_frequencies` closes it.
+        """
         if self._policy.min_frequency is None:
-            return None
+            return
         path = self._context.directory / f"{self._table.table_id}.frequencies"
         decay, fingerprint = self._policy.decay, self._table.spec.fingerprint
-        return await asyncio.to_thread(lambda: FrequencyFile(path, fingerprint, decay=decay, is_written=is_written))
 
-    async def _look(self, scanner: RowScanner, frequencies: FrequencyFile | None) -> tuple[Piece, Verdict] | None:
+        def open_file() -> None:  # what it returned would be lost
+            self._frequencies = FrequencyFile(path, fingerprint, decay=decay, is_written=is_written)
+
+        await to_its_end(open_file)
+
+    async def _close_frequencies(self) -> None:
+        frequencies, self._frequencies = self._frequencies, None
+        if frequencies is not None:
+            await to_its_end(frequencies.close)
+
+    async def _look(self, scanner: RowScanner) -> tuple[Piece, Verdict] | None:
         """Return the next piece with what is to become of it, not sooner than the rate allows."""
         if (wait_s := self._due_s - time.monotonic()) > 0:
             await self._context.sleep(wait_s)
-        judged = await to_its_end(lambda: self._judge_piece(scanner, frequencies))
+        judged = await to_its_end(lambda: self._judge_piece(scanner))
         if judged is not None:
             self.num_looked_at += judged[0].num_rows
             self.report.scanned += judged[0].num_rows
@@ -262,13 +274,13 @@ class TableRun:
                 self._due_s = max(self._due_s, time.monotonic() - 1) + judged[0].num_rows / self._context.rows_per_s
         return judged
 
-    def _judge_piece(self, scanner: RowScanner, frequencies: FrequencyFile | None) -> tuple[Piece, Verdict] | None:
+    def _judge_piece(self, scanner: RowScanner) -> tuple[Piece, Verdict] | None:
         piece = scanner.next_piece()
         if piece is None:
             return None
         facts = piece.facts
-        if frequencies is not None:
-            facts = _with_frequencies(facts, frequencies)
+        if self._frequencies is not None:
+            facts = _with_frequencies(facts, self._frequencies)
             piece = Piece(piece.num_rows, facts, piece.shards)
         assert self._horizon is not None
         return piece, judge(self._policy, self._horizon, facts, now_us=self._context.clock_us())

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from headrace.schemas.errors import StorageError
+from headrace.schemas.sizes import format_size
 
 __all__ = ["check_room"]
 
@@ -29,10 +30,5 @@ def check_room(directory: Path, needed_bytes: int, *, what: str) -> None:
     except OSError as exc:
         raise StorageError(f"{directory}: {exc.strerror or exc}") from exc
     if needed_bytes > free_bytes:
-        raise StorageError(
-            f"{directory}: {what} takes {_gib(needed_bytes)}, and {_gib(free_bytes)} are free; nothing was written"
-        )
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
+        needed, free = format_size(needed_bytes), format_size(free_bytes)
+        raise StorageError(f"{directory}: {what} takes {needed}, and {free} are free; nothing was written")

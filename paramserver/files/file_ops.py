@@ -61,8 +61,8 @@ class FileOps(Protocol):
         """Remove a file."""
         ...
 
-    def drop_cache(self, fd: int, offset: int = 0, size_bytes: int = 0) -> None:
-        """Let later reads of a part of the file, to its end if `size_bytes` is 0, come from the disk.
+    def drop_cache(self, fd: int) -> None:
+        """Let later reads of the file come from the disk.
 
         Only what is synced; a hint, which never fails for want of support.
         """
@@ -116,6 +116,6 @@ class SystemFileOps:
         """See `FileOps`."""
         os.unlink(path)
 
-    def drop_cache(self, fd: int, offset: int = 0, size_bytes: int = 0) -> None:
+    def drop_cache(self, fd: int) -> None:
         """See `FileOps`."""
-        os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -139,19 +139,27 @@ class Ingest:
         if applied > last:
             raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
         try:
-            records = self._log.read(applied + 1)
+            records = self._log.read(applied + 1, past_cache=True)
         except GoneError as exc:
             raise CorruptionError(
                 f"the store has seq {applied} applied but the log begins at seq {self._log.first_seq}: "
                 f"records from seq {applied + 1} on are lost"
             ) from exc
         count = 0
-        while (record := await asyncio.to_thread(next, records, None)) is not None:
-            if record.seq != self.submitted_seq + 1:
-                raise CorruptionError(f"the log goes on at seq {record.seq}, seq {self.submitted_seq + 1} is missing")
-            self._applier.submit(self._batch_of_record(record))
-            count += 1
-            await self._applier.wait_below(self._max_backlog_bytes)
+        # One is read while the one before it is taken up.
+        reading = asyncio.ensure_future(asyncio.to_thread(next, records, None))
+        try:
+            while (record := await reading) is not None:
+                reading = asyncio.ensure_future(asyncio.to_thread(next, records, None))
+                if record.seq != self.submitted_seq + 1:
+                    raise CorruptionError(
+                        f"the log goes on at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
+                    )
+                self._applier.submit(self._batch_of_record(record))
+                count += 1
+                await self._applier.wait_below(self._max_backlog_bytes)
+        finally:
+            reading.cancel()
         return count
 
     async def open_session(

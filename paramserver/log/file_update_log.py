@@ -1,7 +1,7 @@
 """The update log in files: segments, one writer thread, group commit.
 
     loop's thread     append: seq, queue ─────┐                                     ┌─▶ futures, once a group
-    writer's thread                           └─▶ checksums, writev, fdatasync ─────┘
+    writer's thread                           └─▶ checksums, tail, fdatasync ───────┘
 
 A write or sync that fails stops the log for good: nothing that was not synced is ever acked, and nothing is tried
 again, because after a failed sync the kernel forgets the pages that it could not write.
@@ -123,7 +123,7 @@ class FileUpdateLog:
 
         Raises:
             ConfigError: The log is open elsewhere.
-            StorageError: The file system refuses.
+            StorageError: The file system refuses, or there is no memory for the tail.
             CorruptionError: A segment is damaged or missing; nothing was changed.
 
         Thread: any. It blocks, for as long as it takes to read the last segment.
@@ -132,13 +132,16 @@ class FileUpdateLog:
         lock_fd = claim_directory(path, ops)
         try:
             segments, cut = recover_segments(path, ops, clock_us)
+            if cut is not None:
+                _log.warning("the update log had a torn tail: %s", cut)
+            try:
+                log = cls(path, SegmentList(segments), lock_fd, cut=cut, config=config, ops=ops, clock_us=clock_us)
+            except OSError as exc:
+                fail_storage(path, exc, doing=f"taking {config.tail_bytes} bytes of memory for the log's tail")
+            log._writer.start()
         except BaseException:
             os.close(lock_fd)
             raise
-        if cut is not None:
-            _log.warning("the update log had a torn tail: %s", cut)
-        log = cls(path, SegmentList(segments), lock_fd, cut=cut, config=config, ops=ops, clock_us=clock_us)
-        log._writer.start()
         return log
 
     @property
@@ -192,7 +195,7 @@ class FileUpdateLog:
         self._writer.put(pending)
         return Append(pending.seq, pending.durable)
 
-    def read(self, from_seq: int) -> Iterator[LogRecord]:
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
         """See `UpdateLog.read`."""
         if from_seq < 1:
             raise ValueError(f"seq {from_seq}: the first is 1")
@@ -201,7 +204,7 @@ class FileUpdateLog:
         first_seq = segments[0].first_seq if segments else last_seq + 1
         if from_seq < first_seq:
             raise GoneError(f"the log begins at seq {first_seq}, seq {from_seq} has been removed")
-        return read_records(segments, from_seq, last_seq)
+        return read_records(segments, from_seq, last_seq, past_cache=past_cache)
 
     def mark_of(self, seq: int) -> int | None:
         """See `UpdateLog.mark_of`: the segment's mark, as nobody writes to a segment that another has begun."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -116,7 +117,7 @@ def size_of_log(path: Path) -> int:
     size_bytes = 0
     try:
         for segment in list_segments(path):
-            if segment.exists():  # it may be trimmed meanwhile
+            with suppress(FileNotFoundError):  # trimmed since it was listed
                 size_bytes += segment.stat().st_size
     except OSError as exc:
         fail_storage(path, exc, doing="listing")
@@ -135,10 +136,7 @@ def inspect_log(path: Path, *, on_progress: Callable[[int], None] = lambda _: No
 
     Thread: any. It blocks.
     """
-    try:
-        paths = list_segments(path)
-    except OSError as exc:
-        fail_storage(path, exc, doing="listing")
+    paths = list_segments(path)
     segments: list[SegmentReport] = []
     for segment in paths:
         try:

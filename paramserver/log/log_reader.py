@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from headrace.paramserver.log.log_segments import LogSegment, fail_storage, list_segments
+from headrace.paramserver.log.log_segments import LogSegment, list_segments
 from headrace.paramserver.log.segment_file import SegmentFile, Tail, damage
 from headrace.paramserver.log.update_log import LogRecord
 from headrace.schemas.errors import CorruptionError, GoneError
 from headrace.schemas.log_records import SEAL_BYTES, RecordKind
 
-__all__ = ["LogReader", "check_chain", "load_sealed", "read_records", "scan_growing"]
+__all__ = ["LogReader", "check_chain", "load_sealed", "read_records"]
 
 
 class LogReader:
@@ -22,27 +23,30 @@ class LogReader:
     Beside a running server it sees records as soon as they are written, synced or not.
 
     Attributes:
-        segments: All of them, oldest first.
+        segments: All of them, or those up to the last record that matters, oldest first.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, to_seq: int | None = None) -> None:
         """Take stock of the segments.
+
+        Args:
+            directory: The log's.
+            to_seq: Last record that matters, whatever has become of what is behind it; None if all do.
 
         Raises:
             StorageError: The directory or a segment cannot be read.
-            CorruptionError: A segment's header is damaged, or a segment is missing between others.
+            CorruptionError: A segment is damaged, or is missing between others.
         """
         self.segments: list[LogSegment] = []
-        try:
-            paths = list_segments(directory)
-        except OSError as exc:
-            fail_storage(directory, exc, doing="listing")
+        paths = list_segments(directory)
         for path in paths:
             try:
-                segment = load_sealed(path) or _load_open(path, is_last=path == paths[-1])
+                segment = load_sealed(path) or _load_open(path, to_seq, is_last=path == paths[-1])
             except FileNotFoundError:
                 continue  # trimmed since it was listed
             self.segments.append(segment)
+            if to_seq is not None and segment.last_seq >= to_seq:
+                break
         check_chain(self.segments)
 
     @property
@@ -80,15 +84,25 @@ def load_sealed(path: Path) -> LogSegment | None:
         return LogSegment(path, header, seal.last_seq, end, seal.sealed_us)
 
 
-def _load_open(path: Path, *, is_last: bool) -> LogSegment:
+def _load_open(path: Path, to_seq: int | None, *, is_last: bool) -> LogSegment:
+    """Return a segment without a seal, cut where it is damaged if that is behind the last record that matters."""
     with SegmentFile(path) as file:
-        if not is_last:
-            raise damage(path, file.limit, "no seal, and not the last segment")
-        tail = scan_growing(file)
-        return LogSegment(path, file.header, tail.last_seq, tail.end, None)
+        try:
+            tail = _scan_growing(file)
+            last_seq, end = tail.last_seq, tail.end
+        except CorruptionError:
+            sound = [file.header.first_seq - 1]
+            with suppress(CorruptionError):  # the same once more
+                file.scan_tail(lambda record, _: sound.append(record.seq))
+            last_seq, end = sound[-1], file.offset
+            if to_seq is None or last_seq < to_seq:
+                raise
+        if not is_last and (to_seq is None or last_seq < to_seq):
+            raise damage(path, end, "no seal, and not the last segment")
+        return LogSegment(path, file.header, last_seq, end, None)
 
 
-def scan_growing(file: SegmentFile) -> Tail:
+def _scan_growing(file: SegmentFile) -> Tail:
     """Return what `SegmentFile.scan_tail` does, of a segment that may be written to meanwhile.
 
     A record that was half written when it was read, and whose successors were there when they were looked for, looks
@@ -124,13 +138,16 @@ def check_chain(segments: Sequence[LogSegment]) -> None:
             )
 
 
-def read_records(segments: Sequence[LogSegment], from_seq: int, last_seq: int) -> Iterator[LogRecord]:
+def read_records(
+    segments: Sequence[LogSegment], from_seq: int, last_seq: int, *, past_cache: bool = False
+) -> Iterator[LogRecord]:
     """Yield the records from `from_seq` to `last_seq`, each checked.
 
     Args:
         segments: All that hold them, ascending.
         from_seq: First seq.
         last_seq: Last seq, durable.
+        past_cache: See `UpdateLog.read`.
 
     Raises:
         GoneError: A segment has been removed meanwhile.
@@ -143,7 +160,7 @@ def read_records(segments: Sequence[LogSegment], from_seq: int, last_seq: int) -
         if segment.last_seq < from_seq or segment.first_seq > last_seq:
             continue
         try:
-            file = SegmentFile(segment.path)
+            file = SegmentFile(segment.path, segment.read_recent, past_cache=past_cache)
         except FileNotFoundError as exc:
             seq = max(from_seq, segment.first_seq)
             raise GoneError(f"the log no longer holds seq {seq}: {segment.path.name} has been removed") from exc

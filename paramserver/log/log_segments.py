@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from headrace.paramserver.files.direct_file import open_direct, try_direct
 from headrace.paramserver.files.file_ops import FileOps
+from headrace.paramserver.log.log_tail import LogTail
 from headrace.paramserver.log.update_log import LogMetrics
 from headrace.schemas.errors import StorageError
 from headrace.schemas.log_records import (
@@ -46,15 +48,10 @@ __all__ = [
 _NAME = re.compile(r"\d{20}\.hrlog")
 UNFINISHED_SUFFIX = ".new"
 
-_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-# Linux writes at most 0x7ffff000 bytes a call.
-_MAX_WRITE_BYTES = 2**30
 # File systems without preallocation say so with one of these.
 _NO_ALLOCATION = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 # The writer remembers the place of a record about this often, so that readers need not walk a whole segment.
 _INDEX_BYTES = 256 * 1024
-# What followers read is the newest; the page cache keeps so much of the log, and a step of this more, for them.
-_KEEP_CACHED_BYTES, _DROP_BYTES = 32 << 20, 8 << 20
 
 
 def segment_name(first_seq: int) -> str:
@@ -66,9 +63,13 @@ def list_segments(directory: Path) -> list[Path]:
     """Return the segments in a directory, oldest first.
 
     Raises:
-        OSError: The directory cannot be read.
+        StorageError: The directory cannot be read.
     """
-    return [directory / name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as exc:
+        fail_storage(directory, exc, doing="listing")
+    return [directory / name for name in names if _NAME.fullmatch(name)]
 
 
 def fail_storage(path: Path, exc: OSError, *, doing: str) -> NoReturn:
@@ -91,6 +92,7 @@ class LogSegment:
         end: Offset behind the last durable record.
         sealed_us: Wall clock of the seal, microseconds since 1970; None while it is written.
         index: (seq, offset) of some records, ascending; may be empty.
+        tail: Where the newest of its bytes may be in memory; None of a segment that was not written by this process.
     """
 
     path: Path
@@ -99,6 +101,11 @@ class LogSegment:
     end: int
     sealed_us: int | None
     index: list[tuple[int, int]] = field(default_factory=list)
+    tail: LogTail | None = None
+
+    def read_recent(self, offset: int, size_bytes: int) -> memoryview | None:
+        """Return durable bytes from memory, or None if the file has to be read."""
+        return None if self.tail is None else self.tail.read(self, offset, size_bytes)
 
     @property
     def first_seq(self) -> int:
@@ -195,18 +202,25 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, ops: FileOps, fd: int, segment: LogSegment, metrics: LogMetrics, segment_bytes: int, allocate_bytes: int
+        self,
+        ops: FileOps,
+        fd: int,
+        segment: LogSegment,
+        tail: LogTail,
+        metrics: LogMetrics,
+        segment_bytes: int,
+        allocate_bytes: int,
     ) -> None:
         """Use `create`."""
         self.segment = segment
         self.offset = 0
         self._ops = ops
         self._fd = fd
+        self._tail = tail
         self._metrics = metrics
         self._segment_bytes = segment_bytes
         self._allocate_bytes = allocate_bytes
         self._allocated = 0
-        self._dropped = 0
         self._num_records = 0
 
     @classmethod
@@ -215,6 +229,7 @@ class SegmentWriter:
         directory: Path,
         header: SegmentHeader,
         *,
+        tail: LogTail,
         ops: FileOps,
         metrics: LogMetrics,
         segment_bytes: int,
@@ -225,6 +240,7 @@ class SegmentWriter:
         Args:
             directory: Where it goes.
             header: What it begins with.
+            tail: What it is written from; it holds this segment's bytes from now on.
             ops: The file system.
             metrics: Syncs and bytes are counted there.
             segment_bytes: Size that the segment should not exceed.
@@ -233,14 +249,15 @@ class SegmentWriter:
         path = directory / segment_name(header.first_seq)
         unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
         try:
-            fd = ops.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            fd = open_direct(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, ops.open)
         except OSError as exc:
             fail_storage(unfinished, exc, doing="creating the segment")
-        segment = LogSegment(path, header, header.first_seq - 1, SEGMENT_HEADER_BYTES, None)
-        writer = cls(ops, fd, segment, metrics, segment_bytes, allocate_bytes)
+        segment = LogSegment(path, header, header.first_seq - 1, SEGMENT_HEADER_BYTES, None, tail=tail)
+        tail.begin(segment)
+        writer = cls(ops, fd, segment, tail, metrics, segment_bytes, allocate_bytes)
         try:
             writer._reserve(SEGMENT_HEADER_BYTES)
-            writer._put([encode_segment_header(header)], SEGMENT_HEADER_BYTES)
+            writer._put([encode_segment_header(header)])
             writer.offset = SEGMENT_HEADER_BYTES
             writer._timed_sync(is_full=True)
             try:
@@ -271,15 +288,15 @@ class SegmentWriter:
             seqs_and_offsets: Of each record: its seq and where it begins, relative to `offset`.
         """
         self._reserve(size_bytes)
-        self._put(buffers, size_bytes)
+        self._put(buffers)
         self._timed_sync(is_full=False)
         segment, index = self.segment, self.segment.index
         for seq, offset in seqs_and_offsets:
             if not index or self.offset + offset - index[-1][1] >= _INDEX_BYTES:
                 index.append((seq, self.offset + offset))
         self.offset += size_bytes
-        self._drop_cached()
         self._num_records += len(seqs_and_offsets)
+        self._metrics.written_bytes += size_bytes
         segment.end = self.offset
         segment.last_seq = seqs_and_offsets[-1][0]
 
@@ -290,17 +307,18 @@ class SegmentWriter:
         """
         mark = encode_mark(mark=self.segment.header.mark, durable_seq=self.segment.last_seq)
         self._reserve(len(mark))
-        self._put([mark], len(mark))
+        self._put([mark])
 
     def seal(self, now_us: int) -> None:
         """Complete the segment, durably, and give back what is reserved behind it; then close it."""
         segment = self.segment
         seal = encode_seal(mark=segment.header.mark, seal=Seal(segment.last_seq, self._num_records, now_us))
+        self._put([seal])
         try:
-            self._ops.truncate(self._fd, self.offset)
+            # It is found at the end of the file, and until then it is none.
+            self._ops.truncate(self._fd, self.offset + len(seal))
         except OSError as exc:
             fail_storage(segment.path, exc, doing="truncating the segment")
-        self._put([seal], len(seal))
         self._timed_sync(is_full=True)
         segment.sealed_us = now_us
         self.close()
@@ -310,13 +328,6 @@ class SegmentWriter:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._ops.close(fd)
-
-    def _drop_cached(self) -> None:
-        """Leave only the newest of the segment in the page cache, which is for what lookups read."""
-        end = self.offset - _KEEP_CACHED_BYTES
-        if end - self._dropped >= _DROP_BYTES:
-            self._ops.drop_cache(self._fd, self._dropped, end - self._dropped)
-            self._dropped = end
 
     def _reserve(self, size_bytes: int) -> None:
         missing = self.offset + size_bytes - self._allocated
@@ -332,32 +343,19 @@ class SegmentWriter:
         else:
             self._allocated += size
 
-    def _put(self, buffers: Sequence[Segment], size_bytes: int) -> None:
-        """Write at `offset`, in as few calls as the system allows."""
-        if len(buffers) <= _MAX_BUFFERS and size_bytes <= _MAX_WRITE_BYTES:
-            self._put_once(buffers, size_bytes, self.offset)
-            return
-        offset = self.offset
-        batch: list[Segment] = []
-        batch_bytes = 0
-        for buffer in buffers:
-            size = buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-            if batch and (len(batch) == _MAX_BUFFERS or batch_bytes + size > _MAX_WRITE_BYTES):
-                self._put_once(batch, batch_bytes, offset)
-                offset += batch_bytes
-                batch, batch_bytes = [], 0
-            batch.append(buffer)
-            batch_bytes += size
-        self._put_once(batch, batch_bytes, offset)
-
-    def _put_once(self, buffers: Sequence[Segment], size_bytes: int, offset: int) -> None:
-        try:
-            written = self._ops.pwritev(self._fd, buffers, offset)
-        except OSError as exc:
-            fail_storage(self.segment.path, exc, doing=f"writing {size_bytes} bytes at offset {offset}")
-        if written != size_bytes:
-            raise StorageError(f"{self.segment.path}: only {written} of {size_bytes} bytes written at offset {offset}")
-        self._metrics.written_bytes += written
+    def _put(self, buffers: Sequence[Segment]) -> None:
+        """Write at `offset`."""
+        for offset, blocks in self._tail.put(buffers, self.offset):
+            while blocks:
+                size_bytes = sum(len(block) for block in blocks)
+                try:
+                    written = try_direct(self._ops.pwritev, self._fd, blocks, offset)
+                except OSError as exc:
+                    fail_storage(self.segment.path, exc, doing=f"writing {size_bytes} bytes at offset {offset}")
+                if not written:
+                    raise StorageError(f"{self.segment.path}: none of {size_bytes} bytes written at offset {offset}")
+                # A disk that is nearly full takes a part, and says why with the rest of it.
+                offset, blocks = offset + written, _behind(blocks, written)
 
     def _timed_sync(self, *, is_full: bool) -> None:
         start_s = time.perf_counter()
@@ -369,3 +367,13 @@ class SegmentWriter:
         except OSError as exc:
             fail_storage(self.segment.path, exc, doing="syncing")
         self._metrics.count_fsync(time.perf_counter() - start_s)
+
+
+def _behind(blocks: list[memoryview], size_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers behind their first bytes."""
+    left = []
+    for block in blocks:
+        if size_bytes < len(block):
+            left.append(block[size_bytes:])
+        size_bytes = max(0, size_bytes - len(block))
+    return left

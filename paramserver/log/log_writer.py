@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from headrace.paramserver.files.file_ops import FileOps
 from headrace.paramserver.log.log_segments import SegmentList, SegmentWriter
+from headrace.paramserver.log.log_tail import LogTail
 from headrace.paramserver.log.update_log import DurableFuture, LogMetrics, UpdateLogConfig
 from headrace.schemas.errors import StorageError
 from headrace.schemas.log_records import SegmentHeader, encode_record
@@ -24,6 +25,9 @@ from headrace.schemas.messages import Segment
 __all__ = ["LogWriter", "PendingRecord"]
 
 _log = logging.getLogger(__name__)
+
+# A mark is a write of its own. On a slow disk it would hold up the next record of a client that waits for each ack.
+_MARK_AFTER_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +100,7 @@ class LogWriter:
         self._on_stopped = on_stopped
         self._queue: SimpleQueue[PendingRecord | None] = SimpleQueue()
         self._writer: SegmentWriter | None = None
+        self._tail = LogTail(config.tail_bytes)
         # A daemon, so that a log that nobody closed does not keep the process alive: it ends as in a crash.
         self._thread = threading.Thread(target=self._run, name=f"update-log {path.parent.name}", daemon=True)
 
@@ -124,12 +129,25 @@ class LogWriter:
                     self._commit(group)
                 except Exception as exc:
                     self._fail(exc)
-            if self.failed is not None:  # also with nothing left in the group, when only the mark behind it failed
+            if self.failed is not None:
                 self._on_settled(group, self.failed)
             del group  # the buffers are the caller's again
             if pending is _NOTHING:
-                pending = self._queue.get()
+                pending = self._wait()
         self._finish()
+
+    def _wait(self) -> PendingRecord | None:
+        """Return what is queued next, having put a mark behind the last record if that is a while in coming."""
+        if self.failed is None and self._writer is not None:
+            try:
+                return self._queue.get(timeout=_MARK_AFTER_S)
+            except Empty:
+                try:
+                    self._writer.write_mark()
+                except Exception as exc:
+                    self._fail(exc)
+                    self._on_settled([], self.failed)
+        return self._queue.get()
 
     def _take_group(self, first: PendingRecord) -> tuple[list[PendingRecord], PendingRecord | None]:
         """Return what is to be synced together, and what was taken from the queue beyond it: `_NOTHING` if nothing."""
@@ -157,8 +175,6 @@ class LogWriter:
             self._metrics.num_groups += 1
             self._metrics.num_records += count
             self._on_settled(part, None)
-        if self._queue.empty() and self._writer is not None:
-            self._writer.write_mark()
 
     def _write(self, writer: SegmentWriter, part: Sequence[PendingRecord], size_bytes: int) -> None:
         buffers: list[Segment] = []
@@ -196,6 +212,7 @@ class LogWriter:
         self._writer = writer = SegmentWriter.create(
             self._path,
             header,
+            tail=self._tail,
             ops=self._ops,
             metrics=self._metrics,
             segment_bytes=self._config.segment_bytes,
@@ -213,7 +230,7 @@ class LogWriter:
             error.__cause__ = exc
         self.failed = self.failed or error
         # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
-        _log.error("the update log stops: %s", error, exc_info=None if isinstance(error.__cause__, OSError) else error)
+        _log.error("the update log stops: %s", error, exc_info=None if error is exc else error)
 
     def _finish(self) -> None:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from headrace.paramserver.files.direct_file import BLOCK_BYTES, block_memory, open_direct, try_direct
 from headrace.paramserver.log.log_segments import fail_storage, segment_name
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.log_records import (
@@ -34,6 +35,8 @@ __all__ = ["SegmentFile", "Tail", "damage"]
 # Chunks grow from the first size to the second: few records should not cost reading many.
 _FIRST_CHUNK_BYTES = 64 * 1024
 _MAX_CHUNK_BYTES = 4 * 1024 * 1024
+# From here on a record is read by itself: of a chunk, what it has of the record behind would be read twice.
+_LARGE_RECORD_BYTES = 256 * 1024
 
 
 def damage(path: Path, offset: int, what: object) -> CorruptionError:
@@ -68,8 +71,19 @@ class SegmentFile:
         limit: Bytes from here on are not looked at.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        read_recent: Callable[[int, int], memoryview | None] | None = None,
+        *,
+        past_cache: bool = False,
+    ) -> None:
         """Open a segment and read its header.
+
+        Args:
+            path: The file.
+            read_recent: Asked for (offset, size) before the file is, unless it returns None.
+            past_cache: See `UpdateLog.read`.
 
         Raises:
             FileNotFoundError: It is not there.
@@ -77,11 +91,12 @@ class SegmentFile:
             CorruptionError: Its header is damaged, or its name is another segment's.
         """
         self.path = path
-        self._chunk = b""
+        self._read_recent = read_recent
+        self._chunk = memoryview(b"")
         self._chunk_at = 0
         self._chunk_bytes = _FIRST_CHUNK_BYTES
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            self._fd = open_direct(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise
         except OSError as exc:
@@ -120,7 +135,7 @@ class SegmentFile:
 
     def refresh(self) -> None:
         """Forget what has been read ahead: the file may have changed."""
-        self._chunk = b""
+        self._chunk = memoryview(b"")
         self.limit = self.size_bytes()
 
     def read_seal(self) -> Seal | None:
@@ -230,17 +245,29 @@ class SegmentFile:
         """Return bytes from `offset` on, fewer at the end of the file."""
         start = self.offset - self._chunk_at
         if start < 0 or start + size_bytes > len(self._chunk):
-            wanted = min(max(size_bytes, self._chunk_bytes), max(0, self.limit - self.offset))
+            # With the header of the record behind it, which says how much to read next.
+            wanted = size_bytes + RECORD_HEADER_BYTES
+            if size_bytes < _LARGE_RECORD_BYTES:
+                wanted = max(wanted, self._chunk_bytes)
+            wanted = min(wanted, max(0, self.limit - self.offset))
             self._chunk = self._read(wanted, self.offset)
             self._chunk_at, start = self.offset, 0
             self._chunk_bytes = min(2 * self._chunk_bytes, _MAX_CHUNK_BYTES)
-        return memoryview(self._chunk)[start : start + size_bytes]
+        return self._chunk[start : start + size_bytes]
 
-    def _read(self, size_bytes: int, offset: int) -> bytes:
+    def _read(self, size_bytes: int, offset: int) -> memoryview:
+        if self._read_recent is not None and (recent := self._read_recent(offset, size_bytes)) is not None:
+            return recent
+        # In whole blocks, or a read past the page cache would be refused.
+        skipped = offset % BLOCK_BYTES
+        end, filled = skipped + size_bytes, 0
+        memory = block_memory(end)
         try:
-            data = os.pread(self._fd, size_bytes, offset)
-            while len(data) < size_bytes and (more := os.pread(self._fd, size_bytes - len(data), offset + len(data))):
-                data += more  # past the most that the system reads in one call
+            while filled < end:
+                more = try_direct(os.preadv, self._fd, [memory[filled:]], offset - skipped + filled)
+                if not more:
+                    break
+                filled += more
         except OSError as exc:
             fail_storage(self.path, exc, doing=f"reading at offset {offset}")
-        return data
+        return memory[skipped : min(filled, end)].toreadonly()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from headrace.paramserver.files.direct_file import BLOCK_BYTES
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 from headrace.schemas.messages import Segment
@@ -37,12 +38,15 @@ class UpdateLogConfig:
             nothing is pending.
         allocate_bytes: Blocks are reserved ahead of the writer in steps of this size, which makes syncs cheaper; 0
             turns it off. Default 32 MiB. Costs up to that much disk space a shard while the log is open.
+        tail_bytes: Memory for the newest bytes, from which the disk is written and followers read: a multiple of 4096,
+            ≥ 8192. Default 32 MiB. Followers that are farther behind read from the disk.
     """
 
     segment_bytes: int = 256 * _MIB
     max_group_bytes: int = 16 * _MIB
     max_pending_bytes: int = 256 * _MIB
     allocate_bytes: int = 32 * _MIB
+    tail_bytes: int = 32 * _MIB
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -50,10 +54,13 @@ class UpdateLogConfig:
             ("max_group_bytes", 1),
             ("max_pending_bytes", 1),
             ("allocate_bytes", 0),
+            ("tail_bytes", 2 * BLOCK_BYTES),
         ):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"update log: {name} is {value}, the least is {least}")
+        if self.tail_bytes % BLOCK_BYTES:
+            raise ConfigError(f"update log: tail_bytes is {self.tail_bytes}, no multiple of {BLOCK_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ class LogMetrics:
         num_fsyncs: Syncs of any kind.
         fsync_s: Seconds in them together.
         recent_fsync_s: Seconds of each of the last 1024; `num_fsyncs` tells a scraper how many of them are new.
-        written_bytes: Bytes written, headers included.
+        written_bytes: Bytes of durable records, headers included.
     """
 
     num_records: int = 0
@@ -181,11 +188,12 @@ class UpdateLog(Protocol):
         """
         ...
 
-    def read(self, from_seq: int) -> Iterator[LogRecord]:
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
         """Return an iterator over the records from one on to the last that is durable at the time of this call.
 
         Args:
             from_seq: First seq, ≥ 1. Beyond the last there is nothing to read, which is no error.
+            past_cache: Leave the page cache alone: nobody else is about to read the same.
 
         Raises:
             GoneError: From here, or while iterating: `from_seq`, or what comes next, has been trimmed.

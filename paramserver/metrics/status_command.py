@@ -29,9 +29,10 @@ from headrace.paramserver.metrics.status_client import (
 )
 from headrace.paramserver.metrics.status_document import merge_writers
 from headrace.schemas.idl import spec_from_idl
+from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["show_duration", "show_problem", "show_size", "status"]
+__all__ = ["show_duration", "show_problem", "status"]
 
 
 def status(
@@ -244,7 +245,7 @@ def _shards_table(shards: list[ShardAnswer]) -> Table:
             show_duration(reply.uptime_s),
             f"{reply.log_seq:,}",
             f"{reply.applied_seq:,}",
-            show_size(reply.inflight_bytes),
+            format_size(reply.inflight_bytes),
             f"{reply.num_rows_written:,}",
         )
     return table
@@ -283,12 +284,3 @@ def show_duration(seconds: float) -> str:
         if seconds >= unit_s:
             return f"{seconds / unit_s:.1f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def show_size(size_bytes: float) -> str:
-    """Return a size in its largest unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} GiB"

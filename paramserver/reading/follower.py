@@ -108,12 +108,13 @@ class ShardFollower:
         return updates
 
     def silence(self, patience_s: float) -> str | None:
-        """Return for how long the shard has owed an answer, and why, where that is longer than some seconds; else None.
+        """Return for how long nothing has come of an answer that the shard owes, and why, if that is too long; or None.
 
         Thread: any.
         """
         now_s, failure = time.monotonic(), self._link.failure
-        silent_s = now_s - min(self._asked_s, default=now_s)
+        # An answer may be long, and the way to the shard slow.
+        silent_s = now_s - max(min(self._asked_s, default=now_s), self._link.moved_s)
         if silent_s <= patience_s:
             return None
         why = "" if failure is None else f": {failure}"

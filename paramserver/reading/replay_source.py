@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.paramserver.ingest.ingest import KIND_BATCH, KIND_HELLO
 from headrace.paramserver.log.log_inspect import find_logs
-from headrace.paramserver.log.log_reader import LogReader
+from headrace.paramserver.log.log_reader import LogReader, read_records
 from headrace.paramserver.log.update_log import LogRecord
 from headrace.paramserver.store.catalog import Catalog, unpack_spec
 from headrace.paramserver.store.row_store import RowStore
@@ -155,34 +155,30 @@ class SourceLog:
         Raises:
             GoneError: `from_seq` has been removed.
             StorageError: A file cannot be read.
-            CorruptionError: A segment is damaged or missing.
+            CorruptionError: A segment is damaged or missing, and `to_seq` is not before that.
         """
         self.path = path
-        self._reader = LogReader(path)
-        segments = self._reader.segments
-        self.log_id = segments[0].header.log_id.hex() if segments else ""
-        self.first_seq = self._reader.first_seq if wanted.from_seq is None else wanted.from_seq
-        self.last_seq = min(self._reader.last_seq, self._reader.last_seq if wanted.to_seq is None else wanted.to_seq)
-        if self.first_seq < self._reader.first_seq:
+        self._segments = LogReader(path, wanted.to_seq).segments
+        self.log_id = self._segments[0].header.log_id.hex() if self._segments else ""
+        self._begin = self._segments[0].first_seq if self._segments else 1
+        end = self._segments[-1].last_seq if self._segments else 0
+        self.first_seq = self._begin if wanted.from_seq is None else wanted.from_seq
+        self.last_seq = end if wanted.to_seq is None else min(end, wanted.to_seq)
+        if self.first_seq < self._begin:
             raise GoneError(
-                f"{path}: --from-seq {self.first_seq}: the log begins at seq {self._reader.first_seq}, what was before "
-                "has been removed"
+                f"{path}: --from-seq {self.first_seq}: the log begins at seq {self._begin}, what was before has been "
+                "removed"
             )
 
     def read(self, from_seq: int | None = None, to_seq: int | None = None) -> Iterator[LogRecord]:
         """Yield the records that are looked at, or those of another range, checked."""
         last_seq = self.last_seq if to_seq is None else to_seq
         first_seq = self.first_seq if from_seq is None else from_seq
-        if first_seq > last_seq:
-            return
-        for record in self._reader.read(first_seq):
-            if record.seq > last_seq:
-                return
-            yield record
+        return read_records(self._segments, first_seq, last_seq)
 
     def read_before(self) -> Iterator[LogRecord]:
         """Yield the records before those that are looked at."""
-        return self.read(self._reader.first_seq, self.first_seq - 1)
+        return self.read(self._begin, self.first_seq - 1)
 
 
 class ReplaySource:

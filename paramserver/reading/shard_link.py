@@ -115,6 +115,12 @@ class ShardLink:
         self._lock = asyncio.Lock()
 
     @property
+    def moved_s(self) -> float:
+        """When a long message last moved on, on the connection there is, monotonic; -inf before. Thread: any."""
+        client = self._client
+        return -math.inf if client is None else client.moved_s
+
+    @property
     def max_reply_bytes(self) -> int:
         """Longest reply to ask for, so that as many as may be in flight fit the shard's bounds."""
         limits = self.hello.limits
@@ -204,9 +210,8 @@ class ShardLink:
                 raise
             # It has let us in before: its certificate has expired, or its token is another one. Both are mended there,
             # and until then it is away.
-            away = UnavailableError(str(exc))
-            reach_log.failed(self.address, away, began_s=began_s)
-            raise away from exc
+            reach_log.failed(self.address, exc, began_s=began_s)
+            raise UnavailableError(str(exc)) from exc
         reach_log.reached(self.address)
         expected = self.hello
         try:

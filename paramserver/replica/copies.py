@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ __all__ = ["Copies"]
 
 _log = logging.getLogger(__name__)
 
-# Between attempts to begin anew after a place in the log was lost.
+# Between attempts to begin anew after a place in the log was lost. A copy that did not last was no success: on a disk
+# that is too small, say, each is lost soon, and reads all of the server to begin.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_LASTING_S = 60.0
 
 
 class Copies:
@@ -50,6 +53,8 @@ class Copies:
         self._beginning: Followed | None = None  # the last that was begun
         self._rebuilding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
+        self._pause_s = _FIRST_PAUSE_S
+        self._changed_s = -math.inf  # when lookups came to see the present copy, on the loop's clock
 
     @property
     def newest(self) -> Followed:
@@ -192,6 +197,7 @@ class Copies:
         self._dropped += [old for old in self._followed if old not in keep]
         self._followed = [*keep, copy]
         self.current, self.failure = copy.generation, None
+        self._changed_s = asyncio.get_running_loop().time()
         self._notify()
         await self._end_dropped()
         await self._builder.remove_old_snapshots()
@@ -232,7 +238,10 @@ class Copies:
 
     async def _rebuild(self) -> None:
         """Begin anew until there is a copy that follows; lookups go on in the one that was left behind."""
-        pause_s = _FIRST_PAUSE_S
+        if asyncio.get_running_loop().time() - self._changed_s < _LASTING_S:
+            await self._pause()
+        else:
+            self._pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 async with self._switching:
@@ -246,8 +255,11 @@ class Copies:
                 _log.warning("the replica could not begin anew: %s", error)
             if not self._is_lost:
                 return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
     async def _free_what_failed(self, generation: Generation) -> None:
         """Free the disk of a copy that answers nothing any more: perhaps its being full is what failed."""

@@ -318,10 +318,10 @@ class EmbeddingReplica:
         Raises:
             UnknownTableError: The replica has no such table.
         """
-        generation = self._generation
-        if generation.failure is not None and fqn in generation.tables:
+        try:
+            return self._with_generation(lambda generation: generation.table(fqn).num_present)
+        except StorageError:  # it has failed, perhaps amid the call: `failure` says so, now or in a moment
             return 0
-        return self._with_generation(lambda generation: generation.table(fqn).num_present)
 
     # Freshness.
 

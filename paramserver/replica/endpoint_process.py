@@ -190,14 +190,14 @@ class ReplicaProcess:
             UnavailableError: Nothing has got on for `start_timeout_s`, whether in one attempt or in several.
             HeadraceError: It cannot begin, whenever it is tried.
         """
-        config, pause_s = self._config, _FIRST_PAUSE_S
+        config, pause_s, num_attempts = self._config, _FIRST_PAUSE_S, 1
         got_on_s = time.monotonic()
 
         def note_progress() -> None:
             nonlocal got_on_s
             got_on_s = time.monotonic()
 
-        self._readiness.starting = f"starting: it copies the tables of {config.server}"
+        copies = self._readiness.starting = f"starting: it copies the tables of {config.server}"
         while True:
             try:
                 return await _in_thread(lambda: self._open(note_progress))
@@ -206,10 +206,13 @@ class ReplicaProcess:
                 if time.monotonic() + pause_s > got_on_s + config.start_timeout_s:
                     after = format_seconds(config.start_timeout_s)
                     raise UnavailableError(f"given up after {after} (--start-timeout-s): {trouble or exc}") from exc
-                level = logging.DEBUG  # of what cannot be reached the reach log speaks, less often than it is tried
-                if trouble is None:
-                    self._readiness.starting, level = f"starting: {exc}", logging.WARNING
-                fact(_log, level, "replica cannot begin yet", error=str(exc), pause_s=pause_s)
+                num_attempts += 1
+                # Counted for people, too: where each attempt gets on before it fails, there is no end to them.
+                starting, level = f"{copies}, attempt {num_attempts}", logging.DEBUG
+                if trouble is None:  # else the reach log speaks of it, less often than it is tried
+                    starting, level = f"{starting}; the one before failed: {exc}", logging.WARNING
+                self._readiness.starting = starting
+                fact(_log, level, "replica cannot begin yet", error=str(exc), pause_s=pause_s, attempt=num_attempts)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

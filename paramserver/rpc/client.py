@@ -124,7 +124,8 @@ class ParamServerClient:
                 )
         except TimeoutError as exc:
             raise UnavailableError(
-                f"no connection to {address} within {format_seconds(timeout_s)}: {_silence(host)}"
+                f"no connection to {address} within {format_seconds(timeout_s)}: "
+                f"{_silence(host, is_tls=ssl_context is not None)}"
             ) from exc
         except ssl.SSLCertVerificationError as exc:
             raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
@@ -253,11 +254,14 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _silence(host: str) -> str:
+def _silence(host: str, *, is_tls: bool) -> str:
     """Say what may be the matter where nothing answers."""
-    if _is_address(host):
-        return "the host is down, or a firewall is in between"
-    return "the host is down, a firewall is in between, or the name is not looked up in time"
+    reasons = ["the host is down", "a firewall is in between"]
+    if is_tls:  # without it, the kernel answers for a process that hangs
+        reasons.append("what listens there hangs")
+    if not _is_address(host):
+        reasons.append("the name is not looked up in time")
+    return f"{', '.join(reasons[:-1])}, or {reasons[-1]}"
 
 
 def _reason(exc: OSError) -> str:

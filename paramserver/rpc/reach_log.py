@@ -33,6 +33,7 @@ class _Outage:
         error: What the last one failed with.
         attempt_s: How long the longest of them took, seconds.
         said_s: When the log last spoke of it; None before.
+        said: What kind of error it named then.
     """
 
     since_s: float
@@ -40,10 +41,17 @@ class _Outage:
     error: HeadraceError
     attempt_s: float = 0.0
     said_s: float | None = None
+    said: type[HeadraceError] | None = None
 
     def is_over(self, now_s: float) -> bool:
         """Return whether nobody tries any more."""
         return now_s - self.last_s > _FORGOTTEN_S + self.attempt_s
+
+    def due_s(self) -> float:
+        """Return when the log speaks of it next: soon where the trouble is new, or of another kind than it has said."""
+        if self.said_s is None:
+            return self.since_s + _NOTICE_S
+        return self.said_s + (_AGAIN_S if self.said is type(self.error) else _NOTICE_S)
 
 
 class ReachLog:
@@ -73,10 +81,9 @@ class ReachLog:
             if outage is None or outage.is_over(now_s):
                 return now_s
             outage.last_s = now_s
-            due_s = outage.since_s + _NOTICE_S if outage.said_s is None else outage.said_s + _AGAIN_S
-            if now_s < due_s:
+            if now_s < outage.due_s():
                 return now_s
-            outage.said_s = now_s
+            outage.said_s, outage.said = now_s, type(outage.error)
         # No fields: programs that have set up no logging see the text alone.
         _log.warning("%s; it is tried again", _describe(address, outage, now_s))
         return now_s
@@ -118,7 +125,7 @@ class ReachLog:
             found = [(o.since_s, a, o) for a, o in tried.items() if of is None or a in of]
             if not found:
                 return None
-            _, address, outage = min(found, key=lambda item: item[:2])
+            _, address, outage = min(found)
             return _describe(address, outage, now_s)
 
 

@@ -22,6 +22,7 @@ from crc32c import crc32c
 
 from headrace.paramserver.files.direct_file import read_direct
 from headrace.paramserver.files.durable_files import fsync_path
+from headrace.paramserver.store.block_check import BlockCheck
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, HeadraceError, RequestError, StorageError
 from headrace.schemas.snapshot_manifest import (
     MANIFEST_NAME,
@@ -317,20 +318,32 @@ def check_file(path: Path, expected: SnapshotFile, *, on_progress: Callable[[int
         raise CorruptionError(f"{path}: its checksum is not the manifest's")
 
 
-def hash_file(path: Path, *, on_progress: Callable[[int], None] | None = None) -> SnapshotFile:
+def hash_file(
+    path: Path, *, check: BlockCheck | None = None, on_progress: Callable[[int], None] | None = None
+) -> SnapshotFile:
     """Return what a manifest says of a file. Other Python threads run meanwhile.
+
+    Args:
+        path: The file.
+        check: Is given all of its bytes, too.
+        on_progress: Called with the bytes that have been read since the last call.
 
     Raises:
         FileNotFoundError: It is not there.
+        CorruptionError: `check` has found damage.
         StorageError: It cannot be read.
     """
     size_bytes = crc = 0
     with _mapped_errors(path):
         for chunk in read_direct(path):
+            if check is not None:
+                check.take(chunk)
             crc = crc32c(chunk, crc, True)
             size_bytes += len(chunk)
             if on_progress is not None:
                 on_progress(len(chunk))
+    if check is not None:
+        check.finish()
     return SnapshotFile(name=path.name, size_bytes=size_bytes, crc32c=crc)
 
 
@@ -338,6 +351,7 @@ def hash_folder(
     folder: Path,
     *,
     known: MutableMapping[FileIdentity, SnapshotFile] | None = None,
+    is_checked: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[SnapshotFile, ...]:
     """Make a shard's folder last, and return what a manifest says of each of its files.
@@ -346,9 +360,12 @@ def hash_folder(
         folder: With files that nobody changes any more.
         known: What is said of these is not read again; see `SnapshotFiles.row_files_of_newest`. The other files of
             rows are added when they have been read, so that nothing is read twice whatever comes in between.
+        is_checked: Look at the blocks' own checksums in files of rows that are read. A file that the disk has damaged
+            would get a checksum of its damage.
         on_progress: Called with the bytes that have been read since the last call; what it raises ends it.
 
     Raises:
+        CorruptionError: A block of rows is damaged; file and place are named.
         StorageError: A file cannot be read or synced.
     """
     known = {} if known is None else known
@@ -361,8 +378,10 @@ def hash_folder(
                 files.append(replace(before, name=path.name))
                 continue
             fsync_path(path)
-            files.append(hash_file(path, on_progress=on_progress))
-            if path.suffix == _ROW_FILES:
+            is_rows = path.suffix == _ROW_FILES
+            check = BlockCheck.open(path) if is_checked and is_rows else None
+            files.append(hash_file(path, check=check, on_progress=on_progress))
+            if is_rows:
                 known[identity] = files[-1]
         fsync_path(folder)
         fsync_path(folder.parent)

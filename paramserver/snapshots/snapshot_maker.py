@@ -23,7 +23,7 @@ from headrace.paramserver.snapshots.snapshot_files import FileIdentity, Snapshot
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import OverloadedError, RequestError, StorageError, UnavailableError
+from headrace.schemas.errors import CorruptionError, OverloadedError, RequestError, StorageError, UnavailableError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, shard_folder
 from headrace.schemas.tables import TableSpec
 
@@ -93,6 +93,7 @@ class SnapshotMaker:
         Raises:
             UnavailableError: The run did not come to such a step in time, or nobody waits for the part any more.
             OverloadedError: Another snapshot is being made.
+            CorruptionError: A file of the store is damaged; it is named.
             StorageError: The disk failed.
 
         Cancellation: what was copied stays until it is swept; the shard goes on. Hashing ends, and what has been hashed
@@ -141,7 +142,14 @@ class SnapshotMaker:
         # Once the copy has its links: until then an inode may be given to another file.
         known = self._hashed | self._files.row_files_of_newest(self._server_id)
         self._hashed = known
-        hashed = hash_folder(folder, known=known, on_progress=check_wanted)
+        try:
+            hashed = hash_folder(folder, known=known, is_checked=True, on_progress=check_wanted)
+        except CorruptionError as exc:
+            what = str(exc).replace(str(folder), str(self._store.path))
+            raise CorruptionError(
+                f"shard {self._shard}: {what}; no snapshot is made of a damaged store: "
+                '"A damaged store" in docs/operations.md says how to mend it'
+            ) from exc
         sizes = {(file.size_bytes, file.crc32c) for file in hashed}  # those of files that have gone are of no use
         self._hashed = {key: file for key, file in known.items() if (file.size_bytes, file.crc32c) in sizes}
         return hashed

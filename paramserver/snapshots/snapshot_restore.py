@@ -39,6 +39,7 @@ def restore_snapshot(
     *,
     num_shards: int | None = None,
     on_progress: Callable[[int], None] = lambda _: None,
+    on_rows: Callable[[int], None] = lambda _: None,
 ) -> SnapshotManifest:
     """Make a server's directory of a snapshot, whole or not at all; return the snapshot's manifest.
 
@@ -51,6 +52,7 @@ def restore_snapshot(
         target: The directory to make; not there yet, or empty.
         num_shards: Of the new server; None for the snapshot's.
         on_progress: Called with the bytes that have been checked since the last call.
+        on_rows: Called with the rows that have been dealt since the last call.
 
     Raises:
         ConfigError: There is no snapshot, or something at the target.
@@ -71,7 +73,7 @@ def restore_snapshot(
         _take_files(snapshot, target, manifest)
     else:
         assert num_shards is not None
-        _deal_rows(snapshot, target, num_shards)
+        _deal_rows(snapshot, target, num_shards, on_rows)
     return manifest
 
 
@@ -111,7 +113,7 @@ def _begin_store_anew(path: Path, directory: NewDataDir, run: str) -> None:
         store.close()
 
 
-def _deal_rows(snapshot: Path, target: Path, num_shards: int) -> None:
+def _deal_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Callable[[int], None]) -> None:
     with SnapshotReader(snapshot) as reader:
         specs = [reader.tables[fqn] for fqn in sorted(reader.tables)]
         if not specs:
@@ -124,4 +126,5 @@ def _deal_rows(snapshot: Path, target: Path, num_shards: int) -> None:
                 builder.set_scalars(spec.fqn, reader.scalars(spec.fqn).values())
                 for row_ids, records in reader.rows(spec.fqn):
                     builder.add_records(spec.fqn, row_ids, records)
+                    on_rows(row_ids.size)
             builder.finish()

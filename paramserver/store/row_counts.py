@@ -100,8 +100,7 @@ def _prefixes_of(file: dict[str, Any]) -> tuple[bytes, bytes]:
 def _look_into(path: Path) -> Mapping[bytes, int]:
     """Return about how many entries a file has of each prefix; none when it cannot be told."""
     try:
-        # Unchecked where it must be: RocksDB's own checksums need a package that a server may be without.
-        reader = TableFileReader.open(path, is_checked=False)
+        reader = TableFileReader.open(path)
         if reader is None:  # of a kind that is not read here
             return {}
         with reader:

@@ -92,7 +92,11 @@ class RowStore:
             raise ConfigError(f"store directory {path} cannot be made: {exc.strerror}") from exc
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"store directory {path} is not writable")
-        db = RocksDb.open(path, rocks_options(config, is_direct=supports_direct_io(path)))
+        try:
+            is_direct = supports_direct_io(path)
+        except OSError as exc:
+            raise StorageError(f"store directory {path}: {exc.strerror}") from exc
+        db = RocksDb.open(path, rocks_options(config, is_direct=is_direct))
         store = cls(db, config)
         try:
             store._incoming.unlink(missing_ok=True)  # of a crash; what RocksDB has taken in has another name

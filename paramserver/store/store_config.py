@@ -79,6 +79,8 @@ def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
     table.set_block_size(config.block_bytes)
     table.set_bloom_filter(config.bloom_bits_per_key, False)
     table.set_format_version(5)
+    # As our own files have: one kind of checksum, that of the log too, for all who read blocks themselves.
+    table.set_checksum_type(rocksdict.ChecksumType.crc32c())
     # Indexes and filters in the cache, so that its size bounds them too; those of the newest files stay there.
     table.set_cache_index_and_filter_blocks(True)
     table.set_pin_l0_filter_and_index_blocks_in_cache(True)

@@ -27,7 +27,7 @@ from headrace.paramserver.store.table_file_format import (
 )
 from headrace.schemas.row_keys import KEY_BYTES
 
-__all__ = ["any_entries", "equal_entries", "read_entries"]
+__all__ = ["any_entries", "equal_entries", "read_entries", "varints_at"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ def any_entries(
     while open_.size:
         here = at[open_]
         shared, unshared = data[here].astype(np.int64), data[here + 1].astype(np.int64)
-        length, key_at = _varints_at(data, here + 2)
+        length, key_at = varints_at(data, here + 2)
         # A key of another length is none of a row's: the blocks that have one are gone through one by one.
         is_odd = shared + unshared != INNER_KEY_BYTES
         odd[open_[is_odd]] = True
@@ -201,8 +201,17 @@ def _u32_at(data: _Array, at: _Ids) -> _Ids:
     return np.asarray((data[at[:, None] + np.arange(4)].astype(np.int64) << (8 * np.arange(4))).sum(axis=1))
 
 
-def _varints_at(data: _Array, at: _Ids) -> tuple[_Ids, _Ids]:
-    """Return (numbers, where each ends)."""
+def varints_at(data: _Array, at: _Ids) -> tuple[_Ids, _Ids]:
+    """Return (numbers, where each ends), int64[n] both.
+
+    Args:
+        data: uint8[m].
+        at: int64[n], where they begin.
+
+    Raises:
+        IndexError: One does not end within the data.
+        ValueError: One is longer than 5 bytes.
+    """
     numbers, ends, shift = np.zeros(at.size, np.int64), at.copy(), 0
     more = np.ones(at.size, bool)
     while more.any():

@@ -10,7 +10,7 @@ Source: RocksDB's table/format.cc, table/block_based/block_builder.cc and util/c
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ __all__ = [
     "varint",
 ]
 
-_Crc = TypeVar("_Crc", int, npt.NDArray[Any])  # uint32
 
 # ON DISK: RocksDB's, all of them.
 MAGIC = (0x88E241B785F4CFF7).to_bytes(8, "little")
@@ -101,9 +100,9 @@ def read_handle(data: bytes, at: int) -> tuple[int, int, int]:
     return offset, size, at
 
 
-def mask_crc(crc: _Crc) -> _Crc:
+def mask_crc(crcs: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Return checksums as RocksDB stores them, since a checksum of data that holds checksums would be a weak one."""
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    return ((crcs >> np.uint32(15)) | (crcs << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
 def entry_head(value_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import CorruptionError, RequestError
@@ -78,7 +79,7 @@ def load_places(path: Path, file: IO[bytes]) -> Any:
         raise RequestError(f"{path}: its numbers are big-endian; load it with torch and save it again")
     file.seek(0)
     try:
-        with FakeTensorMode(), warnings.catch_warnings():
+        with FakeTensorMode(), _CompressedAsEmpty(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as exc:  # torch tells of a bad file by errors of many kinds
@@ -89,6 +90,18 @@ def load_places(path: Path, file: IO[bytes]) -> Any:
                 f"{path}: holds more than tensors, and nothing in it is run; save a plain state_dict ({what[:160]})"
             ) from exc
         raise CorruptionError(f"{path}: cannot be read: {text[:200]}") from exc
+
+
+class _CompressedAsEmpty(TorchFunctionMode):
+    """Has tensors of sparse rows or columns be empty ones: fake tensors know no such layout, and none is read."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.sparse_compressed_tensor:
+            _, _, values, size = args
+            return torch.empty(size, dtype=values.dtype, layout=torch.sparse_coo, device="cpu")
+        return func(*args, **(kwargs or {}))
 
 
 def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base: int) -> Piece:
@@ -105,7 +118,9 @@ def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base:
     Raises:
         RequestError: They do not lie row after row.
     """
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not hasattr(tensor, "placements")
+    if tensor.layout is not torch.strided:
+        raise RequestError(f"{path}: tensor {name!r} is sparse; save it as tensor.to_dense()")
+    is_plain = not tensor.is_quantized and not hasattr(tensor, "placements")
     two = tensor.dim() == 2
     width, strides = (tensor.shape[1] if two else 1), tensor.stride() if is_plain else (0, 0)
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None

@@ -178,7 +178,7 @@ def test_a_directory_that_does_not_fit_is_refused_at_once(
     arguments = ["backfill", str(tmp_path / "t.npz"), "--table", "table", "--data", str(tmp_path / "new")]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * (24 + 12) - 1))
     assert cli.main(arguments) == 1
-    assert f"{tmp_path}: the store takes 0.0 MiB, and 0.0 MiB are free" in capsys.readouterr().err
+    assert f"{tmp_path}: the store takes 35.2 KiB, and 35.2 KiB are free" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 
 

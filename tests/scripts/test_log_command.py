@@ -58,7 +58,7 @@ def test_nothing_is_cut_in_80_columns(
     assert _run("inspect", str(server_dir / "shard-0000" / "log")) == 0
     out = capsys.readouterr().out
     assert "…" not in out.replace(str(server_dir), "")
-    for words in ("seqs", "records", "1–", "41–", " kB ", "2023-11-14", "22:13:20", "sealed"):
+    for words in ("seqs", "records", "1–", "41–", " KiB ", "2023-11-14", "22:13:20", "sealed"):
         assert words in out
 
 

@@ -1,7 +1,7 @@
 """A file system that fails on demand, and forgets on demand what was not synced.
 
 It works on real files and remembers, for each, what a disk would have. Then `power_cut` leaves what a power failure may
-leave: all that was synced, and of the rest nothing, or whichever sectors chance chose.
+leave: all that was synced, and of the rest nothing, or whichever sectors, as any write left them, chance chose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _File:
     path: Path
     disk: bytes  # what a power failure leaves for sure
     is_lossy: bool = False  # a sync has failed: the kernel forgets what it could not write, and the next sync succeeds
-    dirty: bool = False
+    writes: list[tuple[int, bytes]] = field(default_factory=list)  # since the last sync: offset, bytes
+    sizes: list[int] = field(default_factory=list)  # since the last sync
 
 
 @dataclass
@@ -53,12 +54,14 @@ class FaultyFileOps(SystemFileOps):
         gate: Cleared, it holds every `fdatasync` back until it is set.
         reached: Set whenever an `fdatasync` has come to the gate.
         is_dead: Every call fails: the process is as good as killed.
+        calls_left: It is dead after so many more calls; None: it lives on.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
     is_dead: bool = False
+    calls_left: int | None = None
     _called: threading.Condition = field(default_factory=threading.Condition)
     _faults: list[_Fault] = field(default_factory=list)
     _open: dict[int, _File] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class FaultyFileOps(SystemFileOps):
         self._faults.append(_Fault(operation, OSError(code, os.strerror(code)), after))
 
     def write_short(self, size_bytes: int, *, after: int = 0) -> None:
-        """Let one `pwritev` write only so many bytes, and say so."""
+        """Let one `pwritev` write only so many bytes, of its first buffer, and say so."""
         self._faults.append(_Fault("pwritev", None, after, size_bytes))
 
     @property
@@ -102,11 +105,12 @@ class FaultyFileOps(SystemFileOps):
             if not file.path.exists():
                 continue
             cached = file.path.read_bytes()
-            file.path.write_bytes(file.disk if rng is None else _mix(file.disk, cached, rng))
+            file.path.write_bytes(file.disk if rng is None else _mix(file, cached, rng))
         kept = 0 if rng is None else rng.randint(0, len(self._changes))
         for change in reversed(self._changes[kept:]):  # a journal loses the newest first
             change.undo()
         self._changes.clear()
+        self._files.clear()  # what is there now is on the disk
 
     # The file system.
 
@@ -127,19 +131,25 @@ class FaultyFileOps(SystemFileOps):
         super().close(fd)
 
     def pwritev(self, fd: int, buffers: Sequence[Segment], offset: int) -> int:
-        fault = self._call("pwritev", self._open[fd].path)
-        if fault is None:
-            return super().pwritev(fd, buffers, offset)
-        assert fault.short_bytes is not None
-        return super().pwritev(fd, [b"".join(buffers)[: fault.short_bytes]], offset)
+        file = self._open[fd]
+        fault = self._call("pwritev", file.path)
+        if fault is not None:
+            assert fault.short_bytes is not None
+            buffers = [memoryview(buffers[0])[: fault.short_bytes]]
+        written = super().pwritev(fd, buffers, offset)
+        file.writes.append((offset, b"".join(buffers)))
+        file.sizes.append(os.fstat(fd).st_size)
+        return written
 
     def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
         self._call("allocate", self._open[fd].path)
         super().allocate(fd, offset, size_bytes)
+        self._open[fd].sizes.append(os.fstat(fd).st_size)
 
     def truncate(self, fd: int, size_bytes: int) -> None:
         self._call("truncate", self._open[fd].path)
         super().truncate(fd, size_bytes)
+        self._open[fd].sizes.append(size_bytes)
 
     def fdatasync(self, fd: int) -> None:
         self.reached.set()
@@ -174,7 +184,7 @@ class FaultyFileOps(SystemFileOps):
         super().unlink(path)
         self._changes.append(_DirectoryChange(path.parent, lambda: path.write_bytes(content) and None))
 
-    def drop_cache(self, fd: int, offset: int = 0, size_bytes: int = 0) -> None:
+    def drop_cache(self, fd: int) -> None:
         file = self._open[fd]
         self._call("drop_cache", file.path)
         if file.is_lossy:
@@ -190,9 +200,14 @@ class FaultyFileOps(SystemFileOps):
             raise
         if not file.is_lossy:
             file.disk = file.path.read_bytes()
+            file.writes.clear()
+            file.sizes.clear()
 
     def _call(self, operation: str, path: Path) -> _Fault | None:
         """Note a call, and fail it if that is due; return a fault that is not an error."""
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            self.is_dead = self.is_dead or self.calls_left < 0
         if self.is_dead:
             raise OSError(errno.EIO, "the process is dead")
         with self._called:
@@ -208,12 +223,13 @@ class FaultyFileOps(SystemFileOps):
         return None
 
 
-def _mix(disk: bytes, cached: bytes, rng: random.Random) -> bytes:
-    """Return a file of either size whose sectors are each of one or the other."""
-    size = rng.choice((len(disk), len(cached)))
+def _mix(file: _File, cached: bytes, rng: random.Random) -> bytes:
+    """Return a file of a size that it had since the last sync, whose sectors are each as some write left them."""
+    size = rng.choice((len(file.disk), len(cached), *file.sizes))
     parts = []
     for start in range(0, size, _SECTOR_BYTES):
-        source = rng.choice((disk, cached))
         end = min(start + _SECTOR_BYTES, size)
-        parts.append(source[start:end].ljust(end - start, b"\0"))
+        versions = [file.disk[start:end], cached[start:end]]
+        versions += [data[start - at : end - at] for at, data in file.writes if at <= start and end <= at + len(data)]
+        parts.append(rng.choice(versions).ljust(end - start, b"\0"))
     return b"".join(parts)

@@ -19,8 +19,8 @@ from headrace.schemas.log_records import (
     encode_mark,
 )
 
-SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)
-ROOMY = UpdateLogConfig(segment_bytes=1 << 20, allocate_bytes=8192)
+SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096, tail_bytes=8192)
+ROOMY = UpdateLogConfig(segment_bytes=1 << 20, allocate_bytes=8192, tail_bytes=8192)
 
 
 @contextlib.asynccontextmanager

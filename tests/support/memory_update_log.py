@@ -145,7 +145,7 @@ class MemoryUpdateLog:
         self._schedule()
         return Append(seq, durable)
 
-    def read(self, from_seq: int) -> Iterator[LogRecord]:
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
         """See `UpdateLog.read`."""
         if from_seq < 1:
             raise ValueError(f"seq {from_seq}: the first is 1")

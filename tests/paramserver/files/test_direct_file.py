@@ -1,14 +1,25 @@
-"""Files past the page cache: the bytes are right whatever their number, and a short write is an error."""
+"""Files past the page cache: the bytes are right whatever their number, and however many a call takes."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.paramserver.files.direct_file import DirectFileWriter, read_direct, supports_direct_io, write_buffer
+from headrace.paramserver.files.direct_file import (
+    DirectFileWriter,
+    open_direct,
+    page_memory,
+    read_direct,
+    supports_direct_io,
+    write_buffer,
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, (4 << 20) - 1, 4 << 20, (9 << 20) + 17])
@@ -50,6 +61,85 @@ def test_file_systems_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_file_systems_that_refuse_direct_io_only_when_it_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file can be opened for it, and its blocks are larger than ours, the same bytes go the usual way."""
+    refused: list[str] = []
+
+    def refusing(name: str) -> None:
+        call = getattr(os, name)
+
+        def refuse(fd: int, data: Any) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                refused.append(name)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return int(call(fd, data))
+
+        monkeypatch.setattr(os, name, refuse)
+
+    for name in ("write", "readv"):
+        refusing(name)
+    assert not supports_direct_io(tmp_path)
+    data = os.urandom((8 << 20) + 3)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
+        file.write(data)
+        assert not file.is_direct
+        assert len(synced) == 2, "each piece, so that no large sync at the end holds up the update log's"
+        file.sync()
+    assert (tmp_path / "file").read_bytes() == data
+    assert b"".join(map(bytes, read_direct(tmp_path / "file"))) == data
+    assert refused == ["write", "write", "readv"], "once a file"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_refused_on_any_way_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that is not for going past the page cache is told, and not tried again."""
+    calls: list[int] = []
+
+    def refuse(fd: int, data: Any) -> int:
+        calls.append(fd)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
+        file.write(b"data")
+        for num_calls in (2, 3):  # past the cache and through it; then only that
+            with pytest.raises(OSError, match="Invalid argument"):
+                file.sync()
+            assert len(calls) == num_calls
+
+
+@pytest.mark.parametrize(
+    ("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False), (errno.EROFS, False)]
+)
+def test_a_full_disk_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_full: bool) -> None:
+    """Only room is missing for what tries it out: that says nothing against direct I/O, as any other failure would."""
+
+    def fail(fd: int, data: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "write", fail)
+    if is_full:
+        assert supports_direct_io(tmp_path)
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            supports_direct_io(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_others_may_read_a_file(tmp_path: Path) -> None:
+    """A file has the mode that files have, as far as the process's mask lets it."""
+    mask = os.umask(0o022)
+    try:
+        DirectFileWriter(tmp_path / "file", write_buffer()).close()
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
 def test_a_file_is_synced_as_long_as_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a crash leaves of a file that is complete has every byte, and none of what filled its last block."""
     synced: list[int] = []
@@ -62,19 +152,79 @@ def test_a_file_is_synced_as_long_as_it_will_be(tmp_path: Path, monkeypatch: pyt
     assert synced == [0, 4096, 5000, 4 << 20]
 
 
-def test_a_short_write_goes_on_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks that were taken are not written again; a part of one is an error, as nothing can follow it."""
-    write, sizes = os.write, [8192, 4096]
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: sizes.pop(0)] if sizes else data))
+@pytest.mark.parametrize("part", [8192, 100])
+def test_a_short_write_is_followed_by_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """What was taken is not written again; behind a part of a block the file goes on through the cache."""
+    write, path, parts = os.write, tmp_path / "file", [part]
+
+    def write_short(fd: int, data: Any) -> int:
+        if not parts:
+            return write(fd, data)
+        size = parts.pop()
+        with open(path, "r+b") as file:
+            file.write(data[:size])
+        return os.lseek(fd, size, os.SEEK_CUR)
+
+    monkeypatch.setattr(os, "write", write_short)
     data = os.urandom(20_000)
-    with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
+    with DirectFileWriter(path, write_buffer()) as file:
         file.write(data)
         file.sync()
-    assert (tmp_path / "file").read_bytes() == data
-    monkeypatch.setattr(os, "write", lambda fd, data: 100)
-    with DirectFileWriter(tmp_path / "file", write_buffer()) as file, pytest.raises(OSError, match="only part"):
+    assert path.read_bytes() == data
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    with DirectFileWriter(path, write_buffer()) as file, pytest.raises(OSError, match="takes no more"):
         file.write(data)
         file.sync()
+
+
+@pytest.mark.parametrize("part", [8192, 100])
+def test_a_short_read_is_followed_by_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """A file system may give less than there is; behind a part of a block it is read through the cache."""
+    read, parts = os.readv, [part]
+    data = os.urandom(20_000)
+    (tmp_path / "file").write_bytes(data)
+
+    def read_short(fd: int, buffers: Any) -> int:
+        if not parts:
+            return read(fd, buffers)
+        size = parts.pop()
+        buffers[0][:size] = data[:size]
+        return os.lseek(fd, size, os.SEEK_CUR)
+
+    monkeypatch.setattr(os, "readv", read_short)
+    assert b"".join(map(bytes, read_direct(tmp_path / "file"))) == data
+    monkeypatch.setattr(os, "readv", lambda fd, buffers: 0)
+    with pytest.raises(OSError, match="shorter than it was"):
+        list(read_direct(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(("code", "num_calls"), [(errno.EINVAL, 2), (errno.EMFILE, 1), (errno.EACCES, 1)])
+def test_only_a_refusal_of_direct_io_is_tried_without(tmp_path: Path, code: int, num_calls: int) -> None:
+    """A file that cannot be opened for another reason is an error at once."""
+    calls: list[int] = []
+
+    def refuse(path: Path, flags: int) -> int:
+        calls.append(flags)
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(OSError, match=os.strerror(code)):
+        open_direct(tmp_path / "file", os.O_RDONLY, refuse)
+    assert calls == [os.O_RDONLY | os.O_DIRECT, os.O_RDONLY][:num_calls]
+
+
+def test_memory_is_there_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for; a kernel that has none gives pages of the usual size."""
+    asked: list[int] = []
+
+    class Plain(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append(option)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    memory = page_memory(8192)
+    assert asked == [mmap.MADV_HUGEPAGE] and memory == bytes(8192)
+    memory[4096:] = b"x" * 4096
 
 
 def test_what_cannot_be_made_is_an_error(tmp_path: Path) -> None:
@@ -89,7 +239,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None
     pieces = read_direct(tmp_path / "file")
     assert len(next(pieces)) == 4 << 20
     os.truncate(tmp_path / "file", 5 << 20)
-    with pytest.raises(OSError, match="only part"):
+    with pytest.raises(OSError, match="shorter than it was"):
         list(pieces)
 
 

@@ -16,7 +16,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     """Who asks is told how much it is and how much there is; a place that is not there yet is where it will be."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 30) if path == tmp_path else None)
     check_room(tmp_path, 3 << 30, what="it")
-    message = r": it takes 4,096\.0 GiB, and 3\.0 GiB are free; nothing was written"
+    message = r": it takes 4\.0 TiB, and 3\.0 GiB are free; nothing was written"
     for place in (tmp_path, tmp_path / "not" / "there"):
         with pytest.raises(StorageError, match=f"^{tmp_path}{message}$"):
             check_room(place, 4 << 40, what="it")

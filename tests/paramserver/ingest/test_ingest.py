@@ -201,13 +201,43 @@ async def test_a_log_that_skips_a_record_stops_recovery(tmp_path: Path) -> None:
     class Gapped:
         last_seq = 3
 
-        def read(self, from_seq: int) -> Iterator[LogRecord]:
+        def read(self, from_seq: int, **_: Any) -> Iterator[LogRecord]:
             return (record for record in log.read(from_seq) if record.seq != 2)
 
     async with Applier(store) as applier:
         ingest = Ingest(Gapped(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
         with pytest.raises(CorruptionError, match="goes on at seq 3, seq 2 is missing"):
             await ingest.recover()
+    await log.close()
+    store.close()
+
+
+async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk does not wait for the store, nor the store for the disk."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log, is_read = FileUpdateLog.open(tmp_path / "log"), [threading.Event() for _ in range(4)]
+    for header, body in [(_HELLO, []), (_CLAIM, _logged(1)), (_CLAIM, _logged(2))]:
+        await log.append(epoch=1, header=header, body=body).durable
+
+    class Watched:
+        last_seq = 3
+
+        def read(self, from_seq: int, *, past_cache: bool) -> Iterator[LogRecord]:
+            assert past_cache, "what is read once takes nobody's place"
+            for record in log.read(from_seq):
+                is_read[record.seq].set()
+                yield record
+
+    async def wait_for_the_next(_: int) -> None:
+        if ingest.submitted_seq < 3:
+            assert await asyncio.to_thread(is_read[ingest.submitted_seq + 1].wait, 30)
+
+    async with Applier(store) as applier:
+        ingest = Ingest(Watched(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
+        monkeypatch.setattr(applier, "wait_below", wait_for_the_next)
+        assert await ingest.recover() == 3
     await log.close()
     store.close()
 

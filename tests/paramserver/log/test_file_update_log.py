@@ -29,7 +29,8 @@ async def test_trimming_syncs_each_removal(tmp_path: Path) -> None:
         del ops.calls[:]
         log.trim(101)
         expected = [call for name in names[:-1] for call in (("unlink", name), ("fsync_dir", path.name))]
-        assert ops.calls == expected
+        # The writer may put its mark behind the last record meanwhile.
+        assert [call for call in ops.calls if call[0] != "pwritev"] == expected
         assert [segment.name for segment in segments_of(path)] == names[-1:]
 
 
@@ -58,6 +59,14 @@ async def test_reserved_space_is_given_back(tmp_path: Path) -> None:
         await fill(log, 1, size_bytes=100_000)
         assert segment.stat().st_size == 2 * 65536
     assert segment.stat().st_size == log.size_bytes < 110_000
+
+
+async def test_a_log_that_cannot_have_its_memory_is_not_left_locked(tmp_path: Path) -> None:
+    """Where there is no memory for the tail the log says so, and can be opened with less."""
+    with pytest.raises(StorageError, match=rf"taking {1 << 60} bytes of memory for the log's tail failed: .*ENOMEM"):
+        FileUpdateLog.open(tmp_path / "log", config=UpdateLogConfig(tail_bytes=1 << 60))
+    async with opened_log(tmp_path / "log") as log:
+        await fill(log, 1)
 
 
 async def test_second_opener_is_refused(tmp_path: Path) -> None:

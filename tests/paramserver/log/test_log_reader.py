@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from log_files import ROOMY, check_records, make_log, offsets_of, opened_log, segments_of
+from log_files import ROOMY, check_records, fill, make_log, offsets_of, opened_log, segments_of
 
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.log_reader import LogReader
@@ -90,6 +91,28 @@ async def test_a_record_does_not_end_beyond_its_segment(tmp_path: Path) -> None:
         next(reader.read(3))
     with pytest.raises(CorruptionError, match=r"a record of .* bytes where"):
         list(reader.read(1))
+
+
+async def test_records_far_behind_are_not_walked_to(tmp_path: Path) -> None:
+    """Beginning at a late record of a long segment does not read, or mind, what lies far before it."""
+    async with opened_log(tmp_path / "log", ROOMY) as log:
+        await fill(log, 40, size_bytes=20_000)
+        (segment,) = segments_of(tmp_path / "log")
+        data = bytearray(segment.read_bytes())
+        at = offsets_of(segment)[1]
+        data[at : at + 48] = bytes(48)
+        segment.write_bytes(data)
+        assert [record.seq for record in log.read(39)] == [39, 40]
+        with pytest.raises(CorruptionError, match="where record 2 should be"):
+            list(log.read(1))
+
+
+async def test_reads_that_are_cut_short_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that gives fewer bytes than it was asked for is asked for the rest, and only for that."""
+    await make_log(tmp_path / "log", 20, size_bytes=5000)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:777]], offset))
+    check_records(LogReader(tmp_path / "log"), 20, 5000)
 
 
 async def test_what_is_gone_is_told(tmp_path: Path) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
 import pytest
 from faulty_file_ops import FaultyFileOps
-from log_files import SMALL, body_of, check_records, fill, opened_log, segments_of
+from log_files import ROOMY, SMALL, body_of, check_records, fill, opened_log, segments_of
 
-from headrace.paramserver.log import log_segments
+from headrace.paramserver.log import log_segments, log_writer
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.log_segments import segment_name
 from headrace.paramserver.log.update_log import UpdateLogConfig
 from headrace.schemas.errors import StorageError
+from headrace.schemas.messages import Segment
 
 
 async def test_a_failure_behind_the_last_record_is_told(tmp_path: Path) -> None:
@@ -27,6 +35,18 @@ async def test_a_failure_behind_the_last_record_is_told(tmp_path: Path) -> None:
         await append.durable
         assert "Input/output error" in str(await asyncio.wait_for(waiting, 10))
         assert await log.wait_failed() is log.failed
+
+
+async def test_a_client_that_waits_for_each_ack_does_not_wait_for_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While records come, one after the other, each costs one write; a mark is written when none has come for long."""
+    monkeypatch.setattr(log_writer, "_MARK_AFTER_S", 3600)
+    ops = FaultyFileOps()
+    async with opened_log(tmp_path / "log", UpdateLogConfig(allocate_bytes=8192, tail_bytes=1 << 16), ops) as log:
+        await fill(log, 50, one_by_one=True)
+        calls = [operation for operation, _ in ops.calls]
+        assert (calls.count("pwritev"), calls.count("fdatasync")) == (1 + 50, 50)
 
 
 _FAULTS = [
@@ -81,16 +101,68 @@ async def test_failing_disk_stops_the_log_for_good(
     assert "Traceback" not in caplog.text
 
 
-async def test_short_write_stops_the_log(tmp_path: Path) -> None:
-    """A write that the system cut short is a failure, and its half record is cut at the next start."""
-    path, ops = tmp_path / "log", FaultyFileOps()
-    async with opened_log(path, ops=ops) as log:
-        await fill(log, 3)
-        ops.write_short(70)
-        ops.write_short(70)
+class _WatchedQueue(SimpleQueue[Any]):
+    """Tells when somebody waits at it for as long as it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_at = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout is None and self.empty():
+            self.is_waited_at.set()
+        return super().get(block, timeout)
+
+
+async def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a record may or may not have come to the disk, no mark says later that all before it is whole."""
+    monkeypatch.setattr(log_writer, "_MARK_AFTER_S", 0.0)
+    monkeypatch.setattr(log_writer, "SimpleQueue", _WatchedQueue)
+    ops = FaultyFileOps()
+    async with opened_log(tmp_path / "log", ops=ops) as log:
+        await fill(log, 1)
+        queue: Any = log._writer._queue
+        assert await asyncio.to_thread(queue.is_waited_at.wait, 30)
+        queue.is_waited_at.clear()
+        ops.fail("fdatasync", errno.EIO)
         with pytest.raises(StorageError):
             await fill(log, 1)
-        assert "only" in str(log.failed)
+        assert await asyncio.to_thread(queue.is_waited_at.wait, 30)
+        assert [operation for operation, _ in ops.calls[-2:]] == ["pwritev", "fdatasync"]
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 4000])
+async def test_a_short_write_is_followed_by_the_rest(
+    tmp_path: Path, size_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is nearly full takes a part; where the rest finds it full, that is said, in one line."""
+    path, ops = tmp_path / "log", FaultyFileOps() if size_bytes == 4096 else _NoDirectOps()
+    async with opened_log(path, UpdateLogConfig(tail_bytes=16384), ops) as log:
+        await fill(log, 1, size_bytes=10_000)
+        await asyncio.to_thread(ops.wait_for_calls, ["fdatasync", "pwritev"])  # and its mark
+        ops.write_short(size_bytes)
+        await fill(log, 1, size_bytes=10_000)
+        await asyncio.to_thread(ops.wait_for_calls, ["pwritev", "pwritev", "fdatasync", "pwritev"])
+        ops.write_short(size_bytes)
+        ops.fail("pwritev", errno.ENOSPC)
+        with pytest.raises(StorageError, match="ENOSPC"):
+            await fill(log, 1, size_bytes=10_000)
+    assert [record.exc_info for record in caplog.records if "the update log stops" in record.message] == [None]
+    async with opened_log(path) as log:
+        check_records(log, 2, size_bytes=10_000)
+
+
+async def test_a_write_of_nothing_stops_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that takes nothing and does not say why is a failure, and not asked for ever."""
+    path, ops = tmp_path / "log", FaultyFileOps()
+    async with opened_log(path, UpdateLogConfig(tail_bytes=16384), ops) as log:
+        await fill(log, 3, one_by_one=True)
+        await asyncio.to_thread(ops.wait_for_calls, ["fdatasync", "pwritev"])  # and its mark
+        ops.write_short(0)
+        with pytest.raises(StorageError):
+            await fill(log, 1, size_bytes=6000)
+        assert "none of 8192 bytes written at offset 0" in str(log.failed)
+    assert [record.exc_info for record in caplog.records if "the update log stops" in record.message] == [None]
     async with opened_log(path) as log:
         check_records(log, 3)
 
@@ -159,8 +231,8 @@ async def test_segment_is_durable_before_its_first_record(tmp_path: Path) -> Non
         calls = list(ops.calls)
     one, two = segment_name(2), segment_name(3)
     expected = [
-        ("truncate", one),
         ("pwritev", one),
+        ("truncate", one),
         ("fsync", one),
         ("open", f"{two}.new"),
         ("allocate", f"{two}.new"),
@@ -192,16 +264,78 @@ async def test_group_is_synced_once(tmp_path: Path) -> None:
         assert (log.metrics.num_records, log.metrics.num_groups) == (21, 1 + 1 + 5)
 
 
-async def test_large_group_is_written_in_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group beyond what one call may write is split, between buffers, and is still one group."""
-    monkeypatch.setattr(log_segments, "_MAX_WRITE_BYTES", 1000)
+async def test_a_group_larger_than_the_tail_is_written_in_several_calls(tmp_path: Path) -> None:
+    """It is still one group, synced once."""
     path, ops = tmp_path / "log", FaultyFileOps()
     async with opened_log(path, ops=ops) as log:
-        for _ in range(5):
-            await fill(log, 20)
-    assert sum(operation == "pwritev" for operation, _ in ops.calls) > 15
+        await fill(log, 1, size_bytes=100_000)
+        calls = [operation for operation, _ in ops.calls]
+        assert calls[calls.index("fsync_dir") :].count("pwritev") >= 100_000 // 8192
+        assert log.metrics.num_groups == calls.count("fdatasync") == 1
     async with opened_log(path) as log:
-        check_records(log, 100)
+        check_records(log, 1, size_bytes=100_000)
+
+
+class _NoDirectOps(FaultyFileOps):
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().open(path, flags)
+
+
+class _BlocksOps(FaultyFileOps):
+    """Checks what the disk is asked to write."""
+
+    num_checked = 0
+
+    def open(self, path: Path, flags: int) -> int:
+        assert flags & os.O_DIRECT
+        return super().open(path, flags)
+
+    def pwritev(self, fd: int, buffers: Sequence[Segment], offset: int) -> int:
+        addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
+        assert not any(number % 4096 for number in (offset, *addresses, *map(len, buffers)))
+        self.num_checked += 1
+        return super().pwritev(fd, buffers, offset)
+
+
+class _LargerBlocksOps(FaultyFileOps):
+    """Opens files for direct writes, and refuses those: its blocks are larger."""
+
+    num_refused = 0
+
+    def pwritev(self, fd: int, buffers: Sequence[Segment], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            self.num_refused += 1
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().pwritev(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("kind", [_NoDirectOps, _LargerBlocksOps, _BlocksOps])
+async def test_the_log_goes_past_the_page_cache_where_it_can(tmp_path: Path, kind: type[FaultyFileOps]) -> None:
+    """In whole blocks of file and memory, as such a write has to be; other file systems are written all the same."""
+    path, ops = tmp_path / "log", kind()
+    for config in (SMALL, ROOMY):
+        async with opened_log(path, config, ops) as log:
+            await fill(log, 50)
+            await fill(log, 50, one_by_one=True)
+    async with opened_log(path) as log:
+        check_records(log, 200)
+    assert not isinstance(ops, _BlocksOps) or ops.num_checked > 100
+    # Once a segment, at its header: what follows goes the usual way at once.
+    assert not isinstance(ops, _LargerBlocksOps) or ops.num_refused == len(segments_of(path))
+
+
+async def test_a_write_that_is_refused_on_any_way_stops_the_log(tmp_path: Path) -> None:
+    """A refusal that is not for going past the page cache is told, not tried again for ever."""
+    ops = FaultyFileOps()
+    async with opened_log(tmp_path / "log", ROOMY, ops) as log:
+        await fill(log, 1)
+        ops.fail("pwritev", errno.EINVAL)
+        ops.fail("pwritev", errno.EINVAL)
+        with pytest.raises(StorageError, match=r"writing 4096 bytes at offset 0 failed: .* \(EINVAL\)"):
+            await fill(log, 1)
+            await fill(log, 1)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -217,12 +351,12 @@ async def test_a_segment_ends_within_its_bound_and_is_closed(tmp_path: Path, one
     assert len(sizes) > 3 and max(sizes) <= SMALL.segment_bytes < max(sizes) + 155
 
 
-async def test_a_failed_log_leaves_nothing_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operation", ["fdatasync", "fsync", "rename"])
+async def test_a_failed_log_leaves_nothing_open(tmp_path: Path, operation: str) -> None:
     """What a failure stops is closed as well: its descriptors are the process's."""
     ops = FaultyFileOps()
     async with opened_log(tmp_path / "log", SMALL, ops) as log:
-        await fill(log, 1)
-        ops.fail("fdatasync", errno.EIO)
+        ops.fail(operation, errno.EIO)
         with pytest.raises(StorageError):
             await fill(log, 1)
     assert ops.num_open == 0

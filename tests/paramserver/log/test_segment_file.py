@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import random
 import re
 from collections.abc import Callable
@@ -10,10 +12,24 @@ from pathlib import Path
 
 import pytest
 from faulty_file_ops import FaultyFileOps
-from log_files import ROOMY, SMALL, check_records, crash, fill, make_log, offsets_of, opened_log, segments_of, unseal
+from log_files import (
+    ROOMY,
+    SMALL,
+    body_of,
+    check_records,
+    crash,
+    fill,
+    make_log,
+    offsets_of,
+    opened_log,
+    segments_of,
+    unseal,
+)
 
+from headrace.paramserver.files.direct_file import BLOCK_BYTES
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.log_reader import LogReader
+from headrace.paramserver.log.update_log import UpdateLogConfig
 from headrace.schemas.errors import CorruptionError
 
 
@@ -140,3 +156,41 @@ async def test_segment_of_another_log_stops_the_log(tmp_path: Path) -> None:
     (ours / name).write_bytes((theirs / name).read_bytes())
     with pytest.raises(CorruptionError, match="another log"):
         FileUpdateLog.open(ours)
+
+
+@pytest.mark.parametrize(("size_bytes", "count"), [(2_100_000, 20), (5000, 1000)])
+async def test_a_log_is_read_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int, count: int
+) -> None:
+    """Whatever the length of its records, what is read of a log is little more than what is in it."""
+    await make_log(tmp_path / "log", count, size_bytes=size_bytes, config=UpdateLogConfig())
+    read, num_bytes, is_direct = os.preadv, list[int](), list[bool]()
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert offset % BLOCK_BYTES == 0, "or the rest of the file would go through the page cache"
+        num_bytes.append(read(fd, buffers, offset))
+        is_direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return num_bytes[-1]
+
+    async with opened_log(tmp_path / "log", UpdateLogConfig()) as log:
+        monkeypatch.setattr(os, "preadv", counted)
+        for past_cache in (False, True):
+            num_bytes.clear()
+            assert len(list(log.read(1, past_cache=past_cache))) == count
+            assert sum(num_bytes) < 1.1 * size_bytes * count + 200_000
+            assert {*is_direct} == {past_cache}
+            is_direct.clear()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_records_of_all_lengths_come_back(tmp_path: Path, seed: int) -> None:
+    """Wherever blocks and chunks end, each record is read as it was written."""
+    path, rng = tmp_path / "log", random.Random(seed)
+    sizes = [
+        rng.choice([0, 1, 3000, rng.randint(4000, 4100), 70_000, rng.randint(262_000, 262_300)]) for _ in range(20)
+    ]
+    async with opened_log(path, UpdateLogConfig()) as log:
+        for size_bytes in sizes:
+            await fill(log, 1, size_bytes=size_bytes)
+    records = list(LogReader(path).read(1))
+    assert [bytes(record.body) for record in records] == [body_of(seq, size) for seq, size in enumerate(sizes, 1)]

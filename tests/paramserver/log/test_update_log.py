@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import mmap
 import random
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_file_ops import FaultyFileOps
-from memory_update_log import MemoryUpdateLog
+from log_harness import FileLogHarness, LogHarness, MemoryLogHarness
 
-from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.update_log import LogRecord, UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import (
     ConfigError,
@@ -28,79 +25,10 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 
-_SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)
-
-
-class _Harness:
-    """One kind of log: how to open it, hold its disk back and break it."""
-
-    def __init__(self) -> None:
-        self.now_us = 1_000_000_000
-        self.logs: list[UpdateLog] = []
-
-    def open(self, config: UpdateLogConfig = _SMALL) -> UpdateLog:
-        log = self.make(config)
-        self.logs.append(log)
-        return log
-
-    def make(self, config: UpdateLogConfig) -> UpdateLog:
-        raise NotImplementedError
-
-    def hold(self) -> None:
-        raise NotImplementedError
-
-    def release(self) -> None:
-        raise NotImplementedError
-
-    def break_next_sync(self) -> None:
-        raise NotImplementedError
-
-
-class _FileHarness(_Harness):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.ops = FaultyFileOps()
-        self.path = path
-
-    def make(self, config: UpdateLogConfig) -> UpdateLog:
-        return FileUpdateLog.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
-
-    def hold(self) -> None:
-        self.ops.gate.clear()
-
-    def release(self) -> None:
-        self.ops.gate.set()
-
-    def break_next_sync(self) -> None:
-        self.ops.fail("fdatasync", errno.EIO)
-
-
-class _MemoryHarness(_Harness):
-    log: MemoryUpdateLog | None = None
-
-    def make(self, config: UpdateLogConfig) -> UpdateLog:
-        if self.log is None:
-            self.log = MemoryUpdateLog(config=config, clock_us=lambda: self.now_us)
-        else:
-            self.log = self.log.reopen()
-        return self.log
-
-    def hold(self) -> None:
-        assert self.log is not None
-        self.log.hold()
-
-    def release(self) -> None:
-        assert self.log is not None
-        self.log.release()
-
-    def break_next_sync(self) -> None:
-        assert self.log is not None
-        self.log.fail(StorageError("the disk is broken"))
-
 
 @pytest.fixture(params=["file", "memory"])
-async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[_Harness]:
-    made: _Harness = _FileHarness(tmp_path / "log") if request.param == "file" else _MemoryHarness()
+async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LogHarness]:
+    made: LogHarness = FileLogHarness(tmp_path / "log") if request.param == "file" else MemoryLogHarness()
     yield made
     if made.logs:
         made.release()
@@ -128,14 +56,14 @@ def _seqs(records: Iterator[LogRecord]) -> list[int]:
     return [record.seq for record in records]
 
 
-async def test_new_log_is_empty(harness: _Harness) -> None:
+async def test_new_log_is_empty(harness: LogHarness) -> None:
     """A new log begins at seq 1 and holds nothing."""
     log = harness.open()
     assert (log.first_seq, log.last_seq, log.failed, log.pending_bytes) == (1, 0, None, 0)
     assert _seqs(log.read(1)) == []
 
 
-async def test_records_come_back_as_they_went_in(harness: _Harness) -> None:
+async def test_records_come_back_as_they_went_in(harness: LogHarness) -> None:
     """Seq, epoch, header and body of each record are read as they were appended."""
     log = harness.open()
     whole = memoryview(bytes(range(256)) * 40)
@@ -157,7 +85,7 @@ async def test_records_come_back_as_they_went_in(harness: _Harness) -> None:
         assert record.body.readonly
 
 
-async def test_nothing_is_durable_or_readable_before_its_sync(harness: _Harness) -> None:
+async def test_nothing_is_durable_or_readable_before_its_sync(harness: LogHarness) -> None:
     """While the disk is held back no future is done, `last_seq` stays, and reading does not show the record."""
     log = harness.open()
     await _fill(log, 1)
@@ -174,7 +102,7 @@ async def test_nothing_is_durable_or_readable_before_its_sync(harness: _Harness)
     assert (log.last_seq, _seqs(log.read(1)), log.pending_bytes) == (2, [1, 2], 0)
 
 
-async def test_records_become_durable_in_order(harness: _Harness) -> None:
+async def test_records_become_durable_in_order(harness: LogHarness) -> None:
     """The futures are done in the order of the seqs, whatever the sizes."""
     log = harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=1000))
     done: list[int] = []
@@ -186,7 +114,7 @@ async def test_records_become_durable_in_order(harness: _Harness) -> None:
     assert done == list(range(1, 61))
 
 
-async def test_full_log_refuses_and_recovers(harness: _Harness) -> None:
+async def test_full_log_refuses_and_recovers(harness: LogHarness) -> None:
     """Beyond `max_pending_bytes` an append is refused, uses no seq, and is accepted once there is room."""
     log = harness.open(UpdateLogConfig(max_pending_bytes=1000))
     await _fill(log, 1)
@@ -202,7 +130,7 @@ async def test_full_log_refuses_and_recovers(harness: _Harness) -> None:
     await again.durable
 
 
-async def test_record_larger_than_every_bound_goes_alone(harness: _Harness) -> None:
+async def test_record_larger_than_every_bound_goes_alone(harness: LogHarness) -> None:
     """A record above the bounds for pending, group and segment is taken when nothing else is pending."""
     log = harness.open(UpdateLogConfig(segment_bytes=4096, max_group_bytes=10, max_pending_bytes=10))
     for seq in (1, 2, 3):
@@ -210,7 +138,7 @@ async def test_record_larger_than_every_bound_goes_alone(harness: _Harness) -> N
     assert [bytes(record.body) for record in log.read(1)] == [_body(seq, 9000) for seq in (1, 2, 3)]
 
 
-async def test_record_that_cannot_be_is_refused(harness: _Harness) -> None:
+async def test_record_that_cannot_be_is_refused(harness: LogHarness) -> None:
     """Too large, a wrong epoch, scattered bytes, a header that msgpack cannot hold: refused, and no seq is used."""
     log = harness.open()
     with (
@@ -230,7 +158,7 @@ async def test_record_that_cannot_be_is_refused(harness: _Harness) -> None:
     await _fill(log, 1)
 
 
-async def test_reading_begins_and_ends_where_asked(harness: _Harness) -> None:
+async def test_reading_begins_and_ends_where_asked(harness: LogHarness) -> None:
     """A read begins at any seq, in any segment, and ends at the end."""
     log = harness.open()
     await _fill(log, 200)
@@ -244,7 +172,7 @@ async def test_reading_begins_and_ends_where_asked(harness: _Harness) -> None:
         log.read(0)
 
 
-async def test_reading_beside_writing_sees_what_was_durable(harness: _Harness) -> None:
+async def test_reading_beside_writing_sees_what_was_durable(harness: LogHarness) -> None:
     """A read that began before an append ends before it; one that is made later sees it."""
     log = harness.open()
     await _fill(log, 30)
@@ -256,7 +184,7 @@ async def test_reading_beside_writing_sees_what_was_durable(harness: _Harness) -
     assert _seqs(log.read(1)) == list(range(1, 61))
 
 
-async def test_reading_in_threads_while_writing(harness: _Harness) -> None:
+async def test_reading_in_threads_while_writing(harness: LogHarness) -> None:
     """Readers in other threads, beside a writer, see an unbroken run of whole records each time."""
     log = harness.open()
 
@@ -277,7 +205,7 @@ async def test_reading_in_threads_while_writing(harness: _Harness) -> None:
         assert all(rounds >= 1 for rounds in await asyncio.gather(*readers))
 
 
-async def test_trim_removes_whole_segments_below_the_floor(harness: _Harness) -> None:
+async def test_trim_removes_whole_segments_below_the_floor(harness: LogHarness) -> None:
     """Trimming never removes a record at or above the floor, and what it removed is gone for readers."""
     log = harness.open()
     await _fill(log, 200)
@@ -292,7 +220,7 @@ async def test_trim_removes_whole_segments_below_the_floor(harness: _Harness) ->
     assert log.trim(10) == first
 
 
-async def test_trim_keeps_the_newest_segment(harness: _Harness) -> None:
+async def test_trim_keeps_the_newest_segment(harness: LogHarness) -> None:
     """However far trimming may go, the newest segment stays and the log goes on with the next seq."""
     log = harness.open()
     await _fill(log, 100)
@@ -306,7 +234,7 @@ async def test_trim_keeps_the_newest_segment(harness: _Harness) -> None:
     assert log.trim(10_000) <= 101
 
 
-async def test_trim_to_a_size(harness: _Harness) -> None:
+async def test_trim_to_a_size(harness: LogHarness) -> None:
     """With `max_bytes` the oldest go until the rest fits, and none goes that fits, or lies above the floor."""
     log = harness.open()
     await _fill(log, 200)
@@ -321,7 +249,7 @@ async def test_trim_to_a_size(harness: _Harness) -> None:
     assert log.trim(before, max_bytes=0) == before
 
 
-async def test_trim_by_age(harness: _Harness) -> None:
+async def test_trim_by_age(harness: LogHarness) -> None:
     """With `max_age_s` only segments whose last record is older go."""
     log = harness.open()
     for _ in range(4):
@@ -334,7 +262,7 @@ async def test_trim_by_age(harness: _Harness) -> None:
     assert log.trim(201, max_age_s=1000, max_bytes=0) > 160
 
 
-async def test_iterator_that_was_overtaken_by_trimming(harness: _Harness) -> None:
+async def test_iterator_that_was_overtaken_by_trimming(harness: LogHarness) -> None:
     """A read that is overtaken by trimming yields whole records in order, and then says that the rest is gone."""
     log = harness.open()
     await _fill(log, 200)
@@ -346,7 +274,7 @@ async def test_iterator_that_was_overtaken_by_trimming(harness: _Harness) -> Non
     assert seen == list(range(1, len(seen) + 1))
 
 
-async def test_close_drains_and_refuses(harness: _Harness) -> None:
+async def test_close_drains_and_refuses(harness: LogHarness) -> None:
     """Closing makes what is pending durable, then appends are refused; reading goes on; closing again is harmless."""
     log = harness.open()
     appends = [log.append(epoch=1, header={}, body=[_body(seq)]) for seq in range(1, 11)]
@@ -358,7 +286,7 @@ async def test_close_drains_and_refuses(harness: _Harness) -> None:
     await log.close()
 
 
-async def test_close_survives_cancellation(harness: _Harness) -> None:
+async def test_close_survives_cancellation(harness: LogHarness) -> None:
     """A close that is cancelled goes on, and the next one waits for it."""
     log = harness.open()
     await _fill(log, 1)
@@ -374,7 +302,7 @@ async def test_close_survives_cancellation(harness: _Harness) -> None:
     assert log.last_seq == 2
 
 
-async def test_log_goes_on_after_reopening(harness: _Harness) -> None:
+async def test_log_goes_on_after_reopening(harness: LogHarness) -> None:
     """A log that is closed and opened again has its records and gives out the next seq."""
     for count in (3, 0, 50, 0, 1):
         log = harness.open()
@@ -387,7 +315,7 @@ async def test_log_goes_on_after_reopening(harness: _Harness) -> None:
     assert [bytes(record.body) for record in log.read(1)] == [_body(seq) for seq in range(1, 55)]
 
 
-async def test_failure_is_for_good(harness: _Harness) -> None:
+async def test_failure_is_for_good(harness: LogHarness) -> None:
     """After a failure what was pending fails, later appends raise, what was durable is readable, nothing else is."""
     log = harness.open()
     await _fill(log, 5)
@@ -410,7 +338,7 @@ async def test_failure_is_for_good(harness: _Harness) -> None:
     assert log.last_seq == 5
 
 
-async def test_waiting_cannot_be_cancelled_before_the_buffers_are_free(harness: _Harness) -> None:
+async def test_waiting_cannot_be_cancelled_before_the_buffers_are_free(harness: LogHarness) -> None:
     """A task that is cancelled while it waits is told so only when its record is durable."""
     log = harness.open()
     await _fill(log, 1)
@@ -438,7 +366,7 @@ async def test_waiting_cannot_be_cancelled_before_the_buffers_are_free(harness: 
     assert log.last_seq == 2
 
 
-async def test_metrics_count_what_was_done(harness: _Harness) -> None:
+async def test_metrics_count_what_was_done(harness: LogHarness) -> None:
     """Records and bytes are counted; groups are at most as many as records."""
     log = harness.open()
     await _fill(log, 50)
@@ -451,7 +379,7 @@ async def test_metrics_count_what_was_done(harness: _Harness) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_any_sequence_of_calls_agrees_with_a_list(harness: _Harness, seed: int) -> None:
+async def test_any_sequence_of_calls_agrees_with_a_list(harness: LogHarness, seed: int) -> None:
     """Whatever is called in whatever order, the log holds what a plain list of bodies says."""
     rng = random.Random(seed)
     log = harness.open()
@@ -490,9 +418,17 @@ async def test_any_sequence_of_calls_agrees_with_a_list(harness: _Harness, seed:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("segment_bytes", 4095), ("max_group_bytes", 0), ("max_pending_bytes", 0), ("allocate_bytes", -1)],
+    {
+        "segment_bytes": 4095,
+        "max_group_bytes": 0,
+        "max_pending_bytes": 0,
+        "allocate_bytes": -1,
+        "tail_bytes": 4096,
+    }.items(),
 )
 def test_config_names_what_is_wrong(name: str, value: int) -> None:
     """A setting out of range is refused by name."""
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         UpdateLogConfig(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tail_bytes is 9000"):
+        UpdateLogConfig(tail_bytes=9000)

@@ -33,10 +33,27 @@ async def _run(*works: Callable[[], Awaitable[None]]) -> None:
         await _wait()
 
 
+async def test_what_ends_well() -> None:
+    """The block and its tasks are waited for, those too that tasks begin, and nothing is raised."""
+    done: list[str] = []
+
+    async def work(name: str, more: str = "") -> None:
+        await asyncio.sleep(0)
+        if more:
+            group.create_task(work(more))
+        done.append(name)
+
+    async with task_group() as group:
+        group.create_task(work("first", more="second"))
+        group.create_task(work("third"))
+    assert sorted(done) == ["first", "second", "third"]
+
+
 async def test_one_error() -> None:
-    """An error of a task is raised as it is, and what else runs is cancelled."""
-    with pytest.raises(UnavailableError, match="away"):
+    """An error of a task is raised as it is, no group is seen in its traceback, and what else runs is cancelled."""
+    with pytest.raises(UnavailableError, match="away") as caught:
         await _run(_wait, _fail)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
 async def test_an_error_after_the_block() -> None:
@@ -56,6 +73,16 @@ async def test_an_error_of_the_block() -> None:
         async with task_group() as group:
             group.create_task(_wait())
             raise StorageError("newer")
+
+
+async def test_the_first() -> None:
+    """Of several errors, the one that has ended the others, unless the caller chooses."""
+
+    async def fail_otherwise() -> None:
+        raise StorageError("the disk is full")
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        await _run(_fail_when_cancelled, fail_otherwise)
 
 
 async def test_the_gravest() -> None:

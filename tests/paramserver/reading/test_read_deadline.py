@@ -22,7 +22,7 @@ class _Loop:
 
     async def pass_by(self, seconds: float) -> None:
         self._ahead_s += seconds
-        for _ in range(3):  # timers that are due fire, and what they wake runs
+        for _ in range(5):  # timers that are due fire, and what they wake runs
             await asyncio.sleep(0)
 
 
@@ -42,12 +42,14 @@ async def test_a_read_goes_on_as_long_as_answers_come(monkeypatch: pytest.Monkey
     """A hundred answers of nine seconds each are fifteen minutes, and no error; ten without one are."""
     loop, answers = _Loop(monkeypatch), asyncio.Queue[Any]()
     reading = asyncio.create_task(_read(_deadline(None), answers, 101))
+    await loop.pass_by(0)  # it begins
     for _ in range(100):
         await loop.pass_by(9)
         answers.put_nowait(None)
         await loop.pass_by(0)
     assert not reading.done()
     await loop.pass_by(11)
+    assert reading.done(), "now, by this clock, and not when as much real time has gone by"
     with pytest.raises(UnavailableError, match="nothing within 10 s"):
         await reading
 
@@ -56,12 +58,14 @@ async def test_a_total_is_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> No
     """A caller who sets a total is told when it is over, however many answers have come."""
     loop, answers = _Loop(monkeypatch), asyncio.Queue[Any]()
     reading = asyncio.create_task(_read(_deadline(20.0), answers, 3))
+    await loop.pass_by(0)  # it begins
     for _ in range(2):
         await loop.pass_by(9)
         answers.put_nowait(None)
         await loop.pass_by(0)
     assert not reading.done()
     await loop.pass_by(9)
+    assert reading.done(), "now, by this clock, and not when as much real time has gone by"
     with pytest.raises(UnavailableError, match="nothing within 20 s"):
         await reading
 

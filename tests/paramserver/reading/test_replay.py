@@ -14,7 +14,7 @@ from hellos import hello_of_writer
 from shard_servers import serve_shards
 
 from headrace.paramserver.log.log_reader import LogReader
-from headrace.paramserver.log.log_segments import list_segments
+from headrace.paramserver.log.log_segments import list_segments, segment_name
 from headrace.paramserver.reading import replay
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import Replay, ReplayTarget, ShardWriter
@@ -29,6 +29,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.log_records import SEAL_BYTES
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -323,6 +324,31 @@ async def test_damage_is_found_before_anything_is_sent(source: Any) -> None:
     with pytest.raises(CorruptionError, match=rf"{segment.name}: damaged at offset \d+"):
         ReplaySource(path, ReplayRange()).summarize()
     assert ReplaySource(path / "shard-0000", ReplayRange(to_seq=4)).summarize().num_records == 3
+
+
+@pytest.mark.parametrize("at", ["record", "seal", "header"])
+async def test_damage_behind_the_range_keeps_nothing_back(source: Any, at: str) -> None:
+    """What was asked for up to a record is replayed, whatever comes behind it; damage before it is named."""
+    path, _ = source
+    log = path / "shard-0000" / "log"
+    (segment,) = list_segments(log)
+    data = bytearray(segment.read_bytes())
+    if at == "record":  # of a server that was killed: without a seal
+        del data[-SEAL_BYTES:]
+        data[len(data) // 2] ^= 1
+    elif at == "seal":
+        data[-1] ^= 1
+    else:
+        last_seq = LogReader(log).last_seq
+        (log / segment_name(last_seq + 1)).write_bytes(bytes(4096))
+    segment.write_bytes(data)
+    assert ReplaySource(log, ReplayRange(to_seq=4)).summarize().num_records == 3
+    if at == "record":
+        with pytest.raises(CorruptionError, match=rf"{segment.name}: damaged at offset \d+"):
+            ReplaySource(log, ReplayRange(to_seq=20))
+    if at != "seal":  # a log that nobody has closed has none
+        with pytest.raises(CorruptionError, match=r": damaged at offset \d+"):
+            ReplaySource(log, ReplayRange())
 
 
 async def test_another_table_of_that_name_is_refused(source: Any, tmp_path: Path) -> None:

@@ -278,6 +278,22 @@ async def test_old_snapshots_go_once_another_copy_answers() -> None:
     await copies.close()
 
 
+async def test_copies_that_are_lost_soon_are_begun_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a copy that has answered for a minute was a success: behind others pauses grow, up to a bound."""
+    sleep, slept_s = asyncio.sleep, list[float]()
+    monkeypatch.setattr(asyncio, "sleep", lambda delay_s: slept_s.append(delay_s) or sleep(0))
+    monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 2.0)
+    one, two, three, four = (FakeCopy() for _ in range(4))
+    copies, _ = made(one, *[StorageError("no room")] * 4, two, three, four)
+    await switch(copies)
+    for lost, num_pauses, next_pause_s in ((one, 5, 10), (two, 6, 10), (three, 6, 2)):
+        copies._changed_s -= 60 * (lost is three)
+        lost.lose()
+        await until(lambda: copies._rebuilding is not None and copies._rebuilding.done())
+        assert [*filter(None, slept_s)] == [2, 4, 8, 10, 10, 10][:num_pauses] and copies._pause_s == next_pause_s
+    await copies.close()
+
+
 async def test_rolling_back_to_a_lost_copy_begins_anew() -> None:
     """The copy before may have lost its place while it was kept: it answers, and another one is begun."""
     first, second, third = FakeCopy(), FakeCopy(), FakeCopy()

@@ -17,7 +17,7 @@ from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.pending import Batch, Part, coalesce
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
-from headrace.schemas.errors import StorageError
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest, shard_folder
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
@@ -109,6 +109,27 @@ def test_a_part_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "snap" / shard_folder(1)).rename(tmp_path / "away")
     with pytest.raises(StorageError, match="linking"):
         _link(tmp_path, manifest)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("no space left on device"), ConfigError("read-only file system")], ids=str
+)
+def test_what_a_disk_does_not_take_keeps_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: HeadraceError
+) -> None:
+    """The last rows of a copy that goes are not wanted: each of its stores is closed, and its folder is removed."""
+    stores = _link(tmp_path, _snapshot(tmp_path / "snap", SPEC.whole))
+    closed, close = [], RowStore.close
+
+    def fail(store: RowStore) -> None:
+        close(store)
+        closed.append(store)
+        raise error
+
+    monkeypatch.setattr(RowStore, "close", fail)
+    stores.close()
+    assert closed == list(stores.stores) and len(closed) == 2
     assert not (tmp_path / "copy").exists()
 
 

@@ -277,6 +277,8 @@ def test_a_server_that_takes_its_token_no_more_is_away(tmp_path: Path, caplog: p
     with ServerProcess.start(tmp_path / "data", port=port, environ=environ) as server:
         replica = EmbeddingReplica(server.address, token=Token(token))
     with replica:
+        # So long away that the log has said it: that the token is wrong is told beside it, and soon.
+        wait_until(lambda: "Connection refused" in caplog.text)
         changed = {**environ, "HEADRACE_TOKEN": token[::-1]}
         with ServerProcess.start(tmp_path / "data", port=port, environ=changed):
             wait_until(lambda: "the token is wrong for role reader; it is tried again" in caplog.text)

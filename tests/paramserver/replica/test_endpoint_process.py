@@ -23,9 +23,12 @@ class Attempts:
         self.now_s = 1000.0
         self.attempts = list(attempts)
         self.timeouts: list[float] = []
+        self.told: list[str] = []
+        self.process: ReplicaProcess
 
     def make(self, _: str, *, open_timeout_s: float, on_progress: Callable[[], None], **__: Any) -> Any:
         self.timeouts.append(open_timeout_s)
+        self.told.append(str(self.process._readiness.look().failure))
         if not self.attempts:
             return "a replica"
         gets_on_s, then_s = self.attempts.pop(0)
@@ -41,14 +44,21 @@ async def begin(monkeypatch: pytest.MonkeyPatch, *attempts: tuple[float, float])
     monkeypatch.setattr(endpoint_process, "EmbeddingReplica", made.make)
     monkeypatch.setattr(endpoint_process, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     monkeypatch.setattr(endpoint_process, "_FIRST_PAUSE_S", 0.0)
-    process = ReplicaProcess(EndpointConfig(server="h", start_timeout_s=START_TIMEOUT_S), environ={})
-    return await process._begin(), made
+    made.process = ReplicaProcess(EndpointConfig(server="h", start_timeout_s=START_TIMEOUT_S), environ={})
+    return await made.process._begin(), made
 
 
 async def test_an_attempt_that_got_on_begins_the_deadline_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """After three hours of loading one error that passes is no reason to give up; nor are several, each after more."""
     replica, made = await begin(monkeypatch, (3 * HOUR_S, 1), (HOUR_S, 500), (0, 90))
     assert replica == "a replica" and len(made.timeouts) == 4
+
+
+async def test_attempts_without_end_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one gets on, health says which it is and what the one before failed with: it may be the same each time."""
+    _, made = await begin(monkeypatch, (HOUR_S, 1), (HOUR_S, 1))
+    copies, failed = "starting: it copies the tables of h", "; the one before failed: a shard restarts"
+    assert made.told == [copies, f"{copies}, attempt 2{failed}", f"{copies}, attempt 3{failed}"]
 
 
 async def test_an_attempt_has_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:

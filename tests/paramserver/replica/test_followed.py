@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from headrace.paramserver.ingest.sessions import Sessions
+from headrace.paramserver.reading import follower
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
@@ -35,7 +37,10 @@ class Silent:
 
     def __init__(self) -> None:
         hello = SimpleNamespace(server_id="s")
-        self.links = [SimpleNamespace(hello=hello, fetch_updates=self._never, address="nowhere", failure=None)]
+        link = SimpleNamespace(
+            hello=hello, fetch_updates=self._never, address="nowhere", failure=None, moved_s=-math.inf
+        )
+        self.links = [link]
         self.asked: asyncio.Queue[Any] = asyncio.Queue()
 
     async def _never(self, request: object) -> None:
@@ -47,10 +52,12 @@ class Silent:
 
 
 def followed(
-    consistency: Any = "latest", *, server: Any = None, mark: int | None = None, **settings: Any
+    consistency: Any = "latest", *, server: Any = None, mark: int | None = None, num_shards: int = 1, **settings: Any
 ) -> tuple[Followed, list[HeadraceError]]:
-    tail = ShardTail(0, seq=0, catalog=Catalog({}), sessions=Sessions({}), mark=mark)
-    generation = Generation("s", [tail], is_by_step=consistency == "step", make_table=MemoryTable)
+    tails = [
+        ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({}), mark=mark) for shard in range(num_shards)
+    ]
+    generation = Generation("s", tails, is_by_step=consistency == "step", make_table=MemoryTable)
     lost: list[HeadraceError] = []
     config = ReplicaConfig(consistency=consistency, **settings)
     copy = Followed(
@@ -58,7 +65,7 @@ def followed(
         server or cast("Any", Silent()),
         config,
         CopyLease.of(config),
-        target_seqs=[0],
+        target_seqs=[0] * num_shards,
         on_change=lambda: None,
         on_lost=lambda _, error: lost.append(error),
     )
@@ -78,6 +85,8 @@ async def test_a_lost_copy_is_enough_for_nobody() -> None:
     done, _ = await asyncio.wait(copy._tasks, timeout=WAIT_S)
     assert len(done) == 1  # nor is any shard followed on, and its log kept
     await copy.close()
+    with pytest.raises(GoneError, match="its place"):  # that it is closed too is not why
+        await copy.wait_until(lambda: True)
 
 
 async def test_what_is_shown_in_a_thread_is_shown_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +356,29 @@ async def test_a_shard_that_greets_and_gives_no_answer_is_told() -> None:
     assert copy.silence.startswith("nowhere has not answered for ") and not lost
     server.links[0].failure = OverloadedError("too many requests")
     assert copy.silence.endswith("s: too many requests")
+    server.links[0].moved_s = math.inf
+    assert copy.silence is None  # a long answer is on its way, however slowly
     await copy.close()
+
+
+async def test_a_shard_is_silent_when_a_fetch_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may wait for something new, and then its answer has its time; any shard's silence is the copy's."""
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(follower, "time", clock)
+    server, now_s = Silent(), 1000.0
+    server.links.append(SimpleNamespace(**vars(server.links[0]) | {"address": "elsewhere"}))
+    copy, _ = followed(server=server, num_shards=2, fetch_wait_s=40.0, timeout_s=20.0)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):
+            await server.asked.get()
+    now_s = 1060.0
+    assert copy.silence is None
+    now_s = 1061.0
+    assert copy.silence == "nowhere has not answered for 61 s"
+    server.links[0].moved_s = 1002.0
+    assert copy.silence == "elsewhere has not answered for 61 s"
+    await copy.close()
+    assert copy.silence is None  # it is not asked any more
 
 
 class Ahead(Silent):
@@ -393,6 +424,17 @@ async def test_the_next_records_are_on_their_way_while_these_are_taken(monkeypat
     assert taken == [([1], 2, [1, 2])]
     await copy.close()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == [] == lost
+
+
+async def test_a_copy_that_is_closed_while_others_take_leaves_no_fetch_behind() -> None:
+    """What is on its way ends with the copy, also where its records wait for another thread to take what it has."""
+    server = Ahead(None)
+    copy, _ = followed(server=server)
+    async with asyncio.timeout(WAIT_S), copy._taking:
+        while await server.asked.get() != 2:
+            pass
+        await copy.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_what_was_taken_ahead_of_an_error_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

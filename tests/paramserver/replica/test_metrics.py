@@ -14,6 +14,7 @@ from shard_servers import serve_shards
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.followed import Followed
+from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.metrics import replica_metrics
 from headrace.schemas.errors import GoneError, StorageError, UnknownTableError
 
@@ -65,7 +66,14 @@ async def test_a_replica_that_answers_nothing_has_its_figures(tmp_path: Path, mo
             assert str(replica.failure) == "the shard has not answered for 40 s"
             generation = replica._copies.current
             assert generation is not None
-            generation.failure = StorageError("no space left on device")
+
+            def fail(_: object) -> int:
+                generation.failure = StorageError("no space left on device")
+                return 2
+
+            with monkeypatch.context() as amid_the_page:
+                amid_the_page.setattr(MemoryTable, "num_present", property(fail))
+                assert _values(replica)["table_rows", fqn] == 0
             values = _values(replica)
             assert (values["up_to_date", ""], values["table_rows", fqn]) == (0, 0)
             with pytest.raises(UnknownTableError):

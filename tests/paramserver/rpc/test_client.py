@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from typing import Any
 
@@ -13,6 +14,7 @@ from fake_service import batch, hello_request, read, serve
 from held_ports import hold_ports
 from scripted_server import MIB, next_seqid, reply_frame, scripted, stalled
 
+from headrace.paramserver.rpc import client as client_module
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import (
     HeadraceError,
@@ -78,6 +80,17 @@ async def test_an_address_where_nothing_answers_leaves_the_next_its_time(monkeyp
                 await ParamServerClient.connect("127.0.0.2", port, timeout_s=0.1)
 
 
+async def test_a_server_that_hangs_is_found_out_by_tls() -> None:
+    """Without TLS the kernel connects for a process that hangs; with it nothing answers, and that is one reason."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        await (await ParamServerClient.connect(*hanging.getsockname(), timeout_s=30.0)).close()
+        expected = r"within 0\.1 s: the host is down, a firewall is in between, or what listens there hangs$"
+        with pytest.raises(UnavailableError, match=expected):
+            await ParamServerClient.connect(
+                *hanging.getsockname(), timeout_s=0.1, ssl_context=ssl.create_default_context()
+            )
+
+
 async def test_a_name_is_looked_up_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that comes back under its name at another address is found there."""
     addresses = {"gate.test": ["127.0.0.1"]}
@@ -141,6 +154,29 @@ async def test_peers_that_are_no_servers() -> None:
         async with scripted(other) as client:
             with pytest.raises(ProtocolError, match=rf"^127\.0\.0\.1:\d+: the peer speaks {spoken}"):
                 await client.hello(request)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"", "it hung up on the TLS handshake; turn TLS on or off on both sides"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it does not speak TLS; turn TLS on or off on both sides"),
+    ],
+    ids=["hangs up", "answers in the clear"],
+)
+async def test_a_peer_without_tls_is_told_from_one_that_is_away(answer: bytes, expected: str) -> None:
+    """Whoever has TLS on where the server has it off reads that, and not that the connection was reset."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(UnavailableError, match=rf"^no connection to 127\.0\.0\.1:{port}: {expected}$"):
+            await ParamServerClient.connect(host, port, ssl_context=ssl.create_default_context())
 
 
 async def test_a_peer_that_ends_while_it_takes_a_frame_is_unavailable() -> None:
@@ -338,6 +374,24 @@ async def test_older_server_is_a_version_mismatch() -> None:
         with pytest.raises(ProtocolMismatchError, match="no method status"):
             await client.status()
         await client.get_embeddings(read("t"))
+
+
+async def test_a_server_that_owes_too_many_answers_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to callers who have gone are waited for up to a number; beyond it the connection is of no use."""
+    monkeypatch.setattr(client_module, "_MAX_ABANDONED", 3)
+
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with scripted(silent) as client:
+        for number in range(4):
+            assert not client.is_closed, number
+            call = asyncio.create_task(client.get_embeddings(read("t")))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+        with pytest.raises(UnavailableError, match="owes 3 answers"):
+            await client.get_embeddings(read("t"))
 
 
 async def test_seqids_wrap_and_are_not_reused_in_flight() -> None:

@@ -23,7 +23,7 @@ async def test_deadline_leaves_the_connection_usable() -> None:
     """A call without an answer in time fails alone, and its late answer is dropped."""
     async with serve() as served, await served.connect() as client:
         served.service.gates["slow"] = gate = asyncio.Event()
-        with pytest.raises(UnavailableError, match=r"getEmbeddings to .*: no answer within 0\.05 s"):
+        with pytest.raises(UnavailableError, match=r"getEmbeddings to .*: no answer within 0\.05 s$"):
             await client.get_embeddings(read("slow"), timeout_s=0.05)
         gate.set()
         assert bytes((await client.get_embeddings(read("t", b"later"))).weights) == b"later"
@@ -88,6 +88,7 @@ async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes
             go_on.set()
         if piece_bytes > 1:
             assert [len((await call).weights) for call in calls] == [MIB, len("behind")]
+            assert client.moved_s == heard.clock.now_s
         else:
             async with asyncio.timeout(WAIT_S):
                 for call in calls:

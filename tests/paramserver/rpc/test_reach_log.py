@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.paramserver.rpc.reach_log import ReachLog
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError
 
 PEER = "10.0.0.7:7601"
 
@@ -57,6 +57,18 @@ def test_said_soon_then_rarely_and_at_its_end(log: ReachLog, clock: Clock, caplo
     assert said[3] == "10.0.0.7:7601 is reached again, after 150 s"
 
 
+def test_another_kind_of_trouble_is_said_soon(log: ReachLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that is back with another token has a new reason, which must not wait for a minute; nor come each time."""
+    errors: list[HeadraceError] = [UnavailableError("refused")] * 3 + [UnauthorizedError("the token is wrong")] * 60
+    for error in errors:
+        log.failed(PEER, error, began_s=log.trying(PEER))
+        clock.now_s += 1.0
+    assert [text.partition(" for ")[2].partition(";")[0] for text in caplog.messages] == [
+        "2 s: refused",
+        "4 s: the token is wrong",
+    ]
+
+
 def test_the_time_of_an_attempt_counts(log: ReachLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """A peer that lets an attempt wait for five seconds has been away for five seconds."""
     fail(log, clock, takes_s=5.0)
@@ -88,6 +100,21 @@ def test_an_outage_that_was_left_begins_anew(log: ReachLog, clock: Clock, caplog
     fail(log, clock)
     assert caplog.records == []
     assert log.trouble() == "10.0.0.7:7601 has not been reached for 0 s: refused"
+
+
+def test_an_outage_is_known_while_an_attempt_takes_as_long_as_others(log: ReachLog, clock: Clock) -> None:
+    """Of a peer that somebody tries to reach is known for twenty seconds, and as long as the longest attempt took."""
+    fail(log, clock)
+    clock.now_s += 15.0
+    log.trying(PEER)
+    clock.now_s += 15.0
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 30 s: refused"
+    fail(log, clock, takes_s=30.0)
+    fail(log, clock, takes_s=0.0)
+    clock.now_s += 40.0
+    assert log.trouble() == "10.0.0.7:7601 has not been reached for 100 s: refused"
+    clock.now_s += 11.0
+    assert log.trouble() is None
 
 
 def test_long_attempts_are_one_outage(log: ReachLog, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

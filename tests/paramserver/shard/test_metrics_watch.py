@@ -78,16 +78,21 @@ def test_fsyncs_beyond_memory_are_spread() -> None:
     assert sample.counts[0] == 1500
 
 
-async def test_sample(tmp_path: Path) -> None:
-    """A shard's sample survives the way through JSON, and says what the status says and more."""
+def _config(folder: Path) -> ShardConfig:
     config = ShardConfig(
-        directory=tmp_path / "shard-0000",
+        directory=folder / "shard-0000",
         shard=0,
         server_id="s",
         addresses=(("127.0.0.1", 1),),
         block_cache_bytes=1 << 25,
     )
     config.directory.mkdir()
+    return config
+
+
+async def test_sample(tmp_path: Path) -> None:
+    """A shard's sample survives the way through JSON, and says what the status says and more."""
+    config = _config(tmp_path)
     async with open_shard(config) as shard:
         server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
         async with shard.watch(server) as watch:
@@ -118,14 +123,7 @@ def test_cache_counts(tmp_path: Path) -> None:
 
 async def test_of_writers_long_gone_the_last_ones_are_told(tmp_path: Path) -> None:
     """A sample has all connected writers, all of the newest epoch, and the 256 others that were heard of last."""
-    config = ShardConfig(
-        directory=tmp_path / "shard-0000",
-        shard=0,
-        server_id="s",
-        addresses=(("127.0.0.1", 1),),
-        block_cache_bytes=1 << 25,
-    )
-    config.directory.mkdir()
+    config = _config(tmp_path)
     async with open_shard(config) as shard:
         sessions = shard._ingest.sessions
         for epoch in range(1, 1001):

@@ -19,7 +19,7 @@ from headrace.paramserver.snapshots.snapshot_maker import SnapshotMaker
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
-from headrace.schemas.errors import OverloadedError, RequestError, UnavailableError
+from headrace.schemas.errors import CorruptionError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import SnapshotFile
 
@@ -186,12 +186,30 @@ async def test_the_log_behind_a_part_is_kept_for_the_slowest_shard(
         assert left_s == {"snapshot one": (2, 60.0), "snapshot two": (2, 86_400.0)}
 
 
+async def test_no_snapshot_is_made_of_a_damaged_store(tmp_path: Path) -> None:
+    """A byte that the disk has lost gets no checksum that is right: the store's file is named, with what to do."""
+    async with _making(tmp_path) as (maker, cuts):
+        await _write_file(maker)
+        (file,) = maker._store.path.glob("*.sst")
+        whole = file.read_bytes()
+        file.write_bytes(whole[:10] + bytes((whole[10] ^ 4,)) + whole[11:])
+        with pytest.raises(
+            CorruptionError, match=r'block at byte 0 .*; no snapshot is made .*"A damaged store"'
+        ) as caught:
+            await maker.create(_request("one", epoch=0, min_step=-1))
+        assert str(file) in str(caught.value)
+        assert cuts.held() == []
+        file.write_bytes(whole)
+        part = await maker.create(_request("one", epoch=0, min_step=-1))  # nothing of it is remembered as sound
+        assert file.name in {known.name for known in part.files}
+
+
 @pytest.mark.parametrize("ends", ["stop", "cancel", "leave"])
 async def test_nothing_is_hashed_for_nobody(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that stops, or whose caller has gone, reads no further: an end would have to wait for it, for hours."""
     started, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def endless(path: Path, *, on_progress: Callable[[int], None]) -> SnapshotFile:
+    def endless(path: Path, *, on_progress: Callable[[int], None], **_: object) -> SnapshotFile:
         started.set()
         try:
             while True:

@@ -69,7 +69,12 @@ def _meta_of(store: Path) -> dict[bytes, bytes]:
 def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
     """Rows, deleted ones too, have all their bytes, whatever the number of shards; the snapshot is not changed."""
     source = snapshot(tmp_path, ROWS)
-    manifest = restore_snapshot(source, tmp_path / "restored", num_shards=num_shards)
+    checked, dealt = [0], [0]
+    manifest = restore_snapshot(
+        source, tmp_path / "restored", num_shards=num_shards, on_progress=checked.append, on_rows=dealt.append
+    )
+    assert sum(checked) == manifest.size_bytes  # the command shows a bar of both
+    assert sum(dealt) == (0 if num_shards in (None, len(manifest.parts)) else sum(map(len, _rows_of(source).values())))
     assert verify_snapshot(source) == manifest
     with ServerProcess.start(tmp_path / "restored", shards=num_shards or 3):
         pass  # it takes the directory for its own
@@ -205,7 +210,7 @@ def test_rows_that_do_not_fit_are_refused_at_once(tmp_path: Path, monkeypatch: p
     """Before hours of checking and writing; hard links need no room."""
     source = snapshot(tmp_path, ROWS)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(StorageError, match=r"takes .* MiB, and 0\.0 MiB are free; nothing was written"):
+    with pytest.raises(StorageError, match=r"takes .* KiB, and 100 B are free; nothing was written"):
         restore_snapshot(source, tmp_path / "restored", num_shards=7, on_progress=lambda _: pytest.fail("checks"))
     restore_snapshot(source, tmp_path / "restored")
 

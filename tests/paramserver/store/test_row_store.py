@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 import rocksdict
 from row_batches import SPEC, copy_as_after_crash, make_batch
 
+from headrace.paramserver.store import row_store
 from headrace.paramserver.store.pending import Part, Run, coalesce
 from headrace.paramserver.store.rocks_db import RocksDb
 from headrace.paramserver.store.row_store import RowStore
-from headrace.paramserver.store.store_config import StoreConfig
+from headrace.paramserver.store.store_config import StoreConfig, rocks_options
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError, UnavailableError
 from headrace.schemas.identity_claims import CLAIMS
@@ -26,6 +28,7 @@ from headrace.schemas.row_keys import META_PREFIX, decode_row_ids, encode_keys, 
 from headrace.schemas.tables import ColumnShard
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20, rows_per_write=10)
+FILES = StoreConfig(block_cache_bytes=8 << 20, file_bytes=0)  # each write of rows is a file
 
 
 def open_store(path: Path, config: StoreConfig = SMALL) -> RowStore:
@@ -141,8 +144,7 @@ def test_a_flush_amid_a_write_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_crash_after_the_first_file_leaves_a_store(tmp_path: Path) -> None:
     """Rows that went in as a file before anything was flushed do not make the store another's."""
-    config = StoreConfig(block_cache_bytes=8 << 20, file_bytes=0)
-    store = RowStore.open(tmp_path / "db", config=config)
+    store = open_store(tmp_path / "db", FILES)
     store.write_runs([run_of(1, range(2))], meta={}, applied_seq=1)
     after = crash(store, tmp_path / "crashed")
     assert after.applied_seq == 0
@@ -152,7 +154,7 @@ def test_a_crash_after_the_first_file_leaves_a_store(tmp_path: Path) -> None:
 
 def test_a_name_that_stayed_behind_is_no_way_into_the_store(tmp_path: Path) -> None:
     """A file that was taken in and kept its first name as well is not written over by the next one."""
-    store = open_store(tmp_path / "db", StoreConfig(block_cache_bytes=8 << 20, file_bytes=0))
+    store = open_store(tmp_path / "db", FILES)
     store.write_runs([run_of(1, range(100))], meta={}, applied_seq=1)
     taken_in = max((tmp_path / "db").glob("*.sst"))
     (tmp_path / "db" / "incoming-rows").hardlink_to(taken_in)
@@ -160,6 +162,45 @@ def test_a_name_that_stayed_behind_is_no_way_into_the_store(tmp_path: Path) -> N
     store.write_runs([run_of(2, range(200, 300))], meta={}, applied_seq=2)
     assert taken_in.read_bytes() == before
     store.close()
+
+
+@pytest.mark.parametrize(("errors", "waits"), [("0", 2), ("1", 0)])
+def test_files_wait_for_compactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: str, waits: int) -> None:
+    """While lookups would pass through too many files there is no more; if compacting failed, RocksDB will say so."""
+    store, levels, slept = open_store(tmp_path / "db", FILES), ["21", "20", "19"], list[float]()
+    monkeypatch.setattr(store, "rocksdb_property", lambda name: levels.pop(0) if "level0" in name else errors)
+    monkeypatch.setattr(row_store.time, "sleep", slept.append)
+    store.write_runs([run_of(1, range(100))], meta={}, applied_seq=1)
+    assert slept == [row_store.STALL_POLL_S] * waits
+    store.close()
+
+
+def test_no_rows_make_no_file(tmp_path: Path) -> None:
+    """A run that is empty is passed over, alone or beside others, and the position goes on."""
+    store = open_store(tmp_path / "db", FILES)
+    store.write_runs([run_of(1, range(0))], meta={}, applied_seq=1)
+    assert store.applied_seq == 1 and not [file for file in store._db.live_files() if file["num_entries"]]
+    store.write_runs([run_of(2, range(0), 1), run_of(2, range(5), 2)], meta={}, applied_seq=2)
+    assert store.get(keys_of(range(5), 2)).count(None) == 0
+    assert store.num_rows_estimates([1, 2]) == [0, 5]
+    store.close()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_rocksdb_goes_past_the_page_cache_where_files_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    """Where the file system refuses, RocksDB would refuse to open too; where it can, compactions spare the cache."""
+    asked: list[bool] = []
+
+    def options(config: StoreConfig, *, is_direct: bool) -> Any:
+        asked.append(is_direct)
+        return rocks_options(config)
+
+    monkeypatch.setattr(row_store, "supports_direct_io", lambda path: is_direct)
+    monkeypatch.setattr(row_store, "rocks_options", options)
+    open_store(tmp_path / "db").close()
+    assert asked == [is_direct]
 
 
 def test_position_never_runs_ahead_of_rows(tmp_path: Path) -> None:
@@ -292,9 +333,8 @@ def test_a_flush_amid_a_write_leaves_nothing_to_flush_but_that_write(tmp_path: P
 
 def test_rows_are_counted_in_files_of_which_rocksdb_does_not_know_how_many_they_hold(tmp_path: Path) -> None:
     """A store that is opened counts as many rows as before, though RocksDB looks into 20 of its files only."""
-    per_file = StoreConfig(block_cache_bytes=8 << 20, file_bytes=0)
     (tmp_path / "built").mkdir()
-    paths, store = [], open_store(tmp_path / "db", per_file)
+    paths, store = [], open_store(tmp_path / "db", FILES)
     for table_id, num_files in ((1, 30), (2, 3), (3, 1)):
         for number in range(num_files):
             paths.append(tmp_path / "built" / f"{len(paths):03d}.sst")
@@ -304,7 +344,7 @@ def test_rows_are_counted_in_files_of_which_rocksdb_does_not_know_how_many_they_
     wanted = [3000, 600, 300, 0]
     assert store.num_rows_estimates([1, 2, 3, 4]) == wanted
     store.close()
-    store = open_store(tmp_path / "db", per_file)
+    store = open_store(tmp_path / "db", FILES)
     assert sum(not file["num_entries"] for file in store._db.live_files()) > 10  # else this tests nothing
     assert store.num_rows_estimates([1, 2, 3, 4]) == wanted
     store.close()
@@ -346,6 +386,19 @@ def test_directory_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ConfigError, match="not writable"):
         open_store(tmp_path / "locked")
+
+
+def test_a_disk_that_fails_when_it_is_tried_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found out before RocksDB is begun is the disk's error too, in one line, and nothing stays open."""
+
+    def fail(fd: int, data: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        with pytest.raises(StorageError, match=rf"^store directory {tmp_path / 'db'}: Input/output error$"):
+            open_store(tmp_path / "db")
+    open_store(tmp_path / "db").close()
 
 
 def test_foreign_and_newer_stores_are_refused(tmp_path: Path) -> None:
