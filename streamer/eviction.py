@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnknownTableError
+from headrace.schemas.near_names import describe_near
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Evictor", "unused_rows"]
@@ -56,10 +56,8 @@ class Evictor:
         if not parts:
             if fqn in names_elsewhere:
                 return 0
-            known = sorted({table.spec.fqn for table in tables}.union(names_elsewhere))
-            near = difflib.get_close_matches(fqn, known, n=3)
-            hint = f"; there is {', '.join(map(repr, near))}" if near else ""
-            raise UnknownTableError(f"no table {fqn!r} is streamed{hint}")
+            known = {table.spec.fqn for table in tables}.union(names_elsewhere)
+            raise UnknownTableError(f"no table {fqn!r} is streamed; {describe_near(fqn, known)}")
         ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
         ids = torch.unique(ids)
         parts[0].spec.check_row_ids(ids.numpy())

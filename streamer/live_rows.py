@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from headrace.schemas.errors import RowRangeError, UnknownTableError
+from headrace.schemas.near_names import describe_near
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["LiveRows", "fetch_rows"]
@@ -45,9 +45,8 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor) -
     """
     parts = [table for table in tables if table.spec.fqn == fqn]
     if not parts:
-        near = difflib.get_close_matches(fqn, sorted({table.spec.fqn for table in tables}), n=3)
-        hint = f"; there is {', '.join(map(repr, near))}" if near else ""
-        raise UnknownTableError(f"no table {fqn!r} is streamed on this rank{hint}")
+        near = describe_near(fqn, (table.spec.fqn for table in tables))
+        raise UnknownTableError(f"no table {fqn!r} is streamed on this rank; {near}")
     ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
     for part in parts:

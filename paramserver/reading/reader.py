@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
@@ -34,6 +33,7 @@ from headrace.paramserver.store.identity_index import FoundRows
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.near_names import describe_near
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
@@ -381,9 +381,7 @@ class EmbeddingReader:
             await _gather([retry(link.refresh) for link in self._shards])
             self.tables = _tables_of(self._shards)
         if fqn not in self.tables:
-            near = difflib.get_close_matches(fqn, self.tables, n=3)
-            hint = f"; there is {', '.join(map(repr, near))}" if near else ""
-            raise UnknownTableError(f"no table {fqn!r} on this server{hint}")
+            raise UnknownTableError(f"no table {fqn!r} on this server; {describe_near(fqn, self.tables)}")
         return self.tables[fqn]
 
     async def _spec_with_identities(self, fqn: str) -> TableSpec:

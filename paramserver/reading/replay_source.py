@@ -5,7 +5,6 @@ Reads only, and takes no lock: the server may be running. Records are checked as
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, ProtocolError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.near_names import describe_near
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
@@ -228,10 +228,8 @@ class ReplaySource:
                 summary.add(batch)
         self._complete_specs(self.wanted.tables | summary.tables.keys())
         if unknown := sorted(self.wanted.tables - self.specs.keys()):
-            near = difflib.get_close_matches(unknown[0], self.specs, n=3) or sorted(self.specs)[:8]
-            raise UnknownTableError(
-                f"--table {unknown[0]!r}: no such table in the log; there is {', '.join(near) or 'none'}"
-            )
+            near = describe_near(unknown[0], self.specs)
+            raise UnknownTableError(f"--table {unknown[0]!r}: no such table in the log; {near}")
         if not summary.num_records:
             seqs = ", ".join(f"{log.path}: seq {log.first_seq} to {log.last_seq}" for log in self.logs)
             raise ConfigError(f"nothing to replay: no record with rows is in that range ({seqs})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ import torch
 
 from headrace.paramserver.replica.precision import Precision, check_precision
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.near_names import describe_near
 
 __all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig"]
 
@@ -161,10 +161,7 @@ class ReplicaConfig:
             for name in names:
                 is_pattern = setting == "storage" and any(fnmatchcase(fqn, name) for fqn in fqns)
                 if name not in fqns and not is_pattern:
-                    near = difflib.get_close_matches(name, fqns, n=3, cutoff=0.4) or sorted(fqns)[:3]
-                    lines.append(
-                        f"{setting}: {name!r} is no table of the server yet; the nearest are {', '.join(near)}"
-                    )
+                    lines.append(f"{setting}: {name!r} is no table of the server yet; {describe_near(name, fqns)}")
         return lines
 
     def storage_of(self, fqn: str) -> MemoryStorage | DiskStorage:

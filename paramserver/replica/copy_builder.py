@@ -30,6 +30,7 @@ from headrace.schemas.errors import (
     UnavailableError,
     UnknownTableError,
 )
+from headrace.schemas.sizes import format_size
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -255,8 +256,8 @@ class CopyBuilder:
         free = free_memory_bytes() if limit is None else limit - held_bytes
         if needed > free:
             raise ConfigError(
-                f"replica: a new copy takes about {needed >> 20} MiB, {max(free, 0) >> 20} MiB are free "
-                f"beside the {held_bytes >> 20} MiB of the present one"
+                f"replica: a new copy takes about {format_size(needed)}, {format_size(max(free, 0))} are free "
+                f"beside the {format_size(held_bytes)} of the present one"
             )
 
 

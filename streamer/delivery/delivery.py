@@ -10,6 +10,7 @@ import weakref
 
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
+from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.sender import Sender
@@ -220,7 +221,7 @@ def _tell_what_is_left(what: str, sender: Sender, flusher: Flusher | None) -> No
     if flusher is not None and (num_rows := flusher.num_dirty_rows):
         left.append(f"{num_rows} rows that had changed were not sent")
     if stats.num_inflight_flushes:
-        size_mib = stats.inflight_bytes / 2**20
-        left.append(f"{stats.num_inflight_flushes} flushes ({size_mib:.1f} MiB) may not have been delivered")
+        size = format_size(stats.inflight_bytes)
+        left.append(f"{stats.num_inflight_flushes} flushes ({size}) may not have been delivered")
     if left:
         _log.warning("%s: %s", what, ", ".join(left))

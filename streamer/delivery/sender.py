@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
+from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
@@ -183,8 +184,7 @@ class Sender:
         if not num_flushes:
             return
         raise UnavailableError(
-            f"{num_flushes} flushes ({size_bytes / 2**20:.1f} MiB) are not durable on every shard: "
-            f"{self.describe_delay()}"
+            f"{num_flushes} flushes ({format_size(size_bytes)}) are not durable on every shard: {self.describe_delay()}"
         )
 
     def describe_delay(self) -> str:

@@ -28,6 +28,7 @@ from headrace.schemas.errors import (
     UnauthorizedError,
 )
 from headrace.schemas.idl import idl
+from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.backoff import Backoff
@@ -139,7 +140,7 @@ class ShardChannel:
     def describe(self) -> str:
         """Say how far behind this shard is; one line without an end."""
         behind = [batch.message.size_bytes for batch in self._unacked]
-        text = f"{self.shard} has not acked {len(behind)} batches ({sum(behind) / 2**20:.1f} MiB)"
+        text = f"{self.shard} has not acked {len(behind)} batches ({format_size(sum(behind))})"
         if self._deliveries:
             text += f" and waits for {len(self._deliveries)} flushes"
         if not self.is_connected:

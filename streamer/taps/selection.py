@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.near_names import describe_near
 
 __all__ = ["Selection", "check_names"]
-
-_MAX_NEAR = 3
 
 
 class Selection:
@@ -71,8 +69,5 @@ def check_names(unmatched: Iterable[str], names: Iterable[str]) -> None:
     Raises:
         ConfigError: There is one.
     """
-    names = sorted(set(names))
     for pattern in unmatched:
-        near = difflib.get_close_matches(pattern, names, n=_MAX_NEAR, cutoff=0.4) or names[:_MAX_NEAR]
-        hint = f"the nearest are {', '.join(map(repr, near))}" if near else "the model has none"
-        raise ConfigError(f"tables: no table is named or matches {pattern!r}; {hint}")
+        raise ConfigError(f"tables: no table is named or matches {pattern!r}; {describe_near(pattern, names)}")

@@ -163,7 +163,10 @@ def test_a_target_that_goes_in_the_middle_is_named(
         (["{source}", "--data", "{source}/copy"], "that is where the log to replay lies"),
         (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
         (["{source}", "--dry-run", "--from-seq", "90"], "nothing to replay"),
-        (["{source}", "--dry-run", "--table", "item.weight"], "no such table in the log; there is items.weight"),
+        (
+            ["{source}", "--dry-run", "--table", "item.weight"],
+            "no such table in the log; the nearest is 'items",
+        ),
         (["{source}/nowhere", "--dry-run"], "not a directory"),
         (["{source}/..", "--dry-run", "--from-step", "9", "--to-step", "8"], "--from-step is above --to-step"),
     ],

@@ -187,7 +187,7 @@ def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.Captur
         assert main(["verify", servers[0], "--against", str(file)]) == 1
         assert "no file that --save has made" in capsys.readouterr().err
     assert main(["verify", servers[0], "--table", SPEC.fqn[:-1]]) == 1
-    assert f"no table {SPEC.fqn[:-1]!r} on this server; there is {SPEC.fqn!r}" in capsys.readouterr().err
+    assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in capsys.readouterr().err
 
 
 def test_digests_are_saved_whole_or_not_at_all(

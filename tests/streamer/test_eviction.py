@@ -88,7 +88,7 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
         assert seen == [(trainer.fqn, [7], True), (trainer.fqn, [8, 9], True)]
         with pytest.raises(RowRangeError, match="row id 100"):
             streamer.evict(trainer.fqn, torch.tensor([1, 100]))
-        with pytest.raises(UnknownTableError, match=r"there is 'hooks\.weight'"):
+        with pytest.raises(UnknownTableError, match=r"the nearest is 'hooks\.weight'"):
             streamer.evict("hook.weight", torch.tensor([1]))
         assert streamer.evict(trainer.fqn, torch.tensor([], dtype=torch.int64)) == 0
         streamer.flush()
@@ -134,7 +134,7 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
             streamer.evict(trainer.fqn, torch.tensor([turn, 10 + turn, 20 + turn]))
             trainer.step([10 + turn, 30 + turn])
         # The spool is filled from another thread; what frees a buffer shows at a later step.
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while policy == "spool" and not streamer.stats().spooled_bytes:
             assert time.monotonic() < deadline_s
             trainer.step([39])

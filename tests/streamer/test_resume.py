@@ -159,7 +159,7 @@ def test_fetch_and_eviction_hooks(server: ServerProcess) -> None:
         assert rows.columns == ((0, 5),)
         with pytest.raises(RowRangeError, match="row 70000"):
             streamer.fetch("d.weight", torch.tensor([1, 70_000]))
-        with pytest.raises(UnknownTableError, match=r"there is 'd\.weight'"):
+        with pytest.raises(UnknownTableError, match=r"the nearest is 'd\.weight'"):
             streamer.fetch("d.wait", torch.tensor([1]))
         seen: list[tuple[str, list[int], float]] = []
         handle = streamer.register_pre_eviction_hook(

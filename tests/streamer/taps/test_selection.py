@@ -62,7 +62,7 @@ def test_names_and_patterns(tables: list[str] | None, found: list[str]) -> None:
     ("tables", "message"),
     [
         (["user.weight"], r"no table is named or matches 'user.weight'; the nearest are 'users.weight'"),
-        (["users.weight", "x*"], r"matches 'x\*'; the nearest are 'films.weight', 'users.weight'"),
+        (["users.weight", "x*"], r"matches 'x\*'; there are 'films.weight', 'users.weight'"),
         ([], "tables is empty"),
         ("users.weight", "is one string"),
     ],
