@@ -74,7 +74,7 @@ exception ServerError {
   2: required string message,
   /** With SEQUENCE_GAP: the client seq that the shard accepts next. */
   3: optional i64 expected_seq,
-  /** With OVERLOADED and UNAVAILABLE: wait at least this long. */
+  /** With OVERLOADED: wait at least this long. */
   4: optional i64 retry_after_ms,
   /** With FENCED: the epoch that holds the run now. */
   5: optional i64 epoch,

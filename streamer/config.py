@@ -158,8 +158,9 @@ class StreamerConfig:
         "raise",
         kind=Kind.CHOICE,
         choices=("raise", "log"),
-        help="When streaming cannot go on (fenced off, another store, a refused batch): `raise` fails the next step, "
-        "`log` says so once and lets training go on without streaming; `flush` raises in both.",
+        help="When streaming cannot go on (fenced off, another store, a refused batch), or a step cannot hand over its "
+        "rows (`block_timeout_s` is over, NaN under `reject`): `raise` fails the step, `log` says so once and lets "
+        "training go on without streaming; `flush` raises in both.",
     )
     on_new_store: str = setting(
         "raise",

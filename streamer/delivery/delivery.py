@@ -163,7 +163,11 @@ class Delivery:
         return not self._flushing.locked() and self._generation == self.sender.generation
 
     def raise_failure(self) -> None:
-        """Raise what has ended streaming. An outage under `block`, or a NaN, has not: the next step tries again."""
+        """Raise what has ended streaming.
+
+        An outage under `block`, or a NaN, has not where `on_error` is `raise`: the next step tries again. Under `log`
+        it has, because to try again would hold up each step for as long.
+        """
         self.failure = self.failure or self.sender.error
         if self.failure is not None:
             raise self.failure.with_traceback(None)
