@@ -86,7 +86,7 @@ def test_pipeline_is_scraped(tmp_path: Path) -> None:
                 with running_prometheus(tmp_path, targets) as prometheus:
                     prometheus.wait_for("up == 1", lambda found: len(found) == 3)
                     train()
-                    replica.wait_for(2, 30)
+                    replica.wait_for(2, 60)
                     two = prometheus.wait_for("headrace_apply_lag_seconds", lambda found: len(found) == 2)
                     assert {part["metric"]["shard"] for part in two} == {"0", "1"}
                     assert all(0 <= float(part["value"][1]) < 30 for part in two)

@@ -145,9 +145,14 @@ class Chaos:
         os.kill(pid, signal.SIGCONT)
 
     def trouble(self, name: str) -> None:
-        """Make trouble on the network for a while."""
+        """Make trouble on the network for a while, until some frame has met with it."""
+        before, deadline_s = self.proxy.counts.total(), time.monotonic() + WAIT_S
         self.proxy.make(TROUBLES[name])
         time.sleep(_TROUBLE_S)
+        while self.proxy.counts.total() == before:  # after a start it takes a moment until frames flow again
+            if time.monotonic() > deadline_s:
+                raise ChaosError(f"no frame has met with any of {name!r}")
+            time.sleep(0.01)
         if self._random.random() < 0.3:
             self.proxy.reset_all()
 
@@ -162,11 +167,9 @@ class Chaos:
         operations = ("pwritev", "allocate") if code == errno.ENOSPC else ("pwritev", "fdatasync")
         # `allocate` comes once a segment; the writes and syncs behind it come with every batch.
         operation = self._random.choice((*operations, operations[0]))
-        self._server.command(
-            shard, do="fail", operation=operation, errno=code, after=0 if operation == "allocate" else 3
-        )
-        if operation == "allocate":
-            self._server.command(shard, do="fail", operation="pwritev", errno=code, after=40)
+        # In one command: after the first fault nobody may be there to take a second.
+        after = {"allocate": 0, "pwritev": 40} if operation == "allocate" else {operation: 3}
+        self._server.command(shard, do="fail", errno=code, after=after)
         exit_code = self._server.wait_end()
         if exit_code != EXIT_STORAGE or os.strerror(code) not in self._server.tail():
             raise ChaosError(f"a failing disk ended the server with {exit_code}: {self._server.tail()}")
@@ -174,9 +177,11 @@ class Chaos:
 
     def lose_unsynced(self) -> None:
         """Cut the power of a server amid writes: what was not synced is lost, or in part."""
-        for shard in range(_NUM_SHARDS):
+        first = self._random.randrange(_NUM_SHARDS)
+        for shard in sorted(range(_NUM_SHARDS), key=lambda shard: shard != first):
             self._server.command(shard, do="hold")
-        if not self._server.command(self._random.randrange(_NUM_SHARDS), do="wait_held"):
+        # Under the policy `block` a trainer that waits for one shard may write nothing to the other any more.
+        if not self._server.command(first, do="wait_held"):
             raise ChaosError("no write came while syncs were held")
         time.sleep(0.1)
         self._server.kill()

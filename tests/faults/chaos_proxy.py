@@ -68,12 +68,12 @@ class FrameProxy:
     def start(self) -> None:
         """Begin to listen."""
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def close(self) -> None:
         """Cut all connections and end."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     def make(self, trouble: Trouble) -> None:

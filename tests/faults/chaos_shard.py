@@ -4,9 +4,9 @@
 
 It takes commands on the Unix socket `CONTROL_DIR/shard-N.sock`, a line of JSON each:
 
-    {"do": "fail", "operation": "fdatasync", "errno": 5, "after": 2}    the third call from now on fails
-    {"do": "hold"}                                                      no sync returns any more
-    {"do": "wait_held"}                                                 answered once a sync is held
+    {"do": "fail", "errno": 5, "after": {"fdatasync": 2}}    the third call from now on fails
+    {"do": "hold"}                                           no sync returns any more
+    {"do": "wait_held"}                                      answered once a sync is held
 
 and keeps in `CONTROL_DIR/synced-N` which segment it wrote last and up to where that is on the disk (`Synced`). Its
 BREAKAGE is a bug that the harness must find: see `BREAKAGES`.
@@ -39,7 +39,7 @@ from headrace.paramserver.store.applier import ApplierConfig
 from headrace.schemas.messages import Segment
 
 _SYNCED = struct.Struct("<QQ")
-WAIT_HELD_S = 20.0
+WAIT_HELD_S = 50.0
 
 
 class Synced(NamedTuple):
@@ -82,17 +82,14 @@ class ChaosFileOps(SystemFileOps):
             connection, _ = listener.accept()
             with connection, connection.makefile("rwb") as stream:
                 command = json.loads(stream.readline())
-                stream.write(json.dumps(self._do(command)).encode() + b"\n")
-
-    def _do(self, command: dict[str, Any]) -> bool:
-        if command["do"] == "wait_held":
-            return self._held.wait(WAIT_HELD_S)
-        with self._lock:
-            if command["do"] == "hold":
-                self._is_holding = True
-            else:
-                self._faults.append([command["operation"], command["errno"], command["after"]])
-        return True
+                is_so = self._held.wait(WAIT_HELD_S) if command["do"] == "wait_held" else True
+                # Before it is done: a fault may end this process at once.
+                stream.write(json.dumps(is_so).encode() + b"\n")
+            with self._lock:
+                if command["do"] == "hold":
+                    self._is_holding = True
+                elif command["do"] == "fail":
+                    self._faults += [[name, command["errno"], after] for name, after in command["after"].items()]
 
     def open(self, path: Path, flags: int) -> int:
         fd = super().open(path, flags)

@@ -278,7 +278,7 @@ class Soak:
             time.sleep(_POLL_S)
 
 
-_DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+_DIAL = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0, role=idl.Role.ADMIN)
 
 
 def _swap(name: str) -> Callable[[Soak], None]:

@@ -15,6 +15,7 @@ SHORT = ("bad_network", "kill_shard", "kill_trainer", "lost_unsynced")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_nothing_acked_is_lost(tmp_path: Path) -> None:
     """Over kills, a bad network and lost writes every acked row stays, and the store ends as the trainer's tables."""
     with Chaos(tmp_path, seed=1) as chaos:
@@ -22,10 +23,11 @@ def test_nothing_acked_is_lost(tmp_path: Path) -> None:
             chaos.run_cycle(fault)
     assert not chaos.found
     assert chaos.ledger.num_rows > 1000
-    assert chaos.proxy.counts["reset"] + chaos.proxy.counts["reorder"] + chaos.proxy.counts["duplicate"] > 0
+    assert chaos.proxy.counts.total() > 0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("breakage", "fault", "finds"),
     [

@@ -13,6 +13,7 @@ SHORT = ("kill_shard", "swap_step", "expire", "stop_server", "roll_back", "swap_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
     """Through restarts, swaps, roll-backs and expiry no lookup fails, and replica = store = trainer at the end."""
     with Soak(tmp_path, seed=1) as soak:
@@ -28,6 +29,7 @@ def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("breakage", "says"),
     [

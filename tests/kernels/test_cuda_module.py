@@ -74,7 +74,7 @@ def test_a_newer_architecture_gets_ptx(family: str, tmp_path: Path, caplog: pyte
     # Whoever compiles it may contract what has no rounding.
     assert not re.search(r"\b(mul|add|sub)(\.ftz)?\.f32", text)
     said = rf"NVRTC \d+\.\d+ does not know sm_999: {family}\.cu as PTX of compute_{newest}"
-    assert re.fullmatch(said, caplog.messages[0])
+    assert any(re.fullmatch(said, message) for message in caplog.messages)
     (kept,) = tmp_path.iterdir()
     assert kept.suffix == ".ptx"
 

@@ -125,7 +125,7 @@ def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest
     np.savez(tmp_path / "t.npz", table=values)
     arguments = [str(tmp_path / "t.npz"), "--table", "table", "--server", server.address]
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "backfill", *arguments, "--rows-per-s", "60000"],
+        [sys.executable, "-m", "headrace", "backfill", *arguments, "--rows-per-s", "30000"],
         stdout=subprocess.DEVNULL,
     )
 

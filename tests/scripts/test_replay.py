@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from held_ports import hold_ports
 from hellos import hello_of_writer
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
 from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.reading.replay import Replay
+from headrace.paramserver.reading.replay import Replay, ReplayTarget
 from headrace.paramserver.reading.replay_source import ReplaySource, ReplaySummary
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.supervisor.launch import ServerProcess
@@ -110,7 +112,7 @@ def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pyt
 
 
 def test_a_target_that_is_not_there_is_told_first(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for the check of a long log to hear of a wrong port; `--dry-run` needs no target."""
     checked: list[Path] = []
@@ -121,7 +123,7 @@ def test_a_target_that_is_not_there_is_told_first(
         return summarize(self, **settings)
 
     monkeypatch.setattr(ReplaySource, "summarize", note)
-    address = f"127.0.0.1:{unused_tcp_port}"
+    address = f"127.0.0.1:{hold_ports()}"
     assert _run(source, "--server", address) == 1
     out, err = capsys.readouterr()
     assert f"no connection to {address}" in err and err.count("\n") == 1
@@ -142,6 +144,8 @@ def test_a_target_that_goes_in_the_middle_is_named(
             return cut(self, *arguments)
 
         monkeypatch.setattr(Replay, "_cut", kill_first)
+        # While it is there, it may take its time to answer.
+        monkeypatch.setattr(ReplayTarget, "connect_timeout_s", property(lambda _: 60.0))
         assert _run(source, "--server", server.address, "--timeout-s", 0.5) == 1
         err = capsys.readouterr().err
         assert f"{server.address} has taken nothing for 0.5 s" in err and err.count("\n") == 1
@@ -150,6 +154,10 @@ def test_a_target_that_goes_in_the_middle_is_named(
     with ServerProcess.start(tmp_path / "target") as server:
         assert _run(source, "--server", server.address) == 0
         assert asyncio.run(_read(server.address))[1] == VALUES.tobytes()
+
+
+def _no_such_host(*_: object, **__: object) -> NoReturn:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +180,14 @@ def test_a_target_that_goes_in_the_middle_is_named(
     ],
 )
 def test_mistakes_are_one_line(
-    source: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
 ) -> None:
     """A wrong flag, an unknown table, an empty range and a directory without a log each get one line."""
+    monkeypatch.setattr(socket, "getaddrinfo", _no_such_host)  # a resolver may take longer than anybody waits
     assert _run(*(argument.replace("{source}", str(source)) for argument in arguments)) == 1
     err = capsys.readouterr().err
     assert words in err

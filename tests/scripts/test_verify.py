@@ -7,9 +7,11 @@ import errno
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -247,12 +249,19 @@ def test_the_deadline_is_for_an_answer_and_not_for_all(
     assert "nothing has come for 0.2 s: give it more with --timeout-s" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there(
+    servers: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is said at once, in one line, and of `--against` what it was taken for."""
     assert main(["verify", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["verify", servers[0], "--against", "127.0.0.1:1"]) == 1
     assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in capsys.readouterr().err
+
+    def resolve(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)  # a real one may take longer than anybody waits
     assert main(["verify", servers[0], "--against", "no-such-file.invalid"]) == 1
     assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err
     assert main(["verify", servers[0], "--against", "no/such/file"]) == 1

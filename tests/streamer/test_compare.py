@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from fake_shard import FakeShard, FakeStore, Row
+from fake_shard import WAIT_S, FakeShard, FakeStore, Row
 from trainer_tables import POINTWISE, ROWWISE, Trained
 
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -51,7 +51,7 @@ def _flipped(data: bytes) -> bytes:
 
 
 async def compared(store: FakeStore, tables: list[Trained], *, only_present: bool = False) -> Comparison:
-    async with store, await EmbeddingReader.connect(store.address, timeout_s=5) as reader:
+    async with store, await EmbeddingReader.connect(store.address, timeout_s=WAIT_S) as reader:
         return await compare_tables([table.tapped for table in tables], reader, only_present=only_present)
 
 

@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 from fake_shard import FakeStore, hosted
+from spent_deadline import spent_deadline
 from streamed_training import FAST, Training, compare, sender_threads, streaming
 
 from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError
@@ -72,8 +73,9 @@ def test_no_server_leaves_no_thread() -> None:
     """Where nothing listens the constructor fails in time, with what to do, and leaves no thread."""
     with hosted(FakeStore()) as store:
         address = store.address
-    with pytest.raises(UnavailableError, match=f"no parameter server at {address} within 0.1 s .*headrace serve"):
-        RawEmbeddingStreamer(address, run="test", connect_timeout_s=0.1)
+    told = f"no parameter server at {address} within 30 s .*headrace serve"
+    with spent_deadline(), pytest.raises(UnavailableError, match=told):
+        RawEmbeddingStreamer(address, run="test", connect_timeout_s=30)
     assert not sender_threads()
 
 

@@ -17,7 +17,7 @@ from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 ROWS = 300
 # On disk with place for few of the rows: most lookups read some from there, and push others out.
 STORAGE = pytest.mark.parametrize(
@@ -55,7 +55,7 @@ class Training:
 
 
 def make_snapshot(server: ServerProcess) -> Path:
-    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=WAIT_S, role=idl.Role.ADMIN)
     manifest = asyncio.run(create_snapshot(server.address, dial=dial, timeout_s=WAIT_S))
     return server.data_dir / "snapshots" / manifest.name
 

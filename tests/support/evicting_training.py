@@ -57,7 +57,7 @@ def read_rows(address: str, fqn: str, row_ids: Iterable[int]) -> Rows:
     """Return rows as the store has them."""
 
     async def read() -> Rows:
-        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
+        async with await EmbeddingReader.connect(address, timeout_s=60.0) as reader:
             return await reader.get(fqn, np.array(list(row_ids), np.int64), with_states=True)
 
     return asyncio.run(read())

@@ -26,7 +26,7 @@ class FactLog(logging.Handler):
     def messages(self) -> list[str]:
         return [message for message, _ in self.facts]
 
-    async def next(self, message: str, *, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def next(self, message: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
         """Return the fields of the next fact that says `message`, from where the last call stopped."""
         async with asyncio.timeout(timeout_s):
             while True:

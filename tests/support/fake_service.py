@@ -17,7 +17,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 """Deadline of everything a test waits for: long, since it is only reached when the test fails."""
 POISON = 0xDD
 """What the pool of a test server fills returned buffers with."""

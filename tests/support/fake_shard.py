@@ -27,7 +27,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Deadline of everything a test waits for: long, since it is only reached when the test fails."""
 _T = TypeVar("_T")
 

@@ -36,7 +36,7 @@ class GatedStore(RowStore):
     def write_runs(self, runs: Sequence[Run], **kwargs: Any) -> None:
         if not self.gate.is_set():
             self.is_held.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(60)
         if self.failure is not None:
             raise self.failure
         self.windows.append((kwargs["applied_seq"], [run.row_ids.size for run in runs]))
@@ -67,7 +67,7 @@ async def held(applier: Applier, store: GatedStore) -> AsyncIterator[None]:
     store.gate.clear()
     store.is_held.clear()
     applier.submit(make_batch(applier.submitted_seq + 1))
-    assert await asyncio.to_thread(store.is_held.wait, 30)
+    assert await asyncio.to_thread(store.is_held.wait, 60)
     try:
         yield
     finally:

@@ -6,6 +6,23 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+
+class ClockAhead:
+    """The clock of the loop that runs, which can be put forward: what waits for a time need not be waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self.ahead_s, time = 0.0, loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + self.ahead_s)
+
+    async def pass_by(self, seconds: float) -> None:
+        """Let so much time be over at once, and timers that are due fire, and what they wake run."""
+        self.ahead_s += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
 
 class Timer:
     """What `Clock.call_at` returns."""

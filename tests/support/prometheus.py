@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return what an expression gives now."""
         query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self._address}/api/v1/query?{query}", timeout=WAIT_S) as answer:
             told = json.load(answer)
         assert told["status"] == "success", told
         result: list[dict[str, Any]] = told["data"]["result"]
@@ -41,7 +40,7 @@ class Prometheus:
         result = None
         while time.monotonic() < deadline_s:
             # It may not be there yet; and each scrape is a while after the last one.
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            with contextlib.suppress(OSError):
                 result = self.query(expression)
                 if is_so(result):
                     return result
@@ -51,11 +50,11 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(folder: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
-    """Run Prometheus on targets by job, scraped twice a second."""
+    """Run Prometheus on targets by job, scraped each second."""
     assert PROMETHEUS is not None
     port = hold_ports()
     config = {
-        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [at]}]} for job, at in targets.items()],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML

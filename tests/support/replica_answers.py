@@ -50,8 +50,8 @@ def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: 
     """Write every second row of one table, and some of the other; each step is one batch."""
 
     async def send() -> None:
-        async with await ParamServerClient.connect(*parse_address(server.address, default_port=0)) as client:
-            await client.hello(hello_of_writer(SPEC, HALF))
+        async with await connected(server.address) as client:
+            await client.hello(hello_of_writer(SPEC, HALF), timeout_s=WAIT_S)
             await client.set_embeddings(
                 idl.SetEmbeddingsRequest(
                     run="run",
@@ -70,6 +70,10 @@ def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: 
             )
 
     asyncio.run(send())
+
+
+async def connected(address: str) -> ParamServerClient:
+    return await ParamServerClient.connect(*parse_address(address, default_port=0), timeout_s=WAIT_S)
 
 
 def read(address: str, fqn: str, ids: Any, **options: Any) -> Any:
@@ -92,8 +96,8 @@ def told(address: str) -> Any:
 
 def call(address: str, method: str, *arguments: Any, greeting: Any = None) -> Any:
     async def ask() -> Any:
-        async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as client:
-            reply = await client.hello(greeting or hello_of_nobody())
-            return await getattr(client, method)(*arguments) if method else reply
+        async with await connected(address) as client:
+            reply = await client.hello(greeting or hello_of_nobody(), timeout_s=WAIT_S)
+            return await getattr(client, method)(*arguments, timeout_s=WAIT_S) if method else reply
 
     return asyncio.run(ask())

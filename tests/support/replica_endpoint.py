@@ -39,8 +39,9 @@ class Endpoint:
         assert message in self.log.read_text(), self.log.read_text()
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what it has logged."""
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        """Return what it has logged; a line whose end is not there yet is none."""
+        lines = self.log.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ FAST: dict[str, Any] = {
     "flush_percent": 100,
     "retry_min_s": 0.001,
     "retry_max_s": 0.01,
-    "connect_timeout_s": 5.0,
+    "connect_timeout_s": WAIT_S,
     "flush_timeout_s": WAIT_S,
 }
 

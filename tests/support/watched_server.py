@@ -61,11 +61,11 @@ def scrape(address: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 async def say_hello(address: str, specs: Sequence[TableSpec], *, run: str = "ctr-v7", client: str = "rank0") -> None:
     """Register tables on every shard, as a trainer does that goes away at once."""
     request = hello_of_writer(*specs, run=run, client=client, epoch=3)
-    async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as first:
-        shards = (await first.hello(request)).shards
+    async with await ParamServerClient.connect(*parse_address(address, default_port=0), timeout_s=WAIT_S) as first:
+        shards = (await first.hello(request, timeout_s=WAIT_S)).shards
     for shard in shards:
-        async with await ParamServerClient.connect(shard.host, shard.port) as connection:
-            await connection.hello(request)
+        async with await ParamServerClient.connect(shard.host, shard.port, timeout_s=WAIT_S) as connection:
+            await connection.hello(request, timeout_s=WAIT_S)
 
 
 def wait_until(is_so: Callable[[], bool], what: str = "it") -> None:

@@ -254,14 +254,14 @@ async def test_closing_waits_for_what_a_run_does_in_a_thread(tmp_path: Path, mon
 
     def next_piece(_: RowScanner) -> None:
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
 
     monkeypatch.setattr(RowScanner, "next_piece", next_piece)
     async with open_rig(tmp_path) as rig:
         await _filled(rig)
         expirer = Expirer(rig.context(), ExpiryRules.parse("*: idle_steps=50"))
         await expirer.expire_rows(_request(wait_ms=0))
-        assert await asyncio.to_thread(begun.wait, 20)
+        assert await asyncio.to_thread(begun.wait, 60)
         closing = asyncio.create_task(expirer.__aexit__(None, None, None))
         for _ in range(5):
             await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_files import files_open_in
 
 from headrace.paramserver.files.direct_file import (
     DirectFileWriter,
@@ -48,9 +49,8 @@ def test_file_systems_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monk
         return open_file(path, flags, *args)
 
     monkeypatch.setattr(os, "open", refuse)
-    open_files = os.listdir("/proc/self/fd")
     assert not supports_direct_io(tmp_path)
-    assert os.listdir("/proc/self/fd") == open_files
+    assert not files_open_in(tmp_path)
     data = os.urandom((8 << 20) + 3)
     with DirectFileWriter(tmp_path / "file", write_buffer()) as file:
         assert not file.is_direct

@@ -30,7 +30,7 @@ from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def shard_config(directory: Path, **changes: Any) -> ShardConfig:
@@ -85,7 +85,7 @@ class Served:
     @asynccontextmanager
     async def follow(self, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:
         """A follower on a connection of its own."""
-        dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0)
+        dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0)
         link = ShardLink(dial, self.host, self.port)
         await link.refresh()
         try:
@@ -171,7 +171,7 @@ async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) 
     config = shard_config(tmp_path)
     port = hold_ports()
     async with serving(config, port=port) as served:
-        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0), served.host, port)
         await link.refresh()
         follower = ShardFollower(link, from_seq=1, wait_s=1.0)
         await served.write([1], 1.0)
@@ -188,7 +188,7 @@ async def test_another_store_at_the_address_ends_the_place(tmp_path: Path) -> No
     """The same address with another server id: the follower is told to start over."""
     port = hold_ports()
     async with serving(shard_config(tmp_path / "a"), port=port) as served:
-        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0), served.host, port)
         await link.refresh()
         follower = ShardFollower(link, from_seq=1, wait_s=0.0)
         await follower.fetch()
@@ -227,7 +227,7 @@ async def _set_back(
     async with serving(config, port=port) as served:
         served._client_seq = 2
         await served.write([3], 1.0)
-        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=5.0), served.host, port)
+        link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0), served.host, port)
         await link.refresh()
         follower = ShardFollower(link, from_seq=num_taken, wait_s=0.0, max_bytes=1)
         assert [update.seq for update in await follower.fetch()] == [num_taken]

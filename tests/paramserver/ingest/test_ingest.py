@@ -232,7 +232,7 @@ async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(
 
     async def wait_for_the_next(_: int) -> None:
         if ingest.submitted_seq < 3:
-            assert await asyncio.to_thread(is_read[ingest.submitted_seq + 1].wait, 30)
+            assert await asyncio.to_thread(is_read[ingest.submitted_seq + 1].wait, 60)
 
     async with Applier(store) as applier:
         ingest = Ingest(Watched(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]

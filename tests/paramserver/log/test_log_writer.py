@@ -33,7 +33,7 @@ async def test_a_failure_behind_the_last_record_is_told(tmp_path: Path) -> None:
         ops.fail("pwritev", errno.EIO, after=2)  # the segment's header and the record are written, the mark is not
         append = log.append(epoch=1, header={}, body=[body_of(1)])
         await append.durable
-        assert "Input/output error" in str(await asyncio.wait_for(waiting, 10))
+        assert "Input/output error" in str(await asyncio.wait_for(waiting, 60))
         assert await log.wait_failed() is log.failed
 
 
@@ -122,12 +122,12 @@ async def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: 
     async with opened_log(tmp_path / "log", ops=ops) as log:
         await fill(log, 1)
         queue: Any = log._writer._queue
-        assert await asyncio.to_thread(queue.is_waited_at.wait, 30)
+        assert await asyncio.to_thread(queue.is_waited_at.wait, 60)
         queue.is_waited_at.clear()
         ops.fail("fdatasync", errno.EIO)
         with pytest.raises(StorageError):
             await fill(log, 1)
-        assert await asyncio.to_thread(queue.is_waited_at.wait, 30)
+        assert await asyncio.to_thread(queue.is_waited_at.wait, 60)
         assert [operation for operation, _ in ops.calls[-2:]] == ["pwritev", "fdatasync"]
 
 
@@ -188,7 +188,7 @@ async def test_a_file_that_cannot_be_closed_does_not_hold_up_the_end(tmp_path: P
 
     log = FileUpdateLog.open(tmp_path / "log", ops=FailsToClose())
     await fill(log, 3)
-    await asyncio.wait_for(log.close(), 10)
+    await asyncio.wait_for(log.close(), 60)
     assert "Input/output error" in str(log.failed)
     async with opened_log(tmp_path / "log") as log:
         check_records(log, 3)
@@ -223,7 +223,7 @@ async def test_segment_is_durable_before_its_first_record(tmp_path: Path) -> Non
         ops.gate.clear()
         ops.reached.clear()
         first = log.append(epoch=1, header={}, body=[bytes(3900)])
-        assert await asyncio.to_thread(ops.reached.wait, 30)
+        assert await asyncio.to_thread(ops.reached.wait, 60)
         del ops.calls[:]
         second = log.append(epoch=1, header={}, body=[bytes(3900)])
         ops.gate.set()
@@ -256,7 +256,7 @@ async def test_group_is_synced_once(tmp_path: Path) -> None:
         ops.gate.clear()
         ops.reached.clear()
         held = log.append(epoch=1, header={}, body=[b"held"])
-        assert await asyncio.to_thread(ops.reached.wait, 30)
+        assert await asyncio.to_thread(ops.reached.wait, 60)
         appends = [log.append(epoch=1, header={}, body=[bytes(352)]) for _ in range(19)]
         ops.gate.set()
         await asyncio.gather(held.durable, *(append.durable for append in appends))

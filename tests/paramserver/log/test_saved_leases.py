@@ -41,6 +41,22 @@ class Process:
         return sorted(held)
 
 
+class _WatchedLock:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 async def test_long_leases_outlive_a_restart(tmp_path: Path) -> None:
     """What is left of each is left when the shard is back, however long that took; short ones are not written."""
     path = tmp_path / "leases.json"
@@ -88,29 +104,33 @@ async def test_a_save_that_was_given_up_is_not_written_into(tmp_path: Path, monk
     process = Process(path)
     process.leases.renew("a", 1, 4000.0)
     write_text, fsync_path = Path.write_text, saved_leases.fsync_path
-    is_syncing, is_disturbed = threading.Event(), threading.Event()
+    is_syncing, may_sync, lock = threading.Event(), threading.Event(), _WatchedLock()
+    written: list[str] = []
 
     def write(target: Path, text: str) -> int:
-        if is_syncing.is_set():
-            is_disturbed.set()
+        written.append(text)
         return write_text(target, text)
 
     def sync(target: Path) -> None:
         is_syncing.set()
-        assert not is_disturbed.wait(0.1)  # as long as the other one is given to come
-        is_syncing.clear()
+        assert may_sync.wait(60)
         fsync_path(target)
 
     monkeypatch.setattr(Path, "write_text", write)
     monkeypatch.setattr(saved_leases, "fsync_path", sync)
+    monkeypatch.setattr(process.saved, "_writing", lock)
     saving = asyncio.create_task(process.saved.save())
-    assert await asyncio.to_thread(is_syncing.wait, 20)
+    assert await asyncio.to_thread(is_syncing.wait, 60)
     saving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await saving
     process.leases.renew("b", 2, 4000.0)
-    await process.saved.save(at_end=True)
-    assert len(json.loads(path.read_text())["leases"]) == 2 and not is_disturbed.is_set()
+    last = asyncio.create_task(process.saved.save(at_end=True))
+    assert await asyncio.to_thread(lock.is_waited_for.wait, 60)
+    assert len(written) == 1
+    may_sync.set()
+    await last
+    assert len(json.loads(path.read_text())["leases"]) == 2
 
 
 async def test_without_long_leases_nothing_is_written(tmp_path: Path) -> None:

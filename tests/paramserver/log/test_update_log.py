@@ -33,7 +33,7 @@ async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     if made.logs:
         made.release()
     for log in made.logs:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await log.close()
 
 
@@ -327,7 +327,7 @@ async def test_failure_is_for_good(harness: LogHarness) -> None:
     results = await asyncio.gather(*(append.durable for append in appends), return_exceptions=True)
     assert all(isinstance(result, StorageError) for result in results)
     assert isinstance(log.failed, StorageError)
-    assert await asyncio.wait_for(waiting, 10) is await log.wait_failed() is log.failed
+    assert await asyncio.wait_for(waiting, 60) is await log.wait_failed() is log.failed
     assert log.pending_bytes == 0
     for _ in range(2):
         with pytest.raises(StorageError):

@@ -45,14 +45,10 @@ async def test_late_answer_is_that_of_the_next_question() -> None:
         for _ in range(3):
             with pytest.raises(UnavailableError, match=r"within 0\.05 s"):
                 await asker.ask()
+        # From here on the answer is waited for: if it came late once more, the next question would be another one.
+        asker._timeout_s = 60.0
         may_tell.set()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    assert await asker.ask() == SAMPLE
-                    break
-                except UnavailableError:
-                    continue
+        assert await asker.ask() == SAMPLE
         assert num_asked == 1
 
 

@@ -16,12 +16,12 @@ class _Loop:
     """What the deadline sees of time: a loop's clock that is moved on by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._loop, self._ahead_s = asyncio.get_running_loop(), 0.0
-        self._time = self._loop.time
-        monkeypatch.setattr(self._loop, "time", lambda: self._time() + self._ahead_s)
+        loop = asyncio.get_running_loop()
+        self._now_s = loop.time()  # it stands still: real time must not count beside what the test lets pass
+        monkeypatch.setattr(loop, "time", lambda: self._now_s)
 
     async def pass_by(self, seconds: float) -> None:
-        self._ahead_s += seconds
+        self._now_s += seconds
         for _ in range(5):  # timers that are due fire, and what they wake runs
             await asyncio.sleep(0)
 

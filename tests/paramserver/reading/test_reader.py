@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from fake_service import WAIT_S, FakeService
 from held_ports import hold_ports
+from loop_clock import ClockAhead
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.rpc_server import Call, ThriftServer
 from headrace.paramserver.rpc.security import AccessPolicy, Token
 from headrace.schemas.errors import (
@@ -260,16 +262,37 @@ async def test_a_restarted_shard_is_found_again() -> None:
         assert np.array_equal((await call).weights, weights_of(SPEC, ids))
 
 
-async def test_a_shard_that_is_away_is_unavailable() -> None:
+class Failures(ReachLog):
+    """Tells when an attempt to reach somebody has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = asyncio.Event()
+
+    def failed(self, address: str, error: HeadraceError, *, began_s: float) -> None:
+        super().failed(address, error, began_s=began_s)
+        self.has_failed.set()
+
+
+async def test_a_shard_that_is_away_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a read says which address it could not reach."""
-    async with running() as shards, await EmbeddingReader.connect(shards.address(), timeout_s=0.3) as reader:
+    clock, failures = ClockAhead(monkeypatch), Failures()
+    async with running() as shards, await EmbeddingReader.connect(shards.address(), reach_log=failures) as reader:
         await shards.stop(1)
-        with pytest.raises(UnavailableError, match=rf"within 0\.3 s.*{shards.address(1)}"):
-            await reader.get(SPEC.fqn, some_ids(100))
-        with pytest.raises(UnavailableError, match="no status"):
-            await reader.status()
-        with pytest.raises(UnavailableError, match=shards.address(1)):
-            await EmbeddingReader.connect(shards.address(), timeout_s=0.3)
+        ids = some_ids(100)
+        ids = ids[shards_of_rows(table_seed(SPEC.fqn), ids, 3) == 1]
+        calls: list[tuple[Callable[[], Coroutine[Any, Any, Any]], str]] = [
+            (lambda: reader.get(SPEC.fqn, ids), rf"within 10 s.*{shards.address(1)}"),
+            (reader.status, "no status"),
+            (lambda: EmbeddingReader.connect(shards.address(), reach_log=failures), shards.address(1)),
+        ]
+        for call, says in calls:
+            failures.has_failed.clear()
+            calling = asyncio.create_task(call())
+            await asyncio.wait_for(failures.has_failed.wait(), WAIT_S)
+            await clock.pass_by(11)
+            with pytest.raises(UnavailableError, match=says):
+                await calling
 
 
 async def test_another_server_at_a_known_address_is_noticed() -> None:

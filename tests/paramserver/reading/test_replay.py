@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from chaos_proxy import FrameProxy, Trouble
-from hellos import hello_of_writer
 from held_ports import hold_ports
+from hellos import hello_of_writer
 from shard_servers import serve_shards
 
 from headrace.paramserver.log.log_reader import LogReader

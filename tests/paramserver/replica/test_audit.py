@@ -28,7 +28,7 @@ from headrace.schemas.errors import RequestError, UnavailableError, UnknownTable
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 # Three buckets, the last of them not full, in two ranges that are looked at one after the other.
 ROWS = 300_000
 
@@ -136,23 +136,24 @@ def test_digests_are_the_stores(server: ServerProcess, training: Training) -> No
 @pytest.mark.parametrize("consistency", ["latest", "step"])
 def test_training_goes_on_meanwhile(server: ServerProcess, training: Training, consistency: Any) -> None:
     """While rows are updated all the time, an audit compares the two at the same records; then the replica goes on."""
-    is_over = threading.Event()
+    has_stepped, is_over = threading.Event(), threading.Event()
     with EmbeddingReplica(server.address, consistency=consistency) as replica:
 
         def train() -> None:
             while not is_over.is_set():
                 training.step()
+                has_stepped.set()
                 training.streamer.flush()
-                is_over.wait(0.02)
+                is_over.wait(0.05)  # by step, an audit needs a moment in which nothing comes
 
         thread = threading.Thread(target=train)
         thread.start()
         try:
-            before = training.num_steps
             for _ in range(3):
+                has_stepped.clear()
+                assert has_stepped.wait(WAIT_S)  # however long a disk holds up the step before
                 report = replica.audit(timeout_s=WAIT_S)
                 assert report.is_equal, str(report)
-            assert training.num_steps > before
         finally:
             is_over.set()
             thread.join()

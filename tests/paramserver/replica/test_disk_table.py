@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import tempfile
 import threading
@@ -158,17 +159,19 @@ def test_no_reader_sees_an_older_value_after_a_newer_one(tmp_path: Path) -> None
             reader.start()
         rng = np.random.default_rng(9)
         newest = np.zeros(num_rows)
-        for version in range(1, num_writes):
+        for version in itertools.count(1):
             ids = np.unique(rng.integers(0, num_rows, rng.integers(1, 20)))
             _write(table, ids, version)
             newest[ids] = version
+            # However late the readers' threads get a processor.
+            if faults or (version >= num_writes and table.stats.evicted > 100 and table.stats.hits > 100):
+                break
         is_over.set()
         for reader in readers:
             reader.join()
         assert not faults, faults[0]
         for _ in range(3):  # from the disk, and then as hot rows
             assert table.gather(np.arange(num_rows))[0][:, 0].tolist() == newest.tolist()
-        assert table.stats.evicted > 100 and table.stats.hits > 100
 
 
 def test_steps_are_whole_over_two_tables(tmp_path: Path) -> None:
@@ -187,14 +190,16 @@ def test_steps_are_whole_over_two_tables(tmp_path: Path) -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        for step in range(1, 300):
+        for step in itertools.count(1):
             with gate.write():
                 for half in (ids[::2], ids[1::2]):
                     for target in tables:
                         _write(target, half, step)
+            if faults or (step >= 300 and gate.num_retries > 0):  # however late the reader's thread gets a processor
+                break
         is_over.set()
         reader.join()
-        assert not faults and gate.num_retries > 0
+        assert not faults
 
 
 def test_rows_are_read_ahead(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is
             optimizer.step()
         streamer.flush()
         with EmbeddingReplica(server.address, consistency="step", storage=storage) as replica:
-            replica.wait_for(5, 30.0, epoch=streamer.epoch)
+            replica.wait_for(5, 60.0, epoch=streamer.epoch)
             ours = ReplicaEmbeddingBagCollection.like(ebc, replica, prefix=f"ebc{is_weighted}")
             for seed in range(100, 200):
                 features = _features(seed, is_weighted=is_weighted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -79,23 +80,36 @@ def test_closing_ends_the_calls_that_wait(thread: LoopThread) -> None:
         thread.run(never(), late="?")
 
 
-def test_an_end_that_fails_or_hangs_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_that_fails_or_hangs_ends_the_thread(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever becomes of the last coroutine, the thread is gone."""
+    has_begun = threading.Event()
 
     async def fail() -> None:
         raise StorageError("full")
 
     async def never() -> None:
+        has_begun.set()
         await asyncio.Event().wait()
+
+    schedule = asyncio.run_coroutine_threadsafe
+
+    def schedule_and_wait(*args: object) -> object:
+        future = schedule(*args)  # type: ignore[arg-type]
+        assert has_begun.wait(WAIT_S)  # its time is over while it hangs, not before its thread gets a processor
+        return future
 
     thread = LoopThread("test-loop", owner="the thing")
     with pytest.raises(StorageError, match="full"):
         thread.close(fail, WAIT_S)
     thread.close(fail, WAIT_S)
     thread = LoopThread("test-loop", owner="the thing")
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", schedule_and_wait)
     thread.close(never, 0.01)
     assert "the thing has not closed" in caplog.text
     assert not any(other.name == "test-loop" for other in threading.enumerate())
+    gc.collect()  # asyncio remarks on the coroutine that hung: here, and not amid another test
 
 
 def test_an_interrupted_wait_cancels_the_call(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_training import make_snapshot
+from counted_training import WAIT_S, make_snapshot
 from held_ports import hold_ports
 from set_back_training import ROWS, Trainer, put_back
 from watched_server import wait_until
@@ -36,7 +36,7 @@ def rows_of(address: str) -> torch.Tensor:
     """What a server has; zeros where it has no row."""
 
     async def read() -> Any:
-        async with await EmbeddingReader.connect(address) as reader:
+        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
             return await reader.get("t.weight", range(ROWS))
 
     return torch.from_numpy(asyncio.run(read()).weights)

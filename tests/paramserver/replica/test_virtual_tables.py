@@ -24,7 +24,7 @@ from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="virtual.weight", num_rows=0, dim=3, dtype=DType.FLOAT32)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -45,8 +45,13 @@ async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
         await ParamServerClient.connect("127.0.0.1", port)
 
 
-async def test_unknown_host_is_unavailable() -> None:
+async def test_unknown_host_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that does not resolve is an error that names it."""
+
+    def getaddrinfo(*_: Any, **__: Any) -> Any:  # a real resolver may take longer than the call
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with pytest.raises(UnavailableError, match=r"no-such-host\.invalid:1.*; is the host's name right\?"):
         await ParamServerClient.connect("no-such-host.invalid", 1)
 
@@ -65,19 +70,19 @@ def _resolve_to(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]
 
 async def test_an_address_where_nothing_answers_leaves_the_next_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a name with several addresses the next is tried soon, not when the first has used up the time."""
-    with socket.create_server(("127.0.0.2", 0), backlog=0) as black_hole:
-        port = black_hole.getsockname()[1]
-        with socket.create_connection(("127.0.0.2", port)):  # fills the queue, and the kernel drops whoever comes now
-            _resolve_to(monkeypatch, {"gate.test": ["127.0.0.2", "127.0.0.1"]})
-            with socket.create_server(("127.0.0.1", port)):
-                async with await ParamServerClient.connect("gate.test", port, timeout_s=5.0) as client:
-                    assert not client.is_closed
-            with pytest.raises(UnavailableError, match=r"within 0\.5 s: .*, or the name is not looked up in time$"):
-                await ParamServerClient.connect("gate.test", port, timeout_s=0.5)
-            with pytest.raises(
-                UnavailableError, match=r"within 0\.1 s: the host is down, or a firewall is in between$"
-            ):
-                await ParamServerClient.connect("127.0.0.2", port, timeout_s=0.1)
+    port = hold_ports(hosts=("127.0.0.2", "127.0.0.1"))
+    with (
+        socket.create_server(("127.0.0.2", port), backlog=0),
+        socket.create_connection(("127.0.0.2", port)),  # fills the queue, and the kernel drops whoever comes now
+    ):
+        _resolve_to(monkeypatch, {"gate.test": ["127.0.0.2", "127.0.0.1"]})
+        with socket.create_server(("127.0.0.1", port)):
+            async with await ParamServerClient.connect("gate.test", port, timeout_s=30.0) as client:
+                assert not client.is_closed
+        with pytest.raises(UnavailableError, match=r"within 0\.5 s: .*, or the name is not looked up in time$"):
+            await ParamServerClient.connect("gate.test", port, timeout_s=0.5)
+        with pytest.raises(UnavailableError, match=r"within 0\.1 s: the host is down, or a firewall is in between$"):
+            await ParamServerClient.connect("127.0.0.2", port, timeout_s=0.1)
 
 
 async def test_a_server_that_hangs_is_found_out_by_tls() -> None:
@@ -95,8 +100,8 @@ async def test_a_name_is_looked_up_for_each_connection(monkeypatch: pytest.Monke
     """A server that comes back under its name at another address is found there."""
     addresses = {"gate.test": ["127.0.0.1"]}
     _resolve_to(monkeypatch, addresses)
-    with socket.create_server(("127.0.0.1", 0)) as before:
-        port = before.getsockname()[1]
+    port = hold_ports(hosts=("127.0.0.1", "127.0.0.2"))
+    with socket.create_server(("127.0.0.1", port)):
         await (await ParamServerClient.connect("gate.test", port)).close()
         with socket.create_server(("127.0.0.2", port)) as after:
             addresses["gate.test"] = ["127.0.0.2"]

@@ -9,6 +9,7 @@ import struct
 
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
+from loop_clock import ClockAhead
 from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
 
 from headrace.schemas.errors import OverloadedError, UnavailableError
@@ -180,11 +181,14 @@ async def test_a_frame_that_does_not_end_is_cut_off(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("says_hello", [False, True])
-async def test_idle_connections_are_closed(says_hello: bool) -> None:
+async def test_idle_connections_are_closed(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection without requests ends at its deadline, before and after the hello."""
-    timeouts = {"hello_timeout_s": 0.05} if not says_hello else {"idle_timeout_s": 0.05}
+    clock = ClockAhead(monkeypatch)
+    timeouts = {"hello_timeout_s": 100.0} if not says_hello else {"idle_timeout_s": 100.0}
     async with serve(limits=dataclasses.replace(LIMITS, **timeouts)) as served:
         client = await served.connect(says_hello=says_hello)
+        await client.status()  # the server knows of the connection
+        await clock.pass_by(101)
         await served.service.wait_gone(1)
         assert served.server.num_connections == 0
         with pytest.raises(UnavailableError):
@@ -192,14 +196,16 @@ async def test_idle_connections_are_closed(says_hello: bool) -> None:
         await client.close()
 
 
-async def test_a_connection_that_waits_for_its_answer_is_not_idle() -> None:
+async def test_a_connection_that_waits_for_its_answer_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle deadline does not run while a request is in flight."""
-    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=0.5)) as served:
+    clock = ClockAhead(monkeypatch)
+    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=100.0)) as served:
         served.service.gates["slow"] = gate = asyncio.Event()
         client = await served.connect()
-        call = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
+        call = asyncio.create_task(client.get_embeddings(read("slow", b"1"), timeout_s=1000.0))
         await served.service.wait_running(1)
-        asyncio.get_running_loop().call_later(1.2, gate.set)
+        await clock.pass_by(240)
+        gate.set()
         assert bytes((await call).weights) == b"1"
         await client.close()
 
@@ -303,16 +309,21 @@ async def test_what_cannot_even_be_refused_ends_its_connection() -> None:
         assert served.server.stats.num_malformed == 1
 
 
-async def test_a_refused_request_is_done_with() -> None:
+async def test_a_refused_request_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection whose request was refused is idle again, and ends at its deadline."""
+    clock = ClockAhead(monkeypatch)
     bounds = {"max_frame_bytes": 2 * MIB, "max_client_bytes": 2 * MIB, "max_inflight_bytes": 2 * MIB}
-    limits = dataclasses.replace(LIMITS, **bounds, admission_timeout_s=0.05, idle_timeout_s=0.2)
+    limits = dataclasses.replace(LIMITS, **bounds, admission_timeout_s=0.05, idle_timeout_s=100.0)
     async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
         served.service.gate.clear()
-        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB)))
+        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB), timeout_s=1000.0))
         await served.service.wait_running(1)
         with pytest.raises(OverloadedError):
             await two.set_embeddings(batch(2, size_bytes=MIB))
+        async with asyncio.timeout(WAIT_S):  # until the server has read past all of it
+            while any(each._reader.is_mid_frame for each in served.server._context.connections):  # noqa: ASYNC110 (its)
+                await asyncio.sleep(0)
+        await clock.pass_by(101)
         await served.service.wait_gone(1)
         assert not first.done()
         served.service.gate.set()

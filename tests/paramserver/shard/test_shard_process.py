@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 import pytest
+from held_ports import hold_ports
 
 from headrace.paramserver.config.server_config import ServerConfig
 from headrace.paramserver.config.shard_config import ShardConfig
@@ -50,7 +51,8 @@ class _Started:
 @contextlib.contextmanager
 def _started(tmp_path: Path, behaviour: str) -> Iterator[_Started]:
     read_fd, write_fd = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as sock, open(read_fd, "rb") as reports:
+    # Held: once the process has closed it, nobody else listens there.
+    with socket.create_server(("127.0.0.1", hold_ports())) as sock, open(read_fd, "rb") as reports:
         address = sock.getsockname()
         order = ShardOrder(
             config=ShardConfig.of_server(

@@ -40,7 +40,7 @@ from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
-ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+ADMIN = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0, role=idl.Role.ADMIN)
 READER = dataclasses.replace(ADMIN, role=idl.Role.READER)
 NUM_SHARDS = 2
 
@@ -108,7 +108,7 @@ class Server:
         self.clients: list[ParamServerClient] = []
 
     async def snapshot(self, **settings: Any) -> SnapshotManifest:
-        return await create_snapshot(self.address, dial=ADMIN, **{"timeout_s": 20.0} | settings)
+        return await create_snapshot(self.address, dial=ADMIN, **{"timeout_s": 60.0} | settings)
 
 
 @asynccontextmanager
@@ -231,7 +231,7 @@ def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def hash_late(folder: Path, **settings: Any) -> Any:
         hashing.set()
-        assert may_hash.wait(20)
+        assert may_hash.wait(100)
         return hash_folder(folder, **settings)
 
     monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_maker.hash_folder", hash_late)
@@ -250,7 +250,7 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, m
         await trainer.train()
         with _held_hashing(monkeypatch) as hashing:
             making = asyncio.create_task(server.snapshot(name="first"))
-            assert await asyncio.to_thread(hashing.wait, 20)
+            assert await asyncio.to_thread(hashing.wait, 60)
             for _ in range(3):
                 await trainer.train(num_rows=60_000)
             for shard in server.shards:

@@ -74,7 +74,7 @@ async def test_a_cut_is_ordered_once(tmp_path: Path) -> None:
     """Records that come between the one that ends the step and the copy's beginning order no second copy."""
     async with _making(tmp_path) as (maker, _):
         making, ingest = asyncio.create_task(maker.create(_request("one"))), maker._ingest
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while ingest.on_accepted is None:  # noqa: ASYNC110 (what is waited for belongs to the code under test)
                 await asyncio.sleep(0)
         session = ingest.sessions.find("run", "rank0")
@@ -213,7 +213,7 @@ async def test_nothing_is_hashed_for_nobody(ends: str, tmp_path: Path, monkeypat
         started.set()
         try:
             while True:
-                assert goes_on.wait(20)
+                assert goes_on.wait(60)
                 on_progress(1)
         finally:
             ended.set()
@@ -223,7 +223,7 @@ async def test_nothing_is_hashed_for_nobody(ends: str, tmp_path: Path, monkeypat
         is_there = [True]
         request = _request("one", epoch=0, min_step=-1)
         making = asyncio.create_task(maker.create(request, is_wanted=lambda: is_there[0]))
-        assert await asyncio.to_thread(started.wait, 20)
+        assert await asyncio.to_thread(started.wait, 60)
         if ends == "stop":
             maker.stop()
         elif ends == "leave":
@@ -233,7 +233,7 @@ async def test_nothing_is_hashed_for_nobody(ends: str, tmp_path: Path, monkeypat
             with pytest.raises(asyncio.CancelledError):
                 await making
         goes_on.set()
-        assert await asyncio.to_thread(ended.wait, 20)
+        assert await asyncio.to_thread(ended.wait, 60)
         if ends != "cancel":
             with pytest.raises(UnavailableError, match="the shard stops"):
                 await making

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from open_files import files_open_in
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, values_of
 
 from headrace.paramserver.config.data_dir import DataDir
@@ -132,12 +132,11 @@ def test_killed_at_any_moment_it_is_not_there(tmp_path: Path, point: str) -> Non
 
 def test_what_is_given_up_keeps_no_file_open(tmp_path: Path) -> None:
     """Whoever holds on to a builder that failed, as an error's traceback does, holds no file of it."""
-    open_before = len(os.listdir("/proc/self/fd"))
     builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="fill")
     with pytest.raises(KeyboardInterrupt), builder:
         builder.add(ITEMS.fqn, chunk_of(ITEMS, range(400)))
         raise KeyboardInterrupt
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert not files_open_in(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

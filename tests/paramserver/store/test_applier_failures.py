@@ -31,7 +31,7 @@ async def test_a_failed_write_stops_applying_but_not_reading(
         applier.submit(batch)
         model.apply(batch)
         with pytest.raises(StorageError, match="on fire"):
-            await asyncio.wait_for(applier.wait_applied(1), 30)
+            await asyncio.wait_for(applier.wait_applied(1), 60)
         assert isinstance(applier.failed, StorageError)
         with pytest.raises(StorageError, match="on fire"):
             applier.submit(make_batch(2, [2]))
@@ -51,7 +51,7 @@ async def test_an_unforeseen_error_is_not_swallowed(store: GatedStore, caplog: p
         store.failure = ZeroDivisionError("bug")
         applier.submit(make_batch(1, [1]))
         with pytest.raises(HeadraceError, match="bug"):
-            await asyncio.wait_for(applier.wait_applied(1), 30)
+            await asyncio.wait_for(applier.wait_applied(1), 60)
     assert "ZeroDivisionError" in caplog.text
     assert "Traceback" in caplog.text
 
@@ -66,7 +66,7 @@ async def test_a_failed_flush_stops_applying(store: GatedStore) -> None:
     async with Applier(store, config=ApplierConfig(flush_bytes=1)) as applier:
         applier.submit(make_batch(1, [1]))
         with pytest.raises(StorageError, match="no space"):
-            await asyncio.wait_for(applier.wait_applied(99), 30)
+            await asyncio.wait_for(applier.wait_applied(99), 60)
         with pytest.raises(StorageError, match="no space"):
             applier.submit(make_batch(2, [1]))
 
@@ -79,7 +79,7 @@ async def test_close_is_idempotent_and_final(store: GatedStore) -> None:
         await asyncio.gather(applier.close(), applier.close())
         assert applier.applied_seq == 1
         with pytest.raises(UnavailableError):
-            await asyncio.wait_for(waiting, 30)
+            await asyncio.wait_for(waiting, 60)
         with pytest.raises(UnavailableError):
             applier.submit(make_batch(2, [1]))
         with pytest.raises(UnavailableError):

@@ -58,11 +58,11 @@ async def test_store_is_flushed_by_bytes_and_by_time(store: GatedStore) -> None:
         assert store.durable_seq == 0
         now_s = 31.0
         applier.submit(make_batch(2, [1]))
-        await asyncio.wait_for(flushed.wait(), 30)
+        await asyncio.wait_for(flushed.wait(), 60)
         assert store.durable_seq in (1, 2)  # before or after the window that woke it up
         flushed.clear()
         applier.submit(make_batch(3, range(20_000)))
-        await asyncio.wait_for(flushed.wait(), 30)
+        await asyncio.wait_for(flushed.wait(), 60)
         assert store.durable_seq == 3
 
 
@@ -78,7 +78,7 @@ async def test_idle_store_is_flushed_too(store: GatedStore) -> None:
     store.flush = noticed  # type: ignore[method-assign]
     async with Applier(store, config=ApplierConfig(flush_interval_s=0.01)) as applier:
         applier.submit(make_batch(1, [1]))
-        await asyncio.wait_for(flushed.wait(), 30)
+        await asyncio.wait_for(flushed.wait(), 60)
         assert store.durable_seq == 1
 
 

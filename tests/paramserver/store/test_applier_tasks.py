@@ -58,7 +58,7 @@ async def test_work_that_is_never_reached_fails_at_the_end(tmp_path: Path) -> No
     async with Applier(store) as applier:
         done = applier.run_at(5, lambda: None)
     with pytest.raises(UnavailableError):
-        await asyncio.wait_for(done, 5)
+        await asyncio.wait_for(done, 60)
     store.close()
 
 

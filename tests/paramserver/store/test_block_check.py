@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rocksdict
+from open_files import files_open_in
 from row_batches import make_batch
 
 from headrace.paramserver.store.block_check import BlockCheck
@@ -73,9 +73,8 @@ def test_every_block_is_checked(make: object, piece_bytes: int, tmp_path: Path) 
 def test_a_file_is_open_only_while_its_index_is_read(tmp_path: Path) -> None:
     """A snapshot of thousands of files takes no descriptor for each, whatever becomes of it."""
     path = _flushed(tmp_path / "store")
-    open_files = os.listdir("/proc/self/fd")
     check = BlockCheck.open(path)
-    assert check is not None and os.listdir("/proc/self/fd") == open_files
+    assert check is not None and not files_open_in(tmp_path)
 
 
 def test_tables_of_another_kind_are_refused(tmp_path: Path) -> None:

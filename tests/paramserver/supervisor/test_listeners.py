@@ -77,8 +77,8 @@ def test_every_address_is_of_both_families() -> None:
     with bind_listeners("::", 0, 1, insecure_bind=True) as (sock,):
         for host in ("127.0.0.1", "::1"):
             socket.create_connection((host, sock.getsockname()[1]), timeout=10).close()
-    with bind_listeners("::1", 0, 1) as (sock,):
-        port = sock.getsockname()[1]
+    port = hold_ports()
+    with bind_listeners("::1", port, 1):
         socket.create_connection(("::1", port), timeout=10).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=10)

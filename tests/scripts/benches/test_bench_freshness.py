@@ -60,8 +60,9 @@ def test_a_small_run(tmp_path: Path) -> None:
         for name in ("p50_ms", "p99_ms", "p50_vs_floor", "floor_p50_ms", "rows_per_s", "update_to_acked_p50_ms"):
             assert 0 < figures[name] < math.inf
         assert figures["p50_ms"] <= figures["p99_ms"]
-        # Two clocks and two ways: the replica's own histogram, whose buckets are a fifth wide, counts other warm steps.
-        assert figures["replica_histogram_p50_ms"] < 10 * figures["p50_ms"] + 50
+        # Two clocks and two ways: the replica's own histogram, whose buckets are a fifth wide, counts other warm steps,
+        # which may be the slow ones of a busy machine.
+        assert figures["replica_histogram_p50_ms"] < 10 * figures["p99_ms"] + 50
         assert figures["rows_per_s"] <= 10_500
     assert not list(tmp_path.iterdir())
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before

@@ -86,7 +86,7 @@ def test_a_small_sweep_of_throughput(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_sweep_of_lag(tmp_path: Path) -> None:
-    """Each load has its percentiles, no lag is below its ack's, and capacity is what was shown."""
+    """Each load has its percentiles, of what is seen and of what is acked, and capacity is what was shown."""
     config = LagConfig(
         loads=(0.2, 0.5),
         block_s=0.2,
@@ -104,7 +104,8 @@ def test_a_small_sweep_of_lag(tmp_path: Path) -> None:
     (capacity,) = found["capacity_rows_per_s"]
     assert [of_load[0] for of_load in found["offered_rows_per_s"]] == [0.2 * capacity, 0.5 * capacity]
     for p50, p99, acked in zip(found["p50_ms"], found["p99_ms"], found["acked_p50_ms"], strict=True):
-        assert 0 < acked[0] < p50[0] <= p99[0]
+        # A batch is acked first; but the ack is seen by another process, which may have been held up.
+        assert 0 < p50[0] <= p99[0] and acked[0] > 0
     assert 0 < found["floor_p50_ms"] <= found["floor_p99_ms"]
     assert list(tmp_path.iterdir()) == []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any
 
 import pytest
 from fake_shard import WAIT_S, FakeStore, Fault
 from streamed_training import FAST, Training, compare, streaming
+from watched_server import wait_until
 
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import ConfigError, RowRangeError, StorageError, UnavailableError
@@ -69,6 +71,7 @@ def test_flush_that_times_out_says_what_is_missing(store: FakeStore, training: T
     with streaming(store, training) as streamer:
         store.do(store.shards[2].gate.clear)
         training.step()
+        wait_until(lambda: store.shards[2].num_inflight == 1, "what the shard does not ack")
         with pytest.raises(UnavailableError, match=r"flush within 0\.05 s: .* shard 2 \(127\.0\.0\.1:\d+\) has not"):
             streamer.flush(timeout_s=0.05)
         store.do(store.shards[2].gate.set)
@@ -82,6 +85,7 @@ def test_block_policy_names_the_shard(store: FakeStore, training: Training) -> N
         store.do(store.shards[1].gate.clear)
         training.step()
         training.step()
+        wait_until(lambda: store.shards[1].num_inflight == 2, "what the shard does not ack")
         with pytest.raises(UnavailableError, match=r"step 3 has waited .* shard 1 \("):
             training.step()
         store.do(store.shards[1].gate.set)
@@ -160,14 +164,19 @@ def test_interrupted_outage_is_logged_once(
     store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An outage is one warning a shard, not one an attempt."""
-    with streaming(store, training) as streamer, caplog.at_level(logging.WARNING, "headrace"):
+
+    def told() -> list[int]:
+        """Return the level of what was said after each attempt."""
+        return [r.levelno for r in [*caplog.records] if re.search(r"shard 0 .*trying again", r.getMessage())]
+
+    with streaming(store, training) as streamer, caplog.at_level(logging.DEBUG, "headrace"):
         store.do(store.shards[0].stop)
         for _ in range(3):
             training.step()
+        wait_until(lambda: len(told()) > 5, "the next attempt")
+        assert 1 <= told().count(logging.WARNING) <= 2
         with pytest.raises(UnavailableError):
             streamer.flush(timeout_s=0.2)
-        told = [r for r in caplog.records if "trying again" in r.getMessage() and "shard 0" in r.getMessage()]
-        assert 1 <= len(told) <= 2
         store.do(store.shards[0].start)
         streamer.flush()
 
@@ -196,7 +205,7 @@ def test_an_interrupt_after_the_hand_over_costs_nothing(
             store.do(shard.gate.set)
         training.step()
         streamer.flush()
-        assert flusher._pool.num_free == 2
+        wait_until(lambda: flusher._pool.num_free == 2, "a buffer that the sender gives back behind its news")
         assert compare(streamer, store).is_equal
 
 

@@ -90,12 +90,12 @@ async def channel_to(
 ) -> AsyncIterator[Channel]:
     tables = tables or [Trained()]
     config = StreamerConfig.load(environ={}, **{**FAST, **settings})
-    connect = functools.partial(ParamServerClient.connect, timeout_s=5.0)
+    connect = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
     async with store:
         host, port = "127.0.0.1", store.shards[0].port
-        found = await find_store(host, port, WRITER, connect, timeout_s=5.0, random=lambda: 0.5)
+        found = await find_store(host, port, WRITER, connect, timeout_s=WAIT_S, random=lambda: 0.5)
         specs = [table.tapped.spec for table in tables]
-        await open_session(found.shards, WRITER, specs, connect, timeout_s=5.0, random=lambda: 0.5)
+        await open_session(found.shards, WRITER, specs, connect, timeout_s=WAIT_S, random=lambda: 0.5)
         running: Channel | None = None
         channel = ShardChannel(
             found.shards[0],
