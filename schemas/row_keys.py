@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from headrace.schemas.tables import ColumnShard
 
-__all__ = ["KEY_BYTES", "META_PREFIX", "decode_row_ids", "encode_keys", "key_prefix"]
+__all__ = ["KEY_BYTES", "META_PREFIX", "decode_row_ids", "encode_keys", "encode_keys_of", "key_prefix"]
 
 # ON DISK: never renumber.
 KEY_BYTES = 16
 META_PREFIX = b"\0\0\0\0"
-_KEY = np.dtype([("table", ">u4"), ("offset", ">u2"), ("width", ">u2"), ("row", ">u8")])
+_PREFIX_BYTES = 8
+_KEY = np.dtype([("prefix", f"V{_PREFIX_BYTES}"), ("row", ">u8")])
 
 
 def encode_keys(table_id: int, shard: ColumnShard, row_ids: npt.NDArray[np.int64]) -> list[bytes]:
@@ -34,10 +35,19 @@ def encode_keys(table_id: int, shard: ColumnShard, row_ids: npt.NDArray[np.int64
         shard: Columns that the record holds.
         row_ids: int64[n], ≥ 0.
     """
+    return encode_keys_of([key_prefix(table_id, shard)], [row_ids.size], row_ids)
+
+
+def encode_keys_of(prefixes: Sequence[bytes], sizes: Sequence[int], row_ids: npt.NDArray[np.int64]) -> list[bytes]:
+    """Return the keys of rows of several column shards, one's behind the other's.
+
+    Args:
+        prefixes: Of each column shard, see `key_prefix`.
+        sizes: How many of the rows are of each.
+        row_ids: int64[n], ≥ 0.
+    """
     keys = np.empty(row_ids.size, _KEY)
-    keys["table"] = table_id
-    keys["offset"] = shard.offset
-    keys["width"] = shard.width
+    keys["prefix"] = np.repeat(np.frombuffer(b"".join(prefixes), f"V{_PREFIX_BYTES}"), sizes)
     keys["row"] = row_ids.view(np.uint64)
     # An unstructured void array turns into a list of `bytes` in one pass, with no Python loop over rows.
     return cast("list[bytes]", keys.view(f"V{KEY_BYTES}").tolist())

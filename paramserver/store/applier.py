@@ -26,7 +26,7 @@ from headrace.paramserver.store.apply_backlog import Backlog, Entry
 from headrace.paramserver.store.buffer_readers import BufferReaders
 from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
 from headrace.paramserver.store.overlay import Overlay
-from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce
+from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce_all
 from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
@@ -369,9 +369,8 @@ class Applier:
         self._wake_waiters()
 
     def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
-        runs = [settle(coalesce(rows.table_id, of_rows), self._store.get) for rows, of_rows in parts.items()]
+        runs = [settle(run, self._store.get) for run in coalesce_all(parts)]
         rows = [run for run in runs if run.layout is not CLAIMS]
-        rows.sort(key=lambda run: (run.table_id, run.layout.shard))
         claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
         with span("headrace.apply", num_rows=sum(run.row_ids.size for run in rows), seq=seq):
             self._store.write_runs(rows, claims=claims, meta=meta, applied_seq=seq)

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +31,25 @@ from headrace.paramserver.store.scattered_rows import ScatteredRows
 from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["Batch", "CoalescedRun", "Part", "PendingRows", "PendingSnapshot", "RowDelta", "Run", "coalesce"]
+__all__ = [
+    "Batch",
+    "CoalescedRun",
+    "Part",
+    "PendingRows",
+    "PendingSnapshot",
+    "RowDelta",
+    "Run",
+    "coalesce",
+    "coalesce_all",
+    "records_of",
+]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 _HEADER = {name for name, _ in HEADER_FIELDS}
+# A column shard with fewer entries than this is coalesced together with others: by itself, what numpy is asked costs
+# more than the rows. With more, sorting them together costs more than that.
+_FEW_ENTRIES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +263,26 @@ class CoalescedRun:
         return Run(self.table_id, self.layout, self.row_ids, self.records_at(slice(None)), self.is_conditional)
 
 
+def records_of(pieces: Sequence[tuple[Run | CoalescedRun, slice]]) -> Iterator[tuple[RecordLayout, _Array]]:
+    """Yield the records of some rows of runs, contiguous, in their order; of runs that were coalesced together at once.
+
+    Args:
+        pieces: Runs and which of their rows.
+    """
+
+    def source_of(piece: tuple[Run | CoalescedRun, slice]) -> object:
+        return piece[0]._records if isinstance(piece[0], CoalescedRun) else piece[0]
+
+    for source, group in groupby(pieces, key=source_of):
+        if isinstance(source, _PartRecords):
+            alike = cast("list[tuple[CoalescedRun, slice]]", list(group))
+            ordinals = np.concatenate([run._ordinals[some] for run, some in alike])
+            rows = np.concatenate([run._rows[some] for run, some in alike])
+            yield alike[0][0].layout, source.take(ordinals, rows)
+        else:
+            yield from ((run.layout, run.records_at(some)) for run, some in group)
+
+
 @dataclass(frozen=True, slots=True)
 class _Index:
     """Which entry of each row counts, among some consecutive parts: one an id, ids ascending.
@@ -263,11 +298,7 @@ class _Index:
     @classmethod
     def of_parts(cls, parts: Sequence[Part], first: int) -> _Index:
         """Return the index of parts, oldest first; `first` is the ordinal of the oldest."""
-        sizes = np.array([part.ids.size for part in parts])
-        starts = np.cumsum(sizes) - sizes
-        ids = np.concatenate([part.ids for part in parts])
-        which = np.repeat(np.arange(len(parts)), sizes)
-        rows = np.arange(ids.size) - starts[which]
+        ids, which, rows = _entries_of(parts)
         conditional = np.array([part.is_conditional for part in parts])
         flags = conditional[which] if conditional.any() else None
         return cls(ids, which + first, rows, flags)._reduced(parts, first)
@@ -312,6 +343,15 @@ class _Index:
         )
 
 
+def _entries_of(parts: Sequence[Part]) -> tuple[_Ids, _Ids, _Ids]:
+    """Return of all rows of some parts, one part behind the other, their ids, their parts and their positions there."""
+    sizes = np.array([part.ids.size for part in parts])
+    starts = np.cumsum(sizes) - sizes
+    ids = np.concatenate([part.ids for part in parts])
+    which = np.repeat(np.arange(len(parts)), sizes)
+    return ids, which, np.arange(ids.size) - starts[which]
+
+
 def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
     is_last = np.ones(ids.size, bool)
     np.not_equal(ids[1:], ids[:-1], out=is_last[:-1])
@@ -329,6 +369,41 @@ def coalesce(table_id: int, parts: Sequence[Part]) -> CoalescedRun:
     index = _Index.of_parts(parts, 0)
     records = _PartRecords(layout, parts)
     return CoalescedRun(table_id, layout, index.ids, index.is_conditional, records, index.ordinals, index.rows)
+
+
+def coalesce_all(pending: Mapping[PendingRows, Sequence[Part]]) -> list[CoalescedRun]:
+    """Return what some parts of many column shards come to, a run each, in no order.
+
+    Args:
+        pending: Of each column shard one part at least, oldest first; see `coalesce`.
+    """
+    runs = []
+    few: dict[np.dtype[Any], dict[PendingRows, Sequence[Part]]] = {}
+    for rows, parts in pending.items():
+        if sum(part.ids.size for part in parts) >= _FEW_ENTRIES or any(part.is_conditional for part in parts):
+            runs.append(coalesce(rows.table_id, parts))
+        else:
+            few.setdefault(rows.layout.dtype, {})[rows] = parts
+    for alike in few.values():
+        runs += _coalesce_together(alike)
+    return runs
+
+
+def _coalesce_together(pending: Mapping[PendingRows, Sequence[Part]]) -> Iterator[CoalescedRun]:
+    """Yield the runs of column shards whose records are laid out alike, none of them conditional."""
+    parts = [part for of_rows in pending.values() for part in of_rows]
+    ids, which, rows = _entries_of(parts)
+    shards = np.repeat(np.arange(len(pending)), [len(of_rows) for of_rows in pending.values()])[which]
+    order = np.lexsort((ids, shards))
+    order = order[_last_of_group(ids[order]) | _last_of_group(shards[order])]
+    ids, which, rows = ids[order], which[order], rows[order]
+    ends = np.cumsum(np.bincount(shards[order], minlength=len(pending))).tolist()
+    records = _PartRecords(parts[0].layout, parts)
+    start = 0
+    for of, end in zip(pending, ends, strict=True):
+        some = slice(start, end)
+        yield CoalescedRun(of.table_id, of.layout, ids[some], None, records, which[some], rows[some])
+        start = end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

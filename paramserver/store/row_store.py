@@ -21,11 +21,12 @@ from headrace.paramserver.files.direct_file import supports_direct_io, write_buf
 from headrace.paramserver.store.pending import CoalescedRun, Run
 from headrace.paramserver.store.rocks_db import STALL_POLL_S, RocksDb
 from headrace.paramserver.store.row_counts import FileRowCounts
+from headrace.paramserver.store.run_entries import entries_of
 from headrace.paramserver.store.store_config import StoreConfig, rocks_options
 from headrace.paramserver.store.table_file import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.identity_claims import CLAIMS_SHARD
-from headrace.schemas.row_keys import META_PREFIX, encode_keys
+from headrace.schemas.row_keys import META_PREFIX
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]
@@ -222,7 +223,7 @@ class RowStore:
         harm.
 
         Args:
-            runs: Rows, none of them conditional; in the order of their keys.
+            runs: Rows, each run of another column shard, none of them conditional.
             claims: Entries of the index of identities (`identity_index.py`), likewise.
             meta: As in `write`.
             applied_seq: Everything up to here is in the store once this is written.
@@ -236,31 +237,15 @@ class RowStore:
                 [_LAYOUTS_PREFIX + b"%d" % table_id for table_id in layouts], [*map(_pack_shards, layouts.values())]
             )
             self._layouts.update(layouts)
-        if claims:
-            runs = sorted([*runs, *claims], key=lambda run: (run.table_id, run.layout.shard))
-        runs = [run for run in runs if run.row_ids.size]
+        runs = [run for run in (*runs, *claims) if run.row_ids.size]
         if runs and sum(run.size_bytes for run in runs) >= self._config.file_bytes:
-            self._take_in(runs)
+            self._take_in(sorted(runs, key=lambda run: (run.table_id, run.layout.shard)))
         else:
             self._put(runs)
         self.write([], [], meta=meta, applied_seq=applied_seq)
 
     def _put(self, runs: Sequence[Run | CoalescedRun]) -> None:
-        step = self._config.rows_per_write
-        keys: list[bytes] = []
-        values: list[bytes] = []
-        for run in runs:
-            start = 0
-            while start < run.row_ids.size:
-                some = slice(start, start + step - len(keys))
-                keys += encode_keys(run.table_id, run.layout.shard, run.row_ids[some])
-                values += run.layout.values_of(run.records_at(some))
-                start = some.stop
-                # Of many tables with few rows each, one write takes several.
-                if len(keys) == step:
-                    self._write(keys, values)
-                    keys, values = [], []
-        if keys:
+        for keys, values in entries_of(runs, self._config.rows_per_write):
             self._write(keys, values)
         for run in runs:
             if run.layout.shard != CLAIMS_SHARD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from row_batches import SPEC, Model, make_batch, make_delta
 
-from headrace.paramserver.store.pending import Batch, CoalescedRun, Part, PendingRows, Run, coalesce
+from headrace.paramserver.store import pending as pending_module
+from headrace.paramserver.store.pending import Batch, CoalescedRun, Part, PendingRows, Run, coalesce, coalesce_all
 from headrace.paramserver.store.row_reader import RowsRead, ShardSource, read_rows, settle
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout
@@ -318,6 +320,62 @@ def test_column_shards_are_put_together(
         assert result.states["sum"][row].tolist() == sums.tolist()
         assert result.presence[row] == (0 if not records else 1 if live.any() else 2)
         assert (result.epochs[row], result.steps[row]) == (records[-1][0] if records else (0, 0))
+
+
+COLUMN_SHARDS = [(1, SPEC, SPEC.whole), (2, SPEC, SPEC.whole), *((3, SPLIT, shard) for shard in SHARDS[1:])]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(range(len(COLUMN_SHARDS))),
+            st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6),
+            st.booleans(),
+        ),
+        max_size=16,
+    ),
+    st.sampled_from([1, 4, 8, 1024]),
+)
+def test_column_shards_coalesced_together_are_what_each_is_by_itself(
+    drawn: list[tuple[int, dict[int, bool], bool]], few_entries: int
+) -> None:
+    """Whether column shards have few entries or many, are laid out alike or not, or have conditional rows."""
+    pending = [PendingRows(table_id, RecordLayout(spec, shard)) for table_id, spec, shard in COLUMN_SHARDS]
+    parts: dict[PendingRows, list[Part]] = {}
+    for seq, (number, rows, is_conditional) in enumerate(drawn, 1):
+        table_id, spec, shard = COLUMN_SHARDS[number]
+        delta = make_delta(
+            [row for row, is_deleted in rows.items() if not is_deleted],
+            seq,
+            deleted=[row for row, is_deleted in rows.items() if is_deleted],
+            spec=spec,
+            shard=shard,
+            table_id=table_id,
+        )
+        batch = make_batch(seq, deltas=(delta,), is_conditional=is_conditional)
+        parts.setdefault(pending[number], []).append(Part.of_delta(delta, batch))
+    with mock.patch.object(pending_module, "_FEW_ENTRIES", few_entries):
+        found = {(run.table_id, run.layout.shard): run.copied() for run in coalesce_all(parts)}
+    assert len(found) == len(parts)
+    for rows_of, of_rows in parts.items():
+        run, wanted = found[rows_of.table_id, rows_of.layout.shard], coalesce(rows_of.table_id, of_rows).copied()
+        assert run.row_ids.tolist() == wanted.row_ids.tolist()
+        assert run.records.tobytes() == wanted.records.tobytes()
+        flags = [None if of.is_conditional is None else of.is_conditional.tolist() for of in (run, wanted)]
+        assert flags[0] == flags[1]
+
+
+def test_a_row_is_not_taken_for_the_next_tables_row_of_the_same_id() -> None:
+    """The last row of one column shard and the first of the next, coalesced together, are two."""
+    parts = {}
+    for table_id in (1, 2):
+        delta = make_delta([7], table_id, table_id=table_id)
+        parts[PendingRows(table_id, LAYOUT)] = [Part.of_delta(delta, make_batch(table_id, deltas=(delta,)))]
+    runs = coalesce_all(parts)
+    assert [(run.table_id, run.row_ids.tolist(), run.copied().records["step"].tolist()) for run in runs] == [
+        (1, [7], [1]),
+        (2, [7], [2]),
+    ]
 
 
 def test_reading_an_unknown_shard_finds_nothing() -> None:
