@@ -22,11 +22,21 @@ import numpy.typing as npt
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
-__all__ = ["FLAG_DELETED", "HEADER_FIELDS", "MAX_EPOCH", "RECORD_VERSION", "RecordLayout"]
+__all__ = [
+    "DELETED",
+    "FLAG_DELETED",
+    "HEADER_FIELDS",
+    "MAX_EPOCH",
+    "MISSING",
+    "PRESENT",
+    "RECORD_VERSION",
+    "RecordLayout",
+]
 
 # ON DISK: never renumber.
 RECORD_VERSION = 1
 FLAG_DELETED = 1
+MISSING, PRESENT, DELETED = 0, 1, 2  # ON THE WIRE: never renumber; `RowPresence` in paramserver.thrift
 MAX_EPOCH = 2**32 - 1
 HEADER_FIELDS = [
     ("flags", "u1"),
@@ -206,10 +216,10 @@ class RecordLayout:
             full = [value + padding if len(value) == header_size else value for value in full]
         joined = b"".join(full)
         records = np.frombuffer(joined, self.dtype) if joined else np.empty(0, self.dtype)
-        if np.any((records["version"] != RECORD_VERSION) & (presence != 0)):
+        if np.any((records["version"] != RECORD_VERSION) & (presence != MISSING)):
             raise CorruptionError(f"a stored row has a record version other than {RECORD_VERSION}")
         is_deleted = (records["flags"] & FLAG_DELETED) != 0
         if np.any(is_header & ~is_deleted):
             raise CorruptionError(f"a stored row has {header_size} bytes and is not marked as deleted")
-        presence[is_deleted] = 2
+        presence[is_deleted] = DELETED
         return records, presence

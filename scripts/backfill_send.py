@@ -21,7 +21,6 @@ from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import ReplayTarget, ShardWriter, pack_deltas, route_delta
 from headrace.paramserver.rpc.address import format_address
-from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl, spec_from_idl
@@ -110,10 +109,7 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
 
     Cancellation: harmless.
     """
-    async with await ParamServerClient.connect(
-        target.host, target.port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
-    ) as client:
-        reply = await client.hello(target.hello("", "", 0, []), timeout_s=target.connect_timeout_s)
+    reply = await target.ask()
     limits = reply.limits
     places = sorted(reply.shards, key=lambda place: place.shard)
     return ServerFacts(

@@ -19,6 +19,7 @@ from headrace.paramserver.reading.digest_groups import for_each_table
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import StateKind
 from headrace.streamer.taps.tapped_table import TappedTable
 
@@ -27,7 +28,6 @@ __all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs", "ta
 _MAX_NAMED = 20
 # Rows that are gathered at once where only some of a bucket's rows are there.
 _ROWS_AT_ONCE = 8192
-_PRESENT = 1
 
 _Ids = npt.NDArray[np.int64]
 
@@ -217,7 +217,7 @@ async def _differing_rows(table: TappedTable, reader: EmbeddingReader, stored: T
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
         some = row_ids[first : first + _ROWS_AT_ONCE]
         rows = await reader.get(table.spec.fqn, some, with_states=True)
-        is_different = rows.presence != _PRESENT
+        is_different = rows.presence != PRESENT
         for ours, theirs in zip(table_columns(table, some), _stored_columns(table, rows), strict=True):
             is_different |= (_bytes(ours) != _bytes(theirs)).any(axis=1)
         found.append(some[is_different])

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy, ExpiryRules
@@ -109,9 +108,7 @@ class Expirer:
             self._spawn(self._watch(), "headrace-expiry-triggers")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         for task in self._tasks:
             task.cancel()
         if self._tasks:

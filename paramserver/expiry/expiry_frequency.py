@@ -25,7 +25,6 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
@@ -162,9 +161,7 @@ class FrequencyFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _write_page(self, entries: npt.NDArray[np.void]) -> None:

@@ -22,14 +22,13 @@ from headrace.paramserver.store.row_reader import ShardSource, read_rows
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_keys import KEY_BYTES, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout
 from headrace.schemas.tables import ColumnShard, DType
 
 __all__ = ["Piece", "RowScanner", "can_have_norms"]
 
 _Ids = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
-_PRESENT = 1
 _LAST_ROW = 2**63 - 1
 # rocksdict makes the objects of so many rows at once with the GIL held, about 1 µs each; then other threads get a turn.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 20
@@ -136,7 +135,7 @@ class RowScanner:
         values = dict(itertools.chain.from_iterable(pairs for _, pairs, _ in found))
         sources = [ShardSource(layout, None, True) for layout in layouts]
         rows = read_rows(table_id, spec, sources, ids, functools.partial(_get_all, values), seq=0)
-        is_live = rows.presence == _PRESENT
+        is_live = rows.presence == PRESENT
         facts = RowFacts(
             row_ids=ids[is_live],
             epochs=rows.epochs[is_live],

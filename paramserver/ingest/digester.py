@@ -23,7 +23,7 @@ from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
 
 __all__ = ["Digester"]
@@ -37,7 +37,6 @@ _MAX_BUCKETS = 256
 # longer would never be answered, on a slow disk or of long rows. A second one in the line is answered in time, too.
 _MAX_SCAN_S = 20.0
 _MAX_ROW = 2**63 - 1
-_PRESENT = 1
 
 _Ids = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
@@ -170,7 +169,7 @@ class _Scan:
             # Values come from the scan; the reader, which puts column shards together, asks for them by key.
             get = functools.partial(_get_all, values)
             rows = read_rows(query.table.table_id, spec, sources, ids, get, seq=seq)
-            is_there = rows.presence == _PRESENT
+            is_there = rows.presence == PRESENT
             yield ids[is_there], rows.weights[is_there], {name: state[is_there] for name, state in rows.states.items()}
 
 
@@ -183,7 +182,7 @@ def _whole_rows(
 ) -> tuple[_Ids, _Array, dict[str, _Array]]:
     """Return ids, weights and states of records that hold all columns."""
     records, presence = layout.decode([value for _, value in pairs])
-    if not (is_there := presence == _PRESENT).all():
+    if not (is_there := presence == PRESENT).all():
         ids, records = ids[is_there], records[is_there]
 
     def column(name: str) -> _Array:

@@ -12,7 +12,6 @@ import logging
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Self
 
 from headrace.paramserver.metrics.metrics_sample import ShardSample
@@ -45,9 +44,7 @@ class SampleTeller:
         self._telling = asyncio.create_task(self._tell(reader, writer), name="headrace-metrics")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._telling is not None
         self._telling.cancel()
         await asyncio.wait([self._telling])
@@ -92,9 +89,7 @@ class SampleAsker:
         self._reading = asyncio.create_task(self._read(reader), name="headrace-metrics-read")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._reading is not None
         self._reading.cancel()
         await asyncio.wait([self._reading])

@@ -15,7 +15,6 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 __all__ = ["HttpServer", "Page", "Reply", "Request"]
@@ -88,9 +87,7 @@ class HttpServer:
         self._server = await asyncio.start_server(self._accept, sock=self._sock, limit=_MAX_HEAD_BYTES)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
         self._server.close()
         for task in self._answering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 __all__ = ["LoopProbe"]
@@ -40,9 +39,7 @@ class LoopProbe:
         self._set_timer()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 

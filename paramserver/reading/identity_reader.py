@@ -12,12 +12,12 @@ from headrace.paramserver.reading.row_query import Rows
 from headrace.paramserver.store.identity_index import FoundRows
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.identity_claims import NO_IDENTITY
+from headrace.schemas.row_records import PRESENT
 
 __all__ = ["IDENTITY_BYTES", "combine", "decode_found", "read_by_identity"]
 
 # What an answer has for each identity.
 IDENTITY_BYTES = 24
-_PRESENT = 1
 
 _Ids = npt.NDArray[np.int64]
 
@@ -76,7 +76,7 @@ async def read_by_identity(
         left, row_ids = left[row_ids >= 0], row_ids[row_ids >= 0]
         got = await get(row_ids)
         assert got.identities is not None
-        agrees = (got.presence == _PRESENT) & (got.identities == identities[left])
+        agrees = (got.presence == PRESENT) & (got.identities == identities[left])
         _copy(got, agrees, rows, left[agrees])
         left = left[~agrees]
 

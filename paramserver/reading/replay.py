@@ -27,10 +27,18 @@ import numpy.typing as npt
 from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.replay_source import ReplayBatch, ReplaySource, SourceLog
 from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import Token
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import ConfigError, HeadraceError, ProtocolError, SequenceGapError, UnavailableError
+from headrace.schemas.errors import (
+    ConfigError,
+    HeadraceError,
+    OverloadedError,
+    ProtocolError,
+    SequenceGapError,
+    UnavailableError,
+)
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import TableSpec
@@ -236,7 +244,7 @@ class ShardWriter:
         self._durable_seq: int | None = None
         self._changed = asyncio.Event()
         self._failed_since_s: float | None = None
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
 
     async def wait_open(self) -> None:
         """Return when the shard has said where to go on."""
@@ -280,8 +288,10 @@ class ShardWriter:
                         f"{address} has taken nothing for {format_seconds(self._target.timeout_s)} ({exc}); start the "
                         "same replay again, and it goes on from there"
                     ) from exc
-            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                pause_s = self._backoff.next_s(
+                    at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0.0
+                )
+            await asyncio.sleep(pause_s)
 
     async def _run_connection(self) -> NoReturn:
         target = self._target
@@ -299,7 +309,8 @@ class ShardWriter:
 
     async def _send(self, client: ParamServerClient, request: Any) -> None:
         await client.set_embeddings(request)
-        self._failed_since_s, self._pause_s = None, _FIRST_PAUSE_S
+        self._failed_since_s = None
+        self._backoff.reset()
         # Acks of one client come in order: with this batch all before it are durable.
         self._take_acks(request.client_seq)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.security import Token
@@ -267,7 +268,8 @@ async def retry(
     Raises:
         HeadraceError: One that is not retriable, or that of the last attempt.
     """
-    pause_s, failing_since_s = _FIRST_PAUSE_S, math.inf
+    backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+    failing_since_s = math.inf
     while True:
         try:
             return await attempt()
@@ -275,8 +277,5 @@ async def retry(
             failing_since_s = min(failing_since_s, time.monotonic())
             if not exc.retriable or time.monotonic() - max(failing_since_s, moved_s()) > patience_s:
                 raise
-            wait_s = pause_s * random.uniform(0.5, 1.0)
-            if isinstance(exc, OverloadedError):
-                wait_s = max(wait_s, exc.retry_after_s)
-        await asyncio.sleep(wait_s)
-        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            pause_s = backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0.0)
+        await asyncio.sleep(pause_s)

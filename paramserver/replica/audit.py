@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,10 @@ from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.precision import precision_of
 from headrace.paramserver.replica.table import ReplicaTable
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_records import PRESENT
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
@@ -43,7 +46,6 @@ _ROWS_AT_ONCE = 4 * BUCKET_ROWS
 _ROWS_IN_CACHE = 4096
 _MAX_NAMED = 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
-_PRESENT = 1
 
 _Ids = npt.NDArray[np.int64]
 
@@ -195,10 +197,10 @@ async def _audit_tables(copy: Followed, fqns: Sequence[str]) -> list[ReplicaTabl
     results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
     for group in table_groups([span for fqn in results for span in _spans(copy, fqn)], num_rows_of=_Span.num_rows):
         for span in await _audit_spans(copy, group, results):
-            pause_s = _FIRST_PAUSE_S
+            backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
             while await _audit_spans(copy, [span], results):
+                pause_s = backoff.next_s()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return list(results.values())
 
 
@@ -266,7 +268,7 @@ async def _differing_rows(copy: Followed, span: _Span, bucket: int) -> _Ids:
         assert theirs.epochs is not None
         assert theirs.steps is not None
         rows, missing = await asyncio.to_thread(table.gather, ids)
-        is_there = theirs.presence == _PRESENT
+        is_there = theirs.presence == PRESENT
         differs = (_bytes(bits_of(rows)) != _bytes(theirs.weights)).any(axis=1) & is_there & ~missing
         differs |= is_there == missing
         epoch, step = visible

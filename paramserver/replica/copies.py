@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from headrace.paramserver.replica.copy_builder import CopyBuilder
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.generation import Generation
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.schemas.errors import ConfigError, HeadraceError, SetBackError, StorageError, UnavailableError
 
 __all__ = ["Copies"]
@@ -53,7 +55,7 @@ class Copies:
         self._beginning: Followed | None = None  # the last that was begun
         self._rebuilding: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         self._changed_s = -math.inf  # when lookups came to see the present copy, on the loop's clock
 
     @property
@@ -239,9 +241,9 @@ class Copies:
     async def _rebuild(self) -> None:
         """Begin anew until there is a copy that follows; lookups go on in the one that was left behind."""
         if asyncio.get_running_loop().time() - self._changed_s < _LASTING_S:
-            await self._pause()
+            await asyncio.sleep(self._backoff.next_s())
         else:
-            self._pause_s = _FIRST_PAUSE_S
+            self._backoff.reset()
         while True:
             try:
                 async with self._switching:
@@ -255,11 +257,7 @@ class Copies:
                 _log.warning("the replica could not begin anew: %s", error)
             if not self._is_lost:
                 return
-            await self._pause()
-
-    async def _pause(self) -> None:
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        await asyncio.sleep(pause_s)
+            await asyncio.sleep(self._backoff.next_s())
 
     async def _free_what_failed(self, generation: Generation) -> None:
         """Free the disk of a copy that answers nothing any more: perhaps its being full is what failed."""

@@ -24,7 +24,7 @@ from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["DiskTable"]
@@ -35,7 +35,6 @@ _Array = npt.NDArray[Any]
 _Bools = npt.NDArray[np.bool_]
 _Ids = npt.NDArray[np.int64]
 
-_PRESENT, _DELETED = 1, 2
 # Rows of one multi-get: what it returns becomes Python objects while no other Python thread runs, about 1 µs a row.
 _ROWS_PER_GET = 2048
 # Fewer are read by the caller alone: to hand rows to other threads and back costs as much as to read some hundred.
@@ -221,7 +220,7 @@ class DiskTable:
         at = at[np.argsort(row_ids[at])]
         records = np.zeros(at.size, layout.dtype)
         layout.set_header(records, ..., epoch=epochs[at], step=steps[at], time_us=0)
-        records["flags"][presence[at] == _DELETED] = FLAG_DELETED
+        records["flags"][presence[at] == DELETED] = FLAG_DELETED
         records["weights"] = np.frombuffer(weights, layout.dtype["weights"])[at]
         self._write(Run(0, layout, row_ids[at], records, None))
 
@@ -314,7 +313,7 @@ class DiskTable:
             read = read_rows(table_id, self._spec, sources, ids, store.get, seq=0)
             rows[at] = np.ascontiguousarray(read.weights).view(f"V{self._row_bytes}")[:, 0]
             presence = read.presence
-        is_present[at] = presence == _PRESENT
+        is_present[at] = presence == PRESENT
 
     def _decoded(self, values: list[bytes | None]) -> tuple[_Array, _Array]:
         """Return (records, presence) as `RecordLayout.decode`; in half of its time where all rows are there."""
@@ -322,7 +321,7 @@ class DiskTable:
         if None not in values and set(map(len, cast("list[bytes]", values))) == {size}:
             records = np.frombuffer(b"".join(cast("list[bytes]", values)), self._whole.dtype)
             if (records["version"] == RECORD_VERSION).all():
-                return records, np.where(records["flags"] & FLAG_DELETED, _DELETED, _PRESENT)
+                return records, np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
         return self._whole.decode(values)
 
     def _is_whole(self, number: int) -> bool:

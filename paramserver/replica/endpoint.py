@@ -35,6 +35,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
+from headrace.schemas.row_records import MISSING, PRESENT
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplicaService"]
@@ -43,8 +44,6 @@ _Ids = npt.NDArray[np.int64]
 
 # What a reply holds besides its columns, and of each table besides those, with room.
 _REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
-# ON THE WIRE: `RowPresence` in paramserver.thrift. A replica does not tell a deleted row from one that never was.
-_MISSING, _PRESENT = 0, 1
 # Eight bytes of row, epoch and step for eight bytes of identity.
 _FOUND_PER_IDENTITY = 3
 
@@ -203,7 +202,7 @@ def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, _Ids]]) ->
     columns = []
     for part, rows in enumerate(found):
         rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
-        presence = np.where(missing[part], _MISSING, _PRESENT).astype(np.uint8)
+        presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
         columns.append({"presence": presence, "weights": rows.view(torch.uint8).numpy(), "states": []})
     return columns, seq
 

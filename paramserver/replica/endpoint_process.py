@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import random
 import signal
 import socket
 import threading
@@ -33,6 +34,7 @@ from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.metrics import replica_metrics
 from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.rpc_server import ThriftServer
 from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.supervisor.listeners import bind_listener
@@ -190,7 +192,8 @@ class ReplicaProcess:
             UnavailableError: Nothing has got on for `start_timeout_s`, whether in one attempt or in several.
             HeadraceError: It cannot begin, whenever it is tried.
         """
-        config, pause_s, num_attempts = self._config, _FIRST_PAUSE_S, 1
+        config, num_attempts = self._config, 1
+        backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
         got_on_s = time.monotonic()
 
         def note_progress() -> None:
@@ -202,7 +205,7 @@ class ReplicaProcess:
             try:
                 return await _in_thread(lambda: self._open(note_progress))
             except UnavailableError as exc:
-                trouble = self._readiness.reach_log.trouble()
+                trouble, pause_s = self._readiness.reach_log.trouble(), backoff.next_s()
                 if time.monotonic() + pause_s > got_on_s + config.start_timeout_s:
                     after = format_seconds(config.start_timeout_s)
                     raise UnavailableError(f"given up after {after} (--start-timeout-s): {trouble or exc}") from exc
@@ -214,7 +217,6 @@ class ReplicaProcess:
                 self._readiness.starting = starting
                 fact(_log, level, "replica cannot begin yet", error=str(exc), pause_s=pause_s, attempt=num_attempts)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _open(self, on_progress: Callable[[], None]) -> EmbeddingReplica:
         config = self._config

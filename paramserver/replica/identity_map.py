@@ -15,11 +15,11 @@ import numpy.typing as npt
 from headrace.paramserver.replica.id_map import IdMap
 from headrace.paramserver.store.pending import RowDelta
 from headrace.schemas.identity_claims import NO_IDENTITY
+from headrace.schemas.row_records import DELETED, PRESENT
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["IdentityMap", "size_of_identity_map"]
 
-_PRESENT, _DELETED = 1, 2
 _FIRST_SLOTS = 1024
 # Identity and version of a row; cell and claim of an identity, half of the cells being empty, at the most.
 _BYTES_A_ROW = 20 + 2 * (32 + 20)
@@ -96,8 +96,8 @@ class IdentityMap:
             steps: One a row.
             shard: Columns that were read.
         """
-        at = np.flatnonzero((presence == _PRESENT) | (presence == _DELETED))
-        present_identities = np.where(presence[at] == _PRESENT, identities[at], NO_IDENTITY)
+        at = np.flatnonzero((presence == PRESENT) | (presence == DELETED))
+        present_identities = np.where(presence[at] == PRESENT, identities[at], NO_IDENTITY)
         self._write(shard, row_ids[at], present_identities, epochs[at], steps[at], False)
 
     def _write(

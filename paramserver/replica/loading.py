@@ -23,15 +23,13 @@ from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import spec_from_idl
-from headrace.schemas.row_records import FLAG_DELETED
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["load_live", "load_snapshot"]
 
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
-# ON THE WIRE: `RowPresence` in paramserver.thrift.
-_PRESENT, _DELETED = 1, 2
 # What is asked for at once. It is as good as nothing until all of it is there, so it is no more than comes over a slow
 # link well within the time for which who waits for the copy is patient.
 _LIVE_ROWS_AT_ONCE, _LIVE_BYTES_AT_ONCE, _LIVE_TABLES_AT_ONCE = 65_536, 4 << 20, 256
@@ -89,7 +87,7 @@ def _load_table(snapshot: SnapshotReader, target: ReplicaTable, check_wanted: Ca
     # Some megabytes at a time, in numpy: lookups in the old copy go on meanwhile.
     for ids, records in snapshot.rows(target.spec.fqn):
         check_wanted()
-        presence = np.where(records["flags"] & FLAG_DELETED, _DELETED, _PRESENT)
+        presence = np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
         weights = np.ascontiguousarray(records["weights"])
         target.load(ids, weights, presence, records["epoch"], records["step"], target.spec.whole)
 

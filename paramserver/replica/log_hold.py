@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from headrace.paramserver.reading.follower import ShardFollower
@@ -114,9 +113,7 @@ class LogHold:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Renew the leases no more; they end when they end, or when the follower's take their place."""
         for task in self._tasks:
             task.cancel()

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.schemas.row_records import DELETED, MISSING, PRESENT
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["DELETED", "MISSING", "PRESENT", "VERSION_SIZE_BYTES", "PartVersions", "SlotVersions"]
 
 _Slots = npt.NDArray[np.int64]
 
-# ON THE WIRE: `RowPresence` in paramserver.thrift.
-MISSING, PRESENT, DELETED = 0, 1, 2
 VERSION_SIZE_BYTES = 13
 """What a row takes, for each part of its columns."""
 

@@ -12,7 +12,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any, Self, cast
 
 from thriftpy2.thrift import TApplicationException
@@ -213,9 +212,7 @@ class ParamServerClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def _call(self, name: str, request: Any, timeout_s: float) -> Any:

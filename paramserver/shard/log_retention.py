@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import NoReturn, Self
 
 from headrace.paramserver.config.shard_config import ShardConfig
@@ -91,9 +90,7 @@ class LogRetention:
         self._task = asyncio.create_task(self._keep_trimming(), name="headrace-retention")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])

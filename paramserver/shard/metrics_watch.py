@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.paramserver.config.shard_config import ShardConfig
@@ -182,9 +181,7 @@ class ShardWatch:
         self._looking = asyncio.create_task(self._keep_looking(), name="headrace-metrics-look")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         assert self._looking is not None
         self._looking.cancel()
         await asyncio.wait([self._looking])

@@ -30,7 +30,7 @@ from headrace.paramserver.process.loop_probe import LoopProbe
 from headrace.paramserver.process.open_files import files_for_store
 from headrace.paramserver.process.short_pauses import step_back
 from headrace.paramserver.process.tracing import span
-from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ
+from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.shard.log_retention import LogRetention
@@ -65,7 +65,7 @@ _HOLD_S = 2.0
 _WINDOW_PART = 3
 _SNAPSHOT_CHUNK_BYTES = 8 << 20
 # A row of a reply: epoch, step and time; and row id, epoch and step of an identity.
-_VERSION_BYTES = _FOUND_BYTES = 3 * 8
+_FOUND_BYTES = 3 * 8
 _ROW_ID_BYTES = 8
 # RocksDB fills one while it writes up to two others out.
 _NUM_MEMTABLES = 3
@@ -200,7 +200,7 @@ class Shard:
         for part in parts:
             table = self._ingest.catalog.find(part.fqn)
             row_ids = decode_row_ids(table, part.row_ids)
-            row_bytes = _row_reply_bytes(table.spec, with_states, with_versions)
+            row_bytes = RowQuery(spec=table.spec, with_states=with_states, with_versions=with_versions).row_bytes
             self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
             reply_bytes += row_ids.size * row_bytes
             wanted.append((table.table_id, table.spec, row_ids))
@@ -395,13 +395,6 @@ class Shard:
 def _check_number(num_rows: int) -> None:
     if num_rows > MAX_ROWS_READ:
         raise RequestError(f"{num_rows} rows with one request: ask for at most {MAX_ROWS_READ} at once")
-
-
-def _row_reply_bytes(spec: TableSpec, with_states: bool, with_versions: bool) -> int:
-    """Return what a row takes in a `GetEmbeddingsReply`."""
-    states = sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states) if with_states else 0
-    versions = _VERSION_BYTES if with_versions else 0
-    return 1 + spec.dim * spec.dtype.size_bytes + states + versions + 8 * spec.has_identities
 
 
 def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versions: bool) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
@@ -154,9 +153,7 @@ class NewDataDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -28,14 +28,13 @@ from headrace.paramserver.store.row_reader import GetValues, ShardSource, read_r
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.identity_claims import CLAIMS, NO_IDENTITY, in_key_order
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED
+from headrace.schemas.row_records import FLAG_DELETED, PRESENT
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["FoundRows", "IdentitySearch", "claims_of", "in_store_order", "index_in_thread", "index_stored_rows"]
 
 _log = logging.getLogger(__name__)
 
-_PRESENT = 1
 # Whole rows are read to learn their identities; so many at a time take little memory.
 _ROWS_AT_ONCE = 8192
 
@@ -141,7 +140,7 @@ class IdentitySearch:
             some = slice(first, first + _ROWS_AT_ONCE)
             found = read_rows(table_id, spec, rows, of_claims[some], get, seq=self._seq)
             assert found.identities is not None
-            agrees[some] = (found.presence == _PRESENT) & (found.identities == self._unique[self._open[some]])
+            agrees[some] = (found.presence == PRESENT) & (found.identities == self._unique[self._open[some]])
         self._rows[self._open[agrees]] = of_claims[agrees]
         self._open = self._open[~agrees & ~is_known]
         self.has_ended = not self._open.size

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.pending import CoalescedRun, PendingSnapshot, Run
 from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
 
 __all__ = ["GetValues", "RowsRead", "ShardSource", "read_records", "read_rows", "settle"]
@@ -19,8 +19,6 @@ __all__ = ["GetValues", "RowsRead", "ShardSource", "read_records", "read_rows", 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-# ON THE WIRE: `RowPresence` in paramserver.thrift.
-_PRESENT, _DELETED = 1, 2
 # Rows of one multi-get: what it returns becomes Python objects with the GIL held, about 1 µs a row.
 _ROWS_PER_GET = 2048
 
@@ -206,8 +204,8 @@ def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -
 
 
 def _presence(pick: _Pick) -> npt.NDArray[np.uint8]:
-    presence = pick.has.astype(np.uint8) * np.uint8(_PRESENT)
-    presence[(pick.records["flags"] & FLAG_DELETED) != 0] = _DELETED
+    presence = pick.has.astype(np.uint8) * np.uint8(PRESENT)
+    presence[(pick.records["flags"] & FLAG_DELETED) != 0] = DELETED
     return presence
 
 
@@ -264,7 +262,7 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
             header[field][rows] = records[field]
         has[rows] = True
         is_live[rows, first:end] = ((records["flags"] & FLAG_DELETED) == 0)[:, None]
-    presence = np.where(is_live.any(axis=1), _PRESENT, np.where(has, _DELETED, 0)).astype(np.uint8)
+    presence = np.where(is_live.any(axis=1), PRESENT, np.where(has, DELETED, 0)).astype(np.uint8)
     return RowsRead(
         presence=presence[back],
         weights=columns["weights"][back],

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from headrace.paramserver.ingest.sessions import last_epoch_after
 from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import Token
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.tables import TableSpec
-from headrace.streamer.delivery.backoff import Backoff
 
 __all__ = ["Connect", "Store", "StoreShard", "Writer", "claim_epoch", "find_store", "open_session"]
 

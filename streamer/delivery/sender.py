@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -63,15 +62,13 @@ class Sender:
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: Writer | None = None
         self._outstanding = OutstandingFlushes()
-        self._unspooled: deque[OutstandingFlush] = deque()
+        self._unspooled: asyncio.Queue[OutstandingFlush] | None = None
         # Once a flush was incomplete all go this way, in their order.
-        self._incomplete: deque[OutstandingFlush] = deque()
-        self._incomplete_wake: asyncio.Event | None = None
+        self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._is_stopping = False
         self._generation = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._spool_wake: asyncio.Event | None = None
         self._started = threading.Event()
         # A daemon: a trainer that ends without `close` must end.
         self._thread = threading.Thread(target=self._run, name="headrace-sender", daemon=True)
@@ -272,10 +269,10 @@ class Sender:
                 raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
             if reply.last_client_seq:
                 raise channel.impostor(reply.last_client_seq)
-        self._tasks = [asyncio.create_task(self._deliver(channel)) for channel in self._channels]
+        self._tasks = [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
         if self._spool is not None:
-            self._spool_wake = asyncio.Event()
-            self._tasks.append(asyncio.create_task(self._run_spool(self._spool, self._spool_wake)))
+            self._unspooled = asyncio.Queue()
+            self._tasks.append(asyncio.create_task(self._guarded(self._run_spool(self._spool, self._unspooled))))
 
     async def _say_hello(self, specs: list[TableSpec]) -> list[Any]:
         assert self._writer is not None
@@ -293,9 +290,9 @@ class Sender:
         for channel in self._channels:
             channel.add_tables(specs)
 
-    async def _deliver(self, channel: ShardChannel) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await channel.run()
+            await work
         except asyncio.CancelledError:
             raise
         except BaseException as exc:
@@ -322,29 +319,20 @@ class Sender:
         if entry.flush.pending is not None and self.error is not None:
             entry.flush.pending.abandon()  # streaming has ended while it was submitted
             return
-        if entry.flush.pending is not None and self._incomplete_wake is None:
-            self._incomplete_wake = asyncio.Event()
-            self._tasks.append(asyncio.create_task(self._run_completion(self._incomplete_wake)))
-        if self._incomplete_wake is None:
+        if entry.flush.pending is not None and self._incomplete is None:
+            self._incomplete = asyncio.Queue()
+            self._tasks.append(asyncio.create_task(self._guarded(self._run_completion(self._incomplete))))
+        if self._incomplete is None:
             self._pass_on(entry)
         else:
-            self._incomplete.append(entry)
-            self._incomplete_wake.set()
+            self._incomplete.put_nowait(entry)
 
-    async def _run_completion(self, wake: asyncio.Event) -> None:
+    async def _run_completion(self, incomplete: asyncio.Queue[OutstandingFlush]) -> None:
         """Wait for what of the flushes is on its way from a device, in order."""
-        try:
-            while True:
-                while not self._incomplete:
-                    wake.clear()
-                    await wake.wait()
-                entry = self._incomplete.popleft()
-                if await self._complete(entry):
-                    self._pass_on(entry)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as exc:
-            self._fail(exc)
+        while True:
+            entry = await incomplete.get()
+            if await self._complete(entry):
+                self._pass_on(entry)
 
     async def _complete(self, entry: OutstandingFlush) -> bool:
         """Return whether a flush is whole; else it has come to nothing, and its owner takes its buffer back."""
@@ -356,32 +344,23 @@ class Sender:
         return completed is not None
 
     def _pass_on(self, entry: OutstandingFlush) -> None:
-        if self._spool is None or self._spool_wake is None:
+        if self._unspooled is None:
             self._enqueue(entry)
         else:
-            self._unspooled.append(entry)
-            self._spool_wake.set()
+            self._unspooled.put_nowait(entry)
 
     def _enqueue(self, entry: OutstandingFlush) -> None:
         for channel in self._channels:
             channel.enqueue(entry.flush)
 
-    async def _run_spool(self, spool: Spool, wake: asyncio.Event) -> None:
+    async def _run_spool(self, spool: Spool, unspooled: asyncio.Queue[OutstandingFlush]) -> None:
         """Move flushes that would wait for others to disk, in order."""
-        try:
-            while True:
-                while not self._unspooled:
-                    wake.clear()
-                    await wake.wait()
-                entry = self._unspooled.popleft()
-                # The only one there is goes out from memory: as long as the server keeps up, nothing is written.
-                if len(self._outstanding) > 1:
-                    await self._spool_one(spool, entry)
-                self._enqueue(entry)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as exc:
-            self._fail(exc)
+        while True:
+            entry = await unspooled.get()
+            # The only one there is goes out from memory: as long as the server keeps up, nothing is written.
+            if len(self._outstanding) > 1:
+                await self._spool_one(spool, entry)
+            self._enqueue(entry)
 
     async def _spool_one(self, spool: Spool, entry: OutstandingFlush) -> None:
         try:

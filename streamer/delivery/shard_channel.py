@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headrace.paramserver.process.task_group import task_group
+from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import (
     ConfigError,
@@ -31,7 +32,6 @@ from headrace.schemas.idl import idl
 from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.delivery.backoff import Backoff
 from headrace.streamer.delivery.rendezvous import Connect, StoreShard, Writer
 from headrace.streamer.flush.flush import Flush, Message
 

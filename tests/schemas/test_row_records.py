@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_records import FLAG_DELETED, MAX_EPOCH, RecordLayout
+from headrace.schemas.idl import idl
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, MAX_EPOCH, MISSING, PRESENT, RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -27,6 +28,12 @@ GOLDEN = bytes.fromhex(
     "0000803f 00000040"  # weights 1.0, 2.0
     "00004040"  # momentum1 3.0
 )
+
+
+def test_presence_is_what_the_wire_says() -> None:
+    """Readers take the bytes of a reply for these numbers."""
+    presence = idl.RowPresence
+    assert (MISSING, PRESENT, DELETED) == (presence.MISSING, presence.PRESENT, presence.DELETED) == (0, 1, 2)
 
 
 def encode(n: int = 1, layout: RecordLayout = LAYOUT, **kwargs: Any) -> list[bytes]:

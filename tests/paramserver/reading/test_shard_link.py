@@ -53,7 +53,7 @@ async def test_patience_is_for_a_shard_that_is_away(
     """A piece that moves on, however slowly, begins patience anew."""
     clock = [0.0]
     monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 1e-9)
     link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0), "somewhere", 1)
     client: Any = _Client(clock, *calls)
     monkeypatch.setattr(link, "_client", client)

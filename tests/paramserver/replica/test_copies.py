@@ -98,7 +98,7 @@ class FakeBuilder:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 1e-9)
 
 
 def made(*results: FakeCopy | Exception) -> tuple[Copies, FakeBuilder]:
@@ -283,6 +283,7 @@ async def test_copies_that_are_lost_soon_are_begun_ever_later(monkeypatch: pytes
     sleep, slept_s = asyncio.sleep, list[float]()
     monkeypatch.setattr(asyncio, "sleep", lambda delay_s: slept_s.append(delay_s) or sleep(0))
     monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 2.0)
+    monkeypatch.setattr("random.random", lambda: 1.0)  # each pause is its ceiling
     one, two, three, four = (FakeCopy() for _ in range(4))
     copies, _ = made(one, *[StorageError("no room")] * 4, two, three, four)
     await switch(copies)
@@ -290,7 +291,8 @@ async def test_copies_that_are_lost_soon_are_begun_ever_later(monkeypatch: pytes
         copies._changed_s -= 60 * (lost is three)
         lost.lose()
         await until(lambda: copies._rebuilding is not None and copies._rebuilding.done())
-        assert [*filter(None, slept_s)] == [2, 4, 8, 10, 10, 10][:num_pauses] and copies._pause_s == next_pause_s
+        assert [*filter(None, slept_s)] == [2, 4, 8, 10, 10, 10][:num_pauses]
+        assert copies._backoff.next_s() == next_pause_s
     await copies.close()
 
 

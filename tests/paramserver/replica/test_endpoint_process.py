@@ -43,7 +43,7 @@ async def begin(monkeypatch: pytest.MonkeyPatch, *attempts: tuple[float, float])
     made = Attempts(*attempts)
     monkeypatch.setattr(endpoint_process, "EmbeddingReplica", made.make)
     monkeypatch.setattr(endpoint_process, "time", SimpleNamespace(monotonic=lambda: made.now_s))
-    monkeypatch.setattr(endpoint_process, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(endpoint_process, "_FIRST_PAUSE_S", 1e-9)
     made.process = ReplicaProcess(EndpointConfig(server="h", start_timeout_s=START_TIMEOUT_S), environ={})
     return await made.process._begin(), made
 

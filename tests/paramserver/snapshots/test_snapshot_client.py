@@ -128,7 +128,7 @@ async def test_a_link_that_breaks_and_moves_on_is_not_away(tmp_path: Path, monke
     """A piece of which something has come before each break is fetched for as long as it takes."""
     clock = [0.0]
     monkeypatch.setattr(shard_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(shard_link, "_FIRST_PAUSE_S", 1e-9)
 
     class Breaking(_Pieces):
         num_breaks = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from headrace.streamer.delivery.backoff import Backoff
+from headrace.paramserver.rpc.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_cap() -> None:
