@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Hashable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -349,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
         """After a hello: the connection counts towards its client, and may send long frames."""
         if self.peer.role is None or self._transport is None:
             return
-        key: Hashable = (self.peer.run, self.peer.client) if self.peer.client else self
+        key = self.peer.who
         if self._admission is self._context.clients and self._account.key == key:
             return
         self._admission.close_account(self._account)

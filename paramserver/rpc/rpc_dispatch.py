@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +100,11 @@ class Peer:
         self.run = ""
         self.client = ""
         self.is_connected = True
+
+    @property
+    def who(self) -> Hashable:
+        """Equal for all connections of a client; a reader without a name is one by itself."""
+        return (self.run, self.client) if self.client else self
 
 
 class _Lease:

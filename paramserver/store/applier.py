@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from headrace.paramserver.store.buffer_readers import BufferReaders
 from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
 from headrace.paramserver.store.overlay import Overlay
 from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce_all
+from headrace.paramserver.store.read_turns import ReadTurns
 from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
@@ -51,7 +52,7 @@ class ApplierConfig:
         quiet_s: They wait no longer when no batch has come for so long, seconds.
         flush_bytes: RocksDB is flushed after this much has been written to it, so that a restart replays no more.
         flush_interval_s: It is flushed at least this often when something has been written, seconds.
-        num_read_threads: Reads that look things up at the same time.
+        num_read_threads: Look-ups of many rows that run at the same time; one more, of few rows, can beside them.
     """
 
     window_bytes: int = 96 << 20
@@ -122,6 +123,7 @@ class Applier:
         self._tasks_at: deque[_Task] = deque()  # by seq
         self._held: deque[Batch] = deque()  # not released yet, oldest first
         self._readers = BufferReaders()
+        self._turns = ReadTurns(num_long=self._config.num_read_threads)
         self._flushed_at_s = clock()
         self._flushing: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +135,7 @@ class Applier:
         # Acks wait for the event loop and the log's writer, not for this.
         self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=step_back)
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
-        self._read_pool = ThreadPoolExecutor(self._config.num_read_threads, "headrace-read")
+        self._read_pool = ThreadPoolExecutor(self._config.num_read_threads + 1, "headrace-read")
         self._task = asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply")
         return self
 
@@ -162,11 +164,14 @@ class Applier:
         """Return rows of one table; see `read_many`."""
         return (await self.read_many([(table_id, spec, row_ids)]))[0]
 
-    async def read_many(self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]]) -> list[RowsRead]:
+    async def read_many(
+        self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]], *, asker: Hashable = None
+    ) -> list[RowsRead]:
         """Return the newest acked values of rows of tables, applied or not, all as of one moment.
 
         Args:
             wanted: Of each table its number, what it is, and int64[n], valid ids of the table, which may repeat.
+            asker: Who asks; askers take turns.
 
         Returns:
             In the order asked for.
@@ -177,22 +182,25 @@ class Applier:
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
-        seq, get = self.submitted_seq, self._store.get
-        sources = [self._overlay.sources_of(number, spec, self._store.layouts(number)) for number, spec, _ in wanted]
 
-        def read() -> list[RowsRead]:
-            pairs = zip(wanted, sources, strict=True)
-            return [read_rows(number, spec, of, row_ids, get, seq=seq) for (number, spec, row_ids), of in pairs]
+        def begin() -> Callable[[], list[RowsRead]]:
+            seq, get, layouts = self.submitted_seq, self._store.get, self._store.layouts
+            sources = [self._overlay.sources_of(number, spec, layouts(number)) for number, spec, _ in wanted]
+            pairs = list(zip(wanted, sources, strict=True))
+            return lambda: [read_rows(number, spec, of, ids, get, seq=seq) for (number, spec, ids), of in pairs]
 
-        return await self._look(read)
+        return await self._look(begin, asker, sum(row_ids.size for _, _, row_ids in wanted))
 
-    async def find(self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64]) -> FoundRows:
+    async def find(
+        self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64], *, asker: Hashable = None
+    ) -> FoundRows:
         """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.
 
         Args:
             table_id: Number of the table.
             spec: What the table is; it has identities.
             identities: int64[n], any order; may repeat.
+            asker: Who asks; askers take turns.
 
         Raises:
             StorageError: RocksDB could not be read.
@@ -201,22 +209,50 @@ class Applier:
         Cancellation: nothing changes; the look-up may end by itself later.
         """
         search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
-        while not search.has_ended:
+
+        def begin() -> Callable[[], None]:
             # Both views are of this moment: there is no await between them.
             claims = self._overlay.claims_source(table_id)
             sources = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id))
-            await self._look(search.attempt, table_id, spec, claims, sources, get)
+            return lambda: search.attempt(table_id, spec, claims, sources, get)
+
+        while not search.has_ended:
+            await self._look(begin, asker, identities.size)
         return search.result()
 
-    async def _look(self, work: Callable[..., _T], *args: Any, **settings: Any) -> _T:
-        """Call something that looks at sources, in a thread, while the buffers that they refer to are kept."""
+    async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Hashable, num_rows: int) -> _T:
+        """Call something that looks at sources, in a thread, while the buffers that they refer to are kept.
+
+        Args:
+            begin: Called when it is the asker's turn, on the loop, for what is to be called then.
+            asker: Who asks.
+            num_rows: That are looked up, about.
+        """
+        self._check_readable()
+        is_long = await self._turns.take(asker, num_rows)
+        try:
+            self._check_readable()
+            ticket = self._readers.begin()
+            try:
+                future = self._read_pool.submit(begin())
+            except BaseException:
+                self._readers.end(ticket)
+                raise
+        except BaseException:
+            self._turns.end(is_long)
+            raise
+
+        def ended() -> None:
+            self._readers.end(ticket)
+            self._turns.end(is_long)
+
+        # Not when the caller stops waiting: the thread looks at the frames until it is done.
+        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(ended))
+        return await asyncio.wrap_future(future)
+
+    def _check_readable(self) -> None:
         if self._is_closing or self._task is None:
             raise UnavailableError("the store is closing")
-        ticket = self._readers.begin()
-        future = self._read_pool.submit(work, *args, **settings)
-        # Not when the caller stops waiting: the thread looks at the frames until it is done.
-        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._readers.end, ticket))
-        return await asyncio.wrap_future(future)
 
     def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
         """Call something in the applier's thread while RocksDB holds exactly the batches up to `seq`.

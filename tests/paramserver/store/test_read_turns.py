@@ -1,0 +1,188 @@
+"""Turns of look-ups: few rows never behind many, and one asker's hundreds never before another's one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+from gated_store import gated_store
+from row_batches import SPEC, make_batch
+
+from headrace.paramserver.store.applier import Applier, ApplierConfig
+from headrace.paramserver.store.read_turns import _MANY_ROWS, ReadTurns
+from headrace.schemas.errors import UnavailableError
+
+FEW, MANY = _MANY_ROWS, _MANY_ROWS + 1
+
+
+class Asked:
+    """Look-ups that were asked for, and which of them have begun, in their order."""
+
+    def __init__(self, turns: ReadTurns) -> None:
+        self.turns = turns
+        self.begun: list[str] = []
+        self.tasks: dict[str, asyncio.Task[bool]] = {}
+
+    async def ask(self, name: str, asker: str, num_rows: int) -> None:
+        async def take() -> bool:
+            is_long = await self.turns.take(asker, num_rows)
+            self.begun.append(name)
+            return is_long
+
+        self.tasks[name] = asyncio.create_task(take())
+        await self.settle()
+
+    async def end(self, name: str) -> None:
+        self.turns.end(self.tasks[name].result())
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+
+async def test_askers_take_turns() -> None:
+    """Of one that asks for much at once, and one that comes later, each has every second turn."""
+    asked = Asked(ReadTurns(num_long=1))
+    for number in range(4):
+        await asked.ask(f"greedy{number}", "greedy", MANY)
+    for number in range(2):
+        await asked.ask(f"modest{number}", "modest", MANY)
+    for number in range(6):
+        await asked.end(asked.begun[number])
+    assert asked.begun == ["greedy0", "greedy1", "modest0", "greedy2", "modest1", "greedy3"]
+
+
+async def test_few_rows_do_not_wait_for_many() -> None:
+    """However many long look-ups wait and run, a thread is left for short ones; short ones take the others too."""
+    asked = Asked(ReadTurns(num_long=2))
+    for number in range(3):
+        await asked.ask(f"long{number}", "greedy", MANY)
+    assert asked.begun == ["long0", "long1"]
+    for number in range(2):
+        await asked.ask(f"short{number}", "modest", FEW)
+    assert asked.begun == ["long0", "long1", "short0"]
+    await asked.end("short0")
+    assert asked.begun[3:] == ["short1"]
+    await asked.end("long0")  # a long one before a short one, or short ones could keep it waiting for good
+    await asked.ask("short2", "modest", FEW)
+    assert asked.begun[4:] == ["long2"]
+    for name in ("long1", "long2", "short1"):
+        await asked.end(name)
+    for number in range(3, 6):
+        await asked.ask(f"short{number}", "modest", FEW)
+    assert asked.begun[5:] == ["short2", "short3", "short4"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_turn_that_nobody_waits_for_goes_to_the_next(has_begun: bool) -> None:
+    """Whoever gives up while waiting, or in the very moment of the turn, holds up nobody."""
+    asked = Asked(ReadTurns(num_long=1))
+    for name in ("first", "second", "third"):
+        await asked.ask(name, name, MANY)
+    if has_begun:
+        asked.turns.end(asked.tasks["first"].result())
+        asked.tasks["second"].cancel()
+        await asked.settle()
+    else:
+        asked.tasks["second"].cancel()
+        await asked.settle()
+        await asked.end("first")
+    assert asked.begun == ["first", "third"]
+    assert asked.tasks["second"].cancelled()
+    await asked.end("third")
+    await asked.ask("fourth", "fourth", MANY)
+    assert asked.begun[2:] == ["fourth"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_any_course_of_events_keeps_the_bounds_and_ends(seed: int) -> None:
+    """Asking, ending and giving up in random order: never too many at a time, and in the end nobody waits."""
+    rng, turns = random.Random(seed), ReadTurns(num_long=2)
+    running: list[bool] = []
+
+    async def look(asker: str, num_rows: int, ends: asyncio.Event) -> None:
+        is_long = await turns.take(asker, num_rows)
+        running.append(is_long)
+        assert len(running) <= 3 and sum(running) <= 2
+        try:
+            await ends.wait()
+        finally:
+            running.remove(is_long)
+            turns.end(is_long)
+
+    tasks: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+    for _ in range(60):
+        what = rng.random()
+        if what < 0.5 or not tasks:
+            ends = asyncio.Event()
+            tasks.append((asyncio.create_task(look(rng.choice("abc"), rng.choice([FEW, MANY]), ends)), ends))
+        elif what < 0.8:
+            rng.choice(tasks)[1].set()
+        else:
+            rng.choice(tasks)[0].cancel()
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+    for _, ends in tasks:
+        ends.set()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
+    assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+    assert not running
+
+
+async def test_a_small_look_up_is_answered_while_large_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shard, too: one asker's large look-ups are all held up in RocksDB, and another's small one is not."""
+    with gated_store(tmp_path / "db") as store:
+        let_go, many, get = Event(), np.arange(MANY), store.get
+
+        def held_get(keys: list[bytes]) -> list[bytes | None]:
+            if len(keys) > 1:
+                assert let_go.wait(60)
+            return get(keys)
+
+        monkeypatch.setattr(store, "get", held_get)
+        async with Applier(store, config=ApplierConfig(num_read_threads=2)) as applier:
+            applier.submit(make_batch(1, [3]))
+            await applier.wait_applied(1)
+            large = [asyncio.create_task(applier.read_many([(1, SPEC, many)], asker="greedy")) for _ in range(20)]
+            async with asyncio.timeout(60):
+                (small,) = await applier.read_many([(1, SPEC, np.array([3]))], asker="modest")
+            assert small.presence.tolist() == [1]
+            large[-1].cancel()
+            let_go.set()
+            for rows in await asyncio.gather(*large[:-1]):
+                assert rows[0].presence.nonzero()[0].tolist() == [3]
+
+
+async def test_what_waits_at_the_close_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups that run are answered, those that still wait for a turn are refused; none waits for ever."""
+    with gated_store(tmp_path / "db") as store:
+        let_go, begun, get = Event(), Event(), store.get
+
+        def held_get(keys: list[bytes]) -> list[bytes | None]:
+            begun.set()
+            assert let_go.wait(60)
+            return get(keys)
+
+        applier = Applier(store, config=ApplierConfig(num_read_threads=1))
+        async with applier:
+            applier.submit(make_batch(1, [3]))
+            await applier.wait_applied(1)
+            monkeypatch.setattr(store, "get", held_get)
+            tasks = [asyncio.create_task(applier.read_many([(1, SPEC, np.arange(MANY))])) for _ in range(3)]
+            assert await asyncio.to_thread(begun.wait, 60)
+            closing = asyncio.create_task(applier.close())
+            await asyncio.sleep(0)
+            let_go.set()
+            async with asyncio.timeout(60):
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                await closing
+        assert isinstance(results[0], list)
+        assert all(isinstance(result, UnavailableError) for result in results[1:])
