@@ -122,7 +122,8 @@ def pack_rows(
         row_ids: int64[n] for each table, local, any order, each 0 to rows - 1.
         states: Of each table, any number: `[rows, width]` or `[rows]`, any type. Identities are one more column.
         out: uint8[m], contiguous, its address a multiple of 64, m as `layout_of` says or more. Bytes between columns
-            stay as they are.
+            stay as they are. On the tables' device; or, of tables on a GPU, in pinned memory of the host, which its
+            kernel writes to directly: to be kept, and not to be read, before an event recorded behind this call.
         row_offsets: Added to each table's ids in the buffer, ≥ 0; None adds nothing.
 
     Returns:
@@ -220,7 +221,8 @@ def launch_pack_rows(
                 )
             num_tiles += -(-size_bytes // _TILE_BYTES)
             at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    told = to_device(torch.tensor(jobs, dtype=torch.int64), out.device)
+    # Not the buffer's device: that may be pinned memory, whose addresses on the host are a GPU's too.
+    told = to_device(torch.tensor(jobs, dtype=torch.int64), row_ids[0].device)
     launcher.launch("pack_rows_kernel", num_tiles, _PACK_THREADS, told, len(jobs))
 
 
@@ -263,16 +265,21 @@ def _pack_rows(
     # Here and not with the other checks, because a traced tensor has no address.
     if out.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"the buffer's address is no multiple of {ALIGNMENT_BYTES}")
-    launcher = None if out.device.type == "cpu" else launcher_for("pack_rows", "row_packing", out.device)
+    device = row_ids[0].device
+    launcher = None if device.type == "cpu" else launcher_for("pack_rows", "row_packing", device)
     if launcher is not None:
         return launch_pack_rows(launcher, sources, row_ids, counts, offsets, out)
+    is_beside = out.device == device  # else it is pinned memory, to which torch gathers nothing
     at = first = 0
     for ids, count, offset in zip(row_ids, counts, offsets, strict=True):
         for source in (None, *sources[first : first + count]):
             dtype, width = (torch.int64, 1) if source is None else (source.dtype, source.shape[1])
             size_bytes = ids.numel() * width * dtype.itemsize
             place = out[at : at + size_bytes].view(dtype).view(ids.numel(), width)
-            if source is None:
+            if not is_beside:
+                found = (ids + offset).unsqueeze(1) if source is None else source.index_select(0, ids)
+                place.copy_(found, non_blocking=True)
+            elif source is None:
                 torch.add(ids, offset, out=place.view(-1))
             else:
                 torch.index_select(source, 0, ids, out=place)
@@ -324,9 +331,15 @@ def _check_packing(sources: list[Tensor], row_ids: Sequence[Tensor], out: Tensor
         raise ValueError(f"out is {out.dtype}{list(out.shape)}: contiguous uint8[{size_bytes}] or more is needed")
     if size_bytes > MAX_PACKED_BYTES:
         raise ValueError(f"{size_bytes} bytes are more than the {MAX_PACKED_BYTES} of the largest buffer")
-    devices = {tensor.device for tensor in (*sources, *row_ids, out)}
+    devices = {tensor.device for tensor in (*sources, *row_ids)}
+    if len(devices) == 1 and out.device not in devices and out.is_pinned():
+        return
+    devices.add(out.device)
     if len(devices) > 1:
-        raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(
+            f"tensors are on several devices: {', '.join(sorted(map(str, devices)))} (only out may be apart, in pinned "
+            f"memory of the host)"
+        )
 
 
 def _check_row_ids(row_ids: Tensor) -> None:

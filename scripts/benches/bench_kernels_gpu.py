@@ -22,7 +22,7 @@ from headrace.kernels.dirty_cut import cut_dirty
 from headrace.kernels.quantize import dequantize, quantize
 from headrace.kernels.row_digests import row_digests
 from headrace.kernels.row_packing import layout_of, pack_rows, unpack_rows
-from headrace.scripts.benches.bench_step_gpu import step_time_ratio
+from headrace.scripts.benches.bench_step_gpu import STEP_FIGURES, step_figures
 
 __all__ = ["GPU_FIGURES", "GpuFigures", "measure_gpu"]
 
@@ -31,11 +31,13 @@ _NUM_ROWS, _NUM_MARKED = 1_000_000_000, 10_000_000
 _FLUSHED_BYTES = 2**28
 _TABLE_ROWS, _DIM, _NUM_IDS = 4_000_000, 128, 1_000_000
 _NUM_TABLES, _NUM_SHARDS = 26, 8
+# Its rows are 8 bytes: with fewer of them launches would be timed, not memory.
+_NUM_BUCKETIZED = 16_000_000
 _COPY_BYTES, _D2H_BYTES = 2**31, 2**28
 _WARM_UPS = 3
 _WAIT_CYCLES = 2_000_000
 _ROW_BYTES = 4 * _DIM
-# Each ends with the server writing gigabytes of rows to disk.
+# In each the server writes gigabytes of rows to disk.
 _MAX_STEP_ROUNDS = 3
 
 GPU_FIGURES: Final = (
@@ -51,9 +53,10 @@ GPU_FIGURES: Final = (
     "quantize_int8_share",
     "dequantize_int8_share",
     "pack_and_d2h_share_of_d2h",
+    "pack_to_pinned_share_of_d2h",
     "cut_dirty_share",
     "cut_vs_unique",
-    "step_time_ratio_gpu",
+    *STEP_FIGURES,
 )
 """What `measure_gpu` measures; without a GPU each of them is null."""
 
@@ -102,7 +105,7 @@ def measure_gpu(
         for names, run in _parts(device, generator, copy_rate, d2h_rate, num_rounds):
             measured.add(names, run)
             keep(measured)
-    measured.add(("step_time_ratio_gpu",), lambda: (step_time_ratio(device, min(num_rounds, _MAX_STEP_ROUNDS)),))
+    measured.add(STEP_FIGURES, lambda: step_figures(device, min(num_rounds, _MAX_STEP_ROUNDS)))
     return measured
 
 
@@ -125,17 +128,21 @@ def _parts(
 
     def pack() -> tuple[float, ...]:
         of = rows()
-        return share(2 * rows_bytes + 16 * _NUM_IDS, of.pack)
+        return share(2 * rows_bytes + 16 * _NUM_IDS, lambda: of.pack(of.out))
 
-    def pack_and_copy() -> tuple[float, ...]:
+    def pack_to_host() -> tuple[float, ...]:
         of = rows()
         host = torch.empty(of.out.numel(), dtype=torch.uint8, pin_memory=True)
 
-        def run() -> None:
-            of.pack()
+        def pack_and_copy() -> None:
+            of.pack(of.out)
             host.copy_(of.out, non_blocking=True)
 
-        return (of.out.numel() / d2h_rate / _seconds(run, num_rounds),)
+        floor_s = of.out.numel() / d2h_rate
+        return (
+            floor_s / _seconds(pack_and_copy, num_rounds),
+            floor_s / _seconds(lambda: of.pack(host), num_rounds),
+        )
 
     def unpack() -> tuple[float, ...]:
         of = rows()
@@ -146,10 +153,10 @@ def _parts(
         return share(rows_bytes + 16 * _NUM_IDS, lambda: row_digests(of.row_ids, [of.values]))
 
     def bucketize() -> tuple[float, ...]:
-        of = rows()
-        wide = of.values.double()[:, 0].contiguous()
+        ids = torch.randint(0, _NUM_ROWS, (_NUM_BUCKETIZED,), device=device, generator=generator)
+        wide = torch.rand(_NUM_BUCKETIZED, dtype=torch.float64, device=device, generator=generator)
         # Ids and weights in; ids, positions and weights out.
-        return share(40 * _NUM_IDS, lambda: block_bucketize(of.row_ids, _NUM_SHARDS, weights=wide))
+        return share(40 * _NUM_BUCKETIZED, lambda: block_bucketize(ids, _NUM_SHARDS, weights=wide))
 
     def codes() -> tuple[float, ...]:
         values = rows().values
@@ -170,7 +177,7 @@ def _parts(
         (("row_digests_share",), digests),
         (("bucketize_share",), bucketize),
         (("quantize_int8_share", "dequantize_int8_share"), codes),
-        (("pack_and_d2h_share_of_d2h",), pack_and_copy),
+        (("pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"), pack_to_host),
         (
             ("cut_dirty_share", "cut_vs_unique"),
             lambda: _cut_figures(rows().weights, generator, copy_rate, num_rounds),
@@ -188,8 +195,8 @@ class _Rows:
         _, size_bytes = layout_of([self.weights], [_NUM_IDS], [[]])
         self.out = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
-    def pack(self) -> None:
-        pack_rows([self.weights], [self.row_ids], [[]], self.out)
+    def pack(self, out: torch.Tensor) -> None:
+        pack_rows([self.weights], [self.row_ids], [[]], out)
 
 
 def _floors(device: torch.device, generator: torch.Generator, num_rounds: int) -> tuple[float, float]:

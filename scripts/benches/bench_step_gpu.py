@@ -2,7 +2,8 @@
 
 A model of plain tables is trained on one GPU with sparse gradients, in turns with and without a streamer that cuts its
 tables there and sends to a server of one shard on the same machine. The time is the wall's over many steps, with the
-GPU idle before and after: what a step waits for counts, and what the GPU does besides.
+GPU idle before and after: what a step waits for counts, and what the GPU does besides. The dense layers multiply as
+float32 (torch's precision "highest"), behind which a host's time may hide, and as TF32 ("high"), where steps are short.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Final
 
 import torch
 from torch import nn
@@ -18,11 +20,19 @@ from torch import nn
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.streamer import RawEmbeddingStreamer
 
-__all__ = ["step_time_ratio"]
+__all__ = ["STEP_FIGURES", "step_figures"]
 
 _NUM_TABLES, _NUM_ROWS, _DIM, _BATCH, _BAG = 26, 1_000_000, 64, 4096, 4
 _HIDDEN, _NUM_LAYERS = 4096, 4
 _NUM_STEPS, _NUM_WARM_UPS = 50, 10
+_PRECISIONS = ("highest", "high")
+
+STEP_FIGURES: Final = (
+    "step_time_ratio_gpu",
+    *(f"step_time_ratio_gpu_{precision}" for precision in _PRECISIONS),
+    *(f"step_ms_gpu_{precision}" for precision in _PRECISIONS),
+)
+"""What `step_figures` measures, in its order."""
 
 
 class _Model(nn.Module):
@@ -42,8 +52,12 @@ class _Model(nn.Module):
         return output
 
 
-def step_time_ratio(device: torch.device, num_rounds: int) -> float:
-    """Return the median time of a step with streaming over the median without.
+def step_figures(device: torch.device, num_rounds: int) -> tuple[float, ...]:
+    """Return the figures of `STEP_FIGURES`.
+
+    These are the median time of a step with streaming over the median without, the greater one of both precisions and
+    that of each; and the median without, milliseconds, of each precision. Some 8 GB are written to the folder of
+    temporary files at a time.
 
     Args:
         device: A CUDA device with some 10 GB free.
@@ -66,13 +80,31 @@ def step_time_ratio(device: torch.device, num_rounds: int) -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter() - begin_s
 
-    plain_s, streamed_s = [], []
-    with tempfile.TemporaryDirectory() as folder, ServerProcess.start(Path(folder), shards=1) as server:
-        for number in range(num_rounds):
+    def train_streamed() -> float:
+        """Return the seconds that steps take whose rows are streamed."""
+        # A server each time, whose files go with it, and no flush at the end: all rounds would take tens of gigabytes.
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ServerProcess.start(Path(folder), shards=1) as server,
+            RawEmbeddingStreamer(server.address, run="bench", device_pipeline=True) as streamer,
+        ):
+            streamer.attach(model, optimizer)
             train(_NUM_WARM_UPS)
-            plain_s.append(train(_NUM_STEPS))
-            with RawEmbeddingStreamer(server.address, run=f"bench-{number}", device_pipeline=True) as streamer:
-                streamer.attach(model, optimizer)
+            streamed_s = train(_NUM_STEPS)
+            streamer.close(flush=False)
+            return streamed_s
+
+    plain_s: dict[str, list[float]] = {precision: [] for precision in _PRECISIONS}
+    streamed_s: dict[str, list[float]] = {precision: [] for precision in _PRECISIONS}
+    precision_before = torch.get_float32_matmul_precision()
+    try:
+        for _ in range(num_rounds):
+            for precision in _PRECISIONS:
+                torch.set_float32_matmul_precision(precision)
                 train(_NUM_WARM_UPS)
-                streamed_s.append(train(_NUM_STEPS))
-    return median(streamed_s) / median(plain_s)
+                plain_s[precision].append(train(_NUM_STEPS))
+                streamed_s[precision].append(train_streamed())
+    finally:
+        torch.set_float32_matmul_precision(precision_before)
+    ratios = [median(streamed_s[precision]) / median(plain_s[precision]) for precision in _PRECISIONS]
+    return max(ratios), *ratios, *(median(plain_s[precision]) / _NUM_STEPS * 1e3 for precision in _PRECISIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_pack_kernel_is_the_definition(device: str, tables: _Tables) -> None:
     assert torch.equal(out.cpu(), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_kernels", [True, False])
+@settings(max_examples=30)
+@given(_tables())
+def test_pinned_memory_is_packed_into(has_kernels: bool, tables: _Tables) -> None:
+    """Rows of a GPU come to pinned memory behind an event, written by the kernel or, without it, copied by torch."""
+    expected = poisoned(_size_bytes(tables) + 128)
+    args = tables.weights, tables.row_ids, tables.states
+    rp.pack_rows_reference(*args, expected, row_offsets=tables.offsets)
+    out, there = poisoned(expected.numel()).pin_memory(), tables.to("cuda")
+    args = there.weights, there.row_ids, there.states
+    with mock.patch.object(rp, "launcher_for", rp.launcher_for if has_kernels else lambda *operation: None):
+        rp.pack_rows(*args, out, row_offsets=there.offsets)
+    torch.cuda.current_stream().record_event().synchronize()
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("device", LAUNCHERS)
 @pytest.mark.parametrize(("dim", "dtype"), [(128, torch.float32), (129, torch.bfloat16), (131, torch.uint8)])
 def test_several_blocks(device: str, dim: int, dtype: torch.dtype) -> None:
@@ -174,6 +192,21 @@ def test_bad_arguments_are_named() -> None:
         rp.pack_rows([torch.zeros(3, 5).t()], [ids], [[]], poisoned(512))
     with pytest.raises(ValueError, match="are not 5 rows"):
         rp.unpack_rows(table, ids, torch.zeros(5, 4))
+    elsewhere = table.to("meta"), ids.to("meta")
+    for tables, row_ids in (([table, elsewhere[0]], [ids, ids]), ([table], [elsewhere[1]])):
+        with pytest.raises(ValueError, match="several devices: cpu, meta"):
+            rp.pack_rows(tables, row_ids, [[]] * len(tables), poisoned(512))
+
+
+def test_only_pinned_memory_may_be_apart() -> None:
+    """A buffer of the host's, for tables that are not there, has to be memory that a kernel can write."""
+    table, ids, out = torch.zeros(5, 3, device="meta"), torch.arange(5, device="meta"), poisoned(512)
+    with pytest.raises(ValueError, match="only out may be apart, in pinned memory"):
+        rp.pack_rows([table], [ids], [[]], out)
+    with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is out):
+        rp.pack_rows([table], [ids], [[]], out)
+        with pytest.raises(ValueError, match="several devices"):
+            rp.pack_rows([table], [torch.arange(5)], [[]], out)
 
 
 def test_more_than_32_bits_can_count_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -22,6 +24,7 @@ def stand_ins(tmp_path: Path) -> Path:
             "#!/bin/bash\n"
             '[ "$1" = -c ] && exit $((1 - FAKE_GPU))\n'
             f'echo "{name} ${{PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached }}$*" >>"{tmp_path}/calls"\n'
+            f'echo "$PYTHONPATH" >>"{tmp_path}/python-paths"\n'
             'case "$*" in *"$FAKE_FAILURE"*) echo "it broke"; exit 3;; esac\n'
             'echo "all passed"\n'
         )
@@ -30,13 +33,14 @@ def stand_ins(tmp_path: Path) -> Path:
 
 
 def _check(
-    stand_ins: Path, *parts: str, has_gpu: bool = True, failure: str = "nothing"
+    stand_ins: Path, *parts: str, has_gpu: bool = True, failure: str = "nothing", limit_s: float = 540
 ) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PATH": f"{stand_ins}:{os.environ['PATH']}",
         "PYTHON": str(stand_ins / "python"),
         "FAKE_GPU": str(int(has_gpu)),
         "FAKE_FAILURE": failure,
+        "LIMIT_S": str(limit_s),
     }
     command = [ROOT / "scripts" / "check-gpu", "results", *parts]
     return subprocess.run(command, env=environment, cwd=stand_ins.parent, capture_output=True, text=True, check=False)
@@ -53,13 +57,39 @@ def test_all_parts_run_although_one_fails(stand_ins: Path, tmp_path: Path) -> No
     assert all("-m pytest -m gpu" in call for call in (calls[0], *calls[2:]))
     # Torch's allocator would hide from memcheck what lies behind a tensor.
     assert ["uncached" in call for call in calls] == [False, False, True, True]
+    # What cuda-bindings asks a driver for in vain is no error of ours.
+    assert ["--report-api-errors no" in call for call in calls] == [False, False, True, True]
     assert calls[1].endswith(f"-m headrace bench kernels --json {tmp_path}/results/kernels.json")
     assert (tmp_path / "results" / "memcheck.log").read_text() == "it broke\n"
 
 
-def test_all_is_well(stand_ins: Path) -> None:
-    """With every part passed the exit code is 0."""
+def test_all_is_well(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every part passed the exit code is 0; the caller's own packages are looked for behind the checkout."""
+    monkeypatch.setenv("PYTHONPATH", "/packages")
     assert _check(stand_ins).returncode == 0
+    monkeypatch.delenv("PYTHONPATH")
+    assert _check(stand_ins, "tests").returncode == 0
+    assert (tmp_path / "python-paths").read_text().splitlines() == [*[f"{ROOT}:/packages"] * 4, str(ROOT)]
+
+
+def test_a_part_that_takes_too_long_is_stopped(stand_ins: Path) -> None:
+    """Each part has as long as it is given."""
+    (stand_ins / "python").write_text('#!/bin/bash\n[ "$1" = -c ] && exit 0\nexec sleep 600\n')
+    done = _check(stand_ins, "tests", limit_s=0.2)
+    assert done.stdout.startswith("tests: FAILED with exit code 124, ")
+
+
+def test_every_gpu_test_is_run(stand_ins: Path, tmp_path: Path) -> None:
+    """A file with tests for a GPU lies below a path that the script gives to pytest."""
+    assert _check(stand_ins, "tests").returncode == 0
+    words = shlex.split((tmp_path / "calls").read_text())
+    paths = [ROOT / word for word in words if word.startswith("tests/")]
+    # Marked there, or by parameters of `tests/support/kernel_inputs.py`; the pattern does not match itself.
+    marks = re.compile(r"\bmark[.]gpu\b|LAUNCHER[S]\b")
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if marks.search(file.read_text("utf-8"))]
+    assert files
+    assert [file for file in files if not any(file.is_relative_to(path) for path in paths)] == []
+    assert [path for path in paths if not any(file.is_relative_to(path) for file in files)] == []
 
 
 def test_parts_that_are_named(stand_ins: Path, tmp_path: Path) -> None:

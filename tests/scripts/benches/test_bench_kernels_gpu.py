@@ -14,14 +14,17 @@ import torch
 from headrace.cli import main
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import bench_kernels, bench_kernels_gpu
+from headrace.scripts.benches.bench_step_gpu import STEP_FIGURES
 
-_UNPINNED = "pack_and_d2h_share_of_d2h"  # without CUDA there is no pinned memory to copy to
+# Without CUDA there is no pinned memory to pack to.
+_UNPINNED = {"pack_and_d2h_share_of_d2h", "pack_to_pinned_share_of_d2h"}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Have small inputs, and a step bench whose server cannot be started."""
     sizes = {"_NUM_ROWS": 10_000, "_NUM_MARKED": 100, "_FLUSHED_BYTES": 64, "_TABLE_ROWS": 2600, "_NUM_IDS": 260}
+    sizes["_NUM_BUCKETIZED"] = 300
     for name, size in sizes.items():
         monkeypatch.setattr(bench_kernels_gpu, name, size)
 
@@ -30,12 +33,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         run()
         return 1.0
 
-    def refuse(device: torch.device, num_rounds: int) -> float:
+    def refuse(device: torch.device, num_rounds: int) -> tuple[float, ...]:
         raise UnavailableError("the server did not start\nfor a reason")
 
     monkeypatch.setattr(bench_kernels_gpu, "_seconds", seconds)
     monkeypatch.setattr(bench_kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
-    monkeypatch.setattr(bench_kernels_gpu, "step_time_ratio", refuse)
+    monkeypatch.setattr(bench_kernels_gpu, "step_figures", refuse)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
     return torch.device("cpu")
 
@@ -50,13 +53,13 @@ def test_a_part_that_fails_costs_its_own_figures(
 
     monkeypatch.setattr(bench_kernels_gpu, "row_digests", stop)
     measured = bench_kernels_gpu.measure_gpu(small, 1)
-    measured.failures.pop(_UNPINNED, None)
-    assert measured.failures == {
+    failures = {name: said for name, said in measured.failures.items() if name not in _UNPINNED}
+    assert failures == {
         "row_digests_share": "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "step_time_ratio_gpu": "UnavailableError: the server did not start",
+        **dict.fromkeys(STEP_FIGURES, "UnavailableError: the server did not start"),
     }
     missing = {name for name, figure in measured.figures.items() if figure is None}
-    assert missing - {_UNPINNED} == {"row_digests_share", "step_time_ratio_gpu"}
+    assert missing - _UNPINNED == {"row_digests_share", *STEP_FIGURES}
     told = capsys.readouterr().err
     assert "Traceback" in told and "in stop" in told  # where it has failed, for whoever mends it
 
@@ -89,14 +92,19 @@ def test_shares_are_of_the_fewest_bytes(small: torch.device, monkeypatch: pytest
     step_rounds: list[int] = []
     monkeypatch.setattr(bench_kernels_gpu, "_seconds", timed)
     monkeypatch.setattr(bench_kernels_gpu, "_Rows", Rows)
-    monkeypatch.setattr(bench_kernels_gpu, "step_time_ratio", lambda device, rounds: step_rounds.append(rounds) or 1.0)
+
+    def step_figures(device: torch.device, num_rounds: int) -> tuple[float, ...]:
+        step_rounds.append(num_rounds)
+        return (1.0,) * len(STEP_FIGURES)
+
+    monkeypatch.setattr(bench_kernels_gpu, "step_figures", step_figures)
     figures = bench_kernels_gpu.measure_gpu(small, 20).figures
     num_bytes = {name: round(figures[name] * 1e9) for name in figures if name.endswith("_share")}
     row_bytes, id_bytes = 260 * 512, 260 * 8
     assert num_bytes["pack_rows_share"] == 2 * (row_bytes + id_bytes)
     assert num_bytes["unpack_rows_share"] == 2 * row_bytes + id_bytes
     assert num_bytes["row_digests_share"] == row_bytes + 2 * id_bytes
-    assert num_bytes["bucketize_share"] == 5 * id_bytes
+    assert num_bytes["bucketize_share"] == 5 * 300 * 8
     assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 260 * 128
     assert num_bytes["cut_dirty_share"] > 2 * 26 * 5 * 512  # what was marked before: some ten rows of each table
     assert figures["cut_vs_unique"] == 3.0
@@ -136,7 +144,7 @@ def test_without_floors_there_are_no_shares(small: torch.device, monkeypatch: py
     monkeypatch.setattr(bench_kernels_gpu, "_floors", stop)
     measured = bench_kernels_gpu.measure_gpu(small, 1)
     floors = {"device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"}
-    assert measured.failures.keys() == floors | {"step_time_ratio_gpu"}
+    assert measured.failures.keys() == floors | set(STEP_FIGURES)
     assert [name for name, figure in measured.figures.items() if figure is not None] == ["device"]
 
 

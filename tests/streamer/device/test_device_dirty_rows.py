@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -11,9 +14,11 @@ import torch
 from fake_device import FakeDevice
 from hypothesis import given, settings
 
+from headrace.kernels.bitmap import make_bitmap, mark_dirty_tables_reference
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
+from headrace.streamer.device.device_runtime import CudaRuntime, cuda_runtime
 
 IDS = st.lists(st.integers(0, 99), max_size=8)
 OPERATIONS = st.lists(
@@ -142,3 +147,90 @@ def test_what_a_graph_marks_stays_on_the_device() -> None:
     with pytest.raises(UnsupportedModelError, match="captured in a CUDA graph: set device_pipeline=False"):
         rows.to_host()
     assert rows.take().tolist() == [1]
+
+
+class _FakeWithGraph(FakeDevice):
+    """Keeps what is queued during a capture, and queues it at each replay."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._captured: list[Callable[[], object]] = []
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        if self.capturing:
+            self._captured.append(work)
+        else:
+            super().enqueue(work)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # it is there: a graph reads its memory at each replay
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.capturing = True
+        yield
+        self.capturing = False
+
+    def replay(self) -> None:
+        for work in self._captured:
+            self.enqueue(work)
+
+
+class _CudaWithGraph(CudaRuntime):
+    """Captures a CUDA graph, in the mode in which torch does, and replays it."""
+
+    def __init__(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert isinstance(made := cuda_runtime(device), CudaRuntime), made
+        super().__init__(device)
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.graph(self._graph)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@pytest.mark.parametrize(
+    "make_runtime",
+    [
+        pytest.param(_CudaWithGraph, id="on a GPU", marks=pytest.mark.gpu),
+        *[pytest.param(lambda seed=seed: _FakeWithGraph(seed), id=f"on a fake device {seed}") for seed in range(5)],
+    ],
+)
+def test_a_captured_mark_marks_at_each_replay(make_runtime: Callable[[], _FakeWithGraph | _CudaWithGraph]) -> None:
+    """A graph marks what its input holds by then, and a thread that waits and copies does not break the capture."""
+    runtime = make_runtime()
+    generator = torch.Generator().manual_seed(1)
+    num_rows = [1 + 37 * table for table in range(18)]  # two launches
+    slots = [0, *itertools.accumulate(map(slots_of, num_rows))]
+    dtypes = [torch.int32 if table % 5 == 0 else torch.int64 for table in range(18)]  # int32 is copied first
+
+    def draw() -> list[torch.Tensor]:
+        return [
+            torch.randint(-1, rows, (40,), generator=generator, dtype=dtype)
+            for rows, dtype in zip(num_rows, dtypes, strict=True)
+        ]
+
+    bitmap, inputs = DeviceBitmap(runtime, slots[-1]), [ids.to(runtime.device) for ids in draw()]
+    tables = [DeviceDirtyRows(rows, bitmap, slot) for rows, slot in zip(num_rows, slots, strict=False)]
+    marks = list(zip(tables, inputs, strict=True))
+    bitmap.mark_tables(marks)  # the kernels are loaded by the first step
+    assert bool(runtime.read(bitmap.bits).any()) and not bitmap.is_captured
+    runtime.enqueue(bitmap.bits.zero_)
+    source, target = torch.arange(200, dtype=torch.uint8, device=runtime.device), runtime.pinned(200)
+    runtime.record().synchronize()
+    with ThreadPoolExecutor(1) as sender, runtime.capture():
+        bitmap.mark_tables(marks)
+        sender.submit(lambda: runtime.copy_aside(source, target).synchronize()).result()
+    assert target.tolist() == list(range(200))
+    assert bitmap.is_captured
+    assert not runtime.read(bitmap.bits).any()  # nothing runs in a capture
+    expected = make_bitmap(slots[-1])
+    for _ in range(2):
+        for ids, drawn in zip(inputs, (new := draw()), strict=True):
+            runtime.enqueue(lambda ids=ids, drawn=drawn: ids.copy_(drawn))
+        runtime.replay()
+        mark_dirty_tables_reference(expected, new, slots[:-1], num_rows)
+        assert runtime.read(bitmap.bits).tolist() == expected.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -127,3 +128,46 @@ def test_a_copy_aside_makes_no_context_on_the_first_device(gpu: _FakeGpu) -> Non
     runtime = device_runtime.CudaRuntime(torch.device("cuda", 1))
     runtime.copy_aside(gpu.tensor(), gpu.tensor())
     assert gpu.contexts == {1} and gpu.current == 0
+
+
+# In a process of its own, whose context is spoiled by the kernel that stops. The kernel comes behind a sleep of the
+# device: it has not stopped yet when the call returns.
+_STOPPED = """
+import os, sys, torch
+from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_tables
+from headrace.kernels.row_packing import pack_rows, unpack_rows
+from headrace.streamer.device.device_runtime import CudaRuntime, cuda_runtime
+
+device = torch.device("cuda", torch.cuda.current_device())
+runtime = cuda_runtime(device)
+assert isinstance(runtime, CudaRuntime), runtime
+table, ids = torch.zeros(100, 8, device=device), torch.tensor([5, 100], device=device)
+bitmap, out = make_bitmap(100, device)[:1], torch.empty(4096, dtype=torch.uint8, device=device)
+slots = make_bitmap(256, device)
+torch.cuda.synchronize()
+torch.cuda._sleep(100_000_000)
+{call}
+print("launched", flush=True)
+try:
+    runtime.record().synchronize()
+except RuntimeError:
+    print("raised", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        "mark_dirty(bitmap, ids)",
+        "mark_dirty_tables(slots, [ids], [0], [100])",
+        "pack_rows([table], [ids], [[]], out)",
+        "unpack_rows(table, ids, table[:2])",
+    ],
+)
+def test_a_wait_tells_that_a_kernel_has_stopped(call: str) -> None:
+    """On a GPU a row that is none stops the kernel, and the next wait raises; the call has told nothing."""
+    command = [sys.executable, "-c", _STOPPED.format(call=call)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["launched", "raised"], 0), done.stderr
