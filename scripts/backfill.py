@@ -37,6 +37,7 @@ __all__ = ["BackfillConfig", "backfill", "build_directory"]
 
 _CHUNK_BYTES = 8 << 20
 _NON_FINITE = ("refuse", "skip", "keep")
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +137,20 @@ def backfill(
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, say what would be written, and end.")] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Send also what an earlier run of the same backfill has delivered.")
+        bool,
+        typer.Option(
+            "--again", help="With --server: send also what an earlier run of the same backfill has delivered."
+        ),
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option(help="Give up when a shard is away this long, seconds.", min=0.1, metavar="SECONDS")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            help="With --server: give up when a shard is away this long, seconds. Default: 60.",
+            min=0.1,
+            metavar="SECONDS",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
     access: Access,
 ) -> None:
@@ -158,8 +168,12 @@ def backfill(
         raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR for a new one")
     if data is None and shards is not None:
         raise ConfigError("--shards goes with --data: a running server has the shards that it has")
-    if server is None and rows_per_s is not None:
-        raise ConfigError("--rows-per-s goes with --server: a directory that is being made serves nobody yet")
+    if server is None:
+        flags = {"rows_per_s": rows_per_s, "no_count": not count, "again": again, "timeout_s": timeout_s}
+        for name, value in {**flags, **getattr(access, "keywords", {})}.items():
+            if value:
+                told = f"--{name.replace('_', '-')} goes with --server"
+                raise ConfigError(f"{told}: a directory that is being made serves nobody yet")
     config = BackfillConfig(
         maps=tuple(map_ or ()),
         tables=None if table is None else tuple(table),
@@ -181,7 +195,7 @@ def backfill(
                 counts = build_directory(opened, data, num_shards=shards or 1, config=config, on_rows=bar.advance)
     else:
         assert server is not None
-        target = target_of(access(server, timeout_s=timeout_s))
+        target = target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S))
         facts = asyncio.run(ask_server(target))
         opened = config.open(source, facts.tables)
         _tell_new_tables(opened, facts.tables)

@@ -30,6 +30,7 @@ __all__ = ["ExportResult", "export", "export_snapshot"]
 
 # For one answer of a shard: what listens and is no server must not be waited for as long as a step.
 _ANSWER_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
 
 # A snapshot of an export that was killed is removed by the server, when nothing of it was fetched for so long.
 _LEASE_S = 3600
@@ -86,6 +87,14 @@ def export(
         int | None,
         typer.Option(min=0, help="Only rows last updated at this step or later; parquet.", show_default=False),
     ] = None,
+    since_epoch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of which epoch --since-step is; the snapshot's by default. Later ones are later.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="TYPE", help="Weights as fp32, fp16 or int8.", show_default=False)
     ] = None,
@@ -108,8 +117,14 @@ def export(
         bool, typer.Option("--now", help="With --server: cut each shard now, at no common step.", show_default=False)
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option(help="How long to wait for a step, seconds.", min=0.1, metavar="SECONDS")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            help="With --server: how long to wait for a step, seconds. Default: 60.",
+            min=0.1,
+            metavar="SECONDS",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
     access: Access,
 ) -> None:
@@ -124,11 +139,19 @@ def export(
     """
     if (server is None) == (snapshot is None):
         raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR")
+    if server is None:
+        for name, value in {"now": now, "timeout_s": timeout_s, **getattr(access, "keywords", {})}.items():
+            if value:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} goes with --server: a snapshot is cut already, and is here"
+                )
+    timeout_s = timeout_s or _TIMEOUT_S
     first_row, end_row = _parse_rows(rows)
     config = ExportConfig(
         first_row=first_row,
         end_row=end_row,
         since_step=since_step,
+        since_epoch=since_epoch,
         precision=dtype,
         with_states=with_states,
         with_deleted=with_deleted,

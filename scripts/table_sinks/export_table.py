@@ -32,6 +32,7 @@ class ExportConfig:
         first_row: Least row id.
         end_row: End of them, exclusive; None for the table's end.
         since_step: Only rows whose last update is of this step or a later one; None for all.
+        since_epoch: Whose step that is: rows of later epochs are later. None for the epoch of the snapshot.
         precision: Of the weights: `fp32`, `fp16`, `int8`, or None for the table's own.
         with_states: Optimizer states too.
         with_deleted: Deleted rows too, as such.
@@ -40,6 +41,7 @@ class ExportConfig:
     first_row: int = 0
     end_row: int | None = None
     since_step: int | None = None
+    since_epoch: int | None = None
     precision: str | None = None
     with_states: bool = False
     with_deleted: bool = False
@@ -49,6 +51,8 @@ class ExportConfig:
             raise ConfigError(f"--rows {self.first_row}:{self.end_row}: no rows are in there")
         if self.end_row is not None and self.end_row > 2**63:
             raise ConfigError(f"--rows {self.first_row}:{self.end_row}: row ids end below 2^63")
+        if self.since_epoch is not None and self.since_step is None:
+            raise ConfigError("--since-epoch goes with --since-step: it says whose step that is")
         if self.precision not in (None, "fp32", "fp16", "int8"):
             raise ConfigError(f"--dtype {self.precision!r}: fp32, fp16 or int8")
 
@@ -93,9 +97,16 @@ class ExportTable:
         """Look at what a snapshot has.
 
         Raises:
-            ConfigError: The rows are none of the table, or its type cannot be changed so.
+            ConfigError: The rows are none of the table, its type cannot be changed so, or whose step is meant is open.
         """
-        source = reader.tables[fqn]
+        source, cut = reader.tables[fqn], reader.manifest.parts[0]
+        self._since_epoch = cut.epoch if config.since_epoch is None else config.since_epoch
+        if config.since_epoch is None and config.since_step is not None and config.since_step > cut.step:
+            where = f"epoch {cut.epoch}, step {cut.step}" if cut.step >= 0 else "no common step"
+            raise ConfigError(
+                f"--since-step {config.since_step}: the snapshot is at {where}; say with --since-epoch of which epoch "
+                "the step is"
+            )
         self._reader, self._source, self._config = reader, source, config
         self.precision = "int8" if config.precision == "int8" else None
         dtype = _FLOATS.get(config.precision or "", source.dtype)
@@ -179,7 +190,8 @@ class ExportTable:
             is_deleted = (records["flags"] & FLAG_DELETED) != 0
             keep = np.ones(ids.size, bool) if config.with_deleted else ~is_deleted
             if config.since_step is not None:
-                keep &= records["step"] >= config.since_step
+                is_later = records["epoch"] > self._since_epoch
+                keep &= is_later | ((records["epoch"] == self._since_epoch) & (records["step"] >= config.since_step))
             if not keep.all():
                 ids, records, is_deleted = ids[keep], records[keep], is_deleted[keep]
             self.num_rows_read += ids.size

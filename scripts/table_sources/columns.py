@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -21,8 +23,19 @@ __all__ = ["Column", "NpyColumn", "Piece", "RawColumn", "RefusedColumn", "map_fi
 
 _Array = npt.NDArray[Any]
 _SKIP_BYTES = 4 << 20
-# Errors of decompressors by name, since their modules need not be there: Python has Zstandard's from 3.14 on.
-_DAMAGE = frozenset({"LZMAError", "ZstdError"})
+# What parsers and decompressors raise of bytes that are damaged: names that are no UTF-8, numbers beyond any file.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+# Of decompressors by name, since their modules need not be there: Python has Zstandard's from 3.14 on.
+_DAMAGE_NAMES = frozenset({"LZMAError", "ZstdError"})
 
 
 class Column(Protocol):
@@ -228,8 +241,9 @@ class map_file_errors:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, traceback: Any) -> None:
         if isinstance(exc, FileNotFoundError):
             raise RequestError(f"{exc.filename or self._path}: there is no such file") from exc
-        # A decompressor's OSError, as bz2's of bytes that are not its own, has no number of the system's.
-        if isinstance(exc, OSError) and exc.errno is not None:
+        # A decompressor's OSError, as bz2's of bytes that are not its own, has no number of the system's; EINVAL
+        # tells of a place that no file has, as one before its beginning.
+        if isinstance(exc, OSError) and exc.errno not in (None, errno.EINVAL):
             raise StorageError(f"{self._path}: {exc.strerror or exc}") from exc
-        if isinstance(exc, zipfile.BadZipFile | EOFError | OSError | zlib.error) or type(exc).__name__ in _DAMAGE:
+        if isinstance(exc, _DAMAGE) or type(exc).__name__ in _DAMAGE_NAMES:
             raise CorruptionError(f"{self._path}: damaged: {exc}") from exc

@@ -1,17 +1,19 @@
 """Tensors of a directory of torch.distributed.checkpoint, read part by part.
 
-Its `.metadata` is a pickle, which could run code. It is read with an unpickler that knows the classes of such metadata
-and nothing else.
+Its `.metadata` is a pickle, which could run code, or change a class for all of the process. It is read with an
+unpickler that knows the names of such metadata and nothing else, and makes of them objects of its own.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+import torch
 
 from headrace.kernels.torch_dtypes import DTYPES
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
@@ -23,7 +25,7 @@ __all__ = ["METADATA_NAME", "open_checkpoint", "read_metadata"]
 
 METADATA_NAME = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED = frozenset(
+_STAND_INS = frozenset(
     {
         *(
             (_MODULE, name)
@@ -40,30 +42,59 @@ _ALLOWED = frozenset(
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
-        *(("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES),
-        *(("torch", name) for name in ("bool", "int8", "int16", "complex64", "complex128", "float8_e4m3fn")),
     }
 )
+# What a pickle can set on these, which all of the process shares, is an error.
+_IMMUTABLE: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES},
+    **{
+        ("torch", name): getattr(torch, name)
+        for name in ("bool", "int8", "int16", "complex64", "complex128", "float8_e4m3fn")
+    },
+}
+
+
+class _StandIn:
+    """An object of the metadata, with what the pickle says of it.
+
+    Of a class BUILD finds `__setstate__` without its `self`, which is an error: no pickle sets anything on one.
+    """
+
+    kind = ""
+    state: Any = None
+
+    def __new__(cls, *_: Any) -> _StandIn:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if type(state) is dict else {"state": state})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a {self.kind} without {name}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of a checkpoint's metadata, and no others."""
+    """Makes stand-ins for the objects of a checkpoint's metadata, of classes that no other load shares."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes = {key: type(key[1], (_StandIn,), {"kind": key[1]}) for key in _STAND_INS}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # where Python 3.13 has them, and no other
             module = "pathlib"
-        # A name with a dot would reach into a class that is allowed.
-        if (module, name) not in _ALLOWED:
+        found = self._classes.get((module, name)) or _IMMUTABLE.get((module, name))
+        if found is None:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return super().find_class(module, name)
+        return found
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return what a checkpoint's `.metadata` says.
+def read_metadata(path: Path) -> Any:
+    """Return what a checkpoint's `.metadata` says, in objects with the attributes of torch's `Metadata`, unchecked.
 
     Raises:
         RequestError: It refers to something that metadata never does; nothing of it was run.
@@ -84,7 +115,7 @@ def read_metadata(path: Path) -> Metadata:
         raise CorruptionError(f"{file}: damaged: {exc}") from exc
     except Exception as exc:  # unpickling damaged bytes raises errors of any kind
         raise CorruptionError(f"{file}: damaged: {type(exc).__name__}: {exc}") from exc
-    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
+    if getattr(metadata, "kind", None) != "Metadata":
         raise CorruptionError(f"{file}: holds a {type(metadata).__name__}, not a checkpoint's metadata")
     return metadata
 
@@ -101,32 +132,38 @@ def open_checkpoint(path: Path) -> TensorSource:
     metadata = read_metadata(path)
     columns: dict[str, Column] = {}
     paths = {path / METADATA_NAME}
-    for name, tensor in metadata.state_dict_metadata.items():
-        if not isinstance(tensor, TensorStorageMetadata) or not isinstance(name, str):
-            continue
-        dtype, shape = DTYPES.get(tensor.properties.dtype), tuple(tensor.size)
-        if dtype is None or len(shape) not in (1, 2):
-            continue
-        try:
-            pieces = _pieces_of(path, metadata, name, tensor)
-        except RequestError as exc:
-            columns[name] = RefusedColumn(dtype, shape, exc)
-            continue
-        paths |= {piece.path for piece in pieces}
-        columns[name] = RawColumn(name, dtype, shape, pieces)
+    try:
+        # Of bytes the key has no offset.
+        places = {(key.fqn, vars(key).get("offset")): info for key, info in metadata.storage_data.items()}
+        for name, tensor in metadata.state_dict_metadata.items():
+            if tensor.kind != "TensorStorageMetadata" or type(name) is not str:
+                continue
+            dtype, shape = DTYPES.get(tensor.properties.state[0]), _counts(tensor.size)
+            if dtype is None or len(shape) not in (1, 2):
+                continue
+            try:
+                pieces = _pieces_of(path, places, name, tensor)
+            except RequestError as exc:
+                columns[name] = RefusedColumn(dtype, shape, exc)
+                continue
+            paths |= {piece.path for piece in pieces}
+            columns[name] = RawColumn(name, dtype, shape, pieces)
+    except (AttributeError, LookupError, TypeError, ValueError) as exc:  # a field that is another than torch's
+        raise CorruptionError(f"{path}: {METADATA_NAME} is damaged: {exc}") from exc
     return TensorSource(path=path, columns=columns, files=sorted(paths))
 
 
-def _pieces_of(path: Path, metadata: Metadata, name: str, tensor: TensorStorageMetadata) -> list[Piece]:
+def _pieces_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str, tensor: Any) -> list[Piece]:
     pieces = []
-    for number, chunk in enumerate(tensor.chunks):
-        info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets, number)) or next(
-            (i for key, i in metadata.storage_data.items() if key.fqn == name and key.offset == chunk.offsets), None
-        )
+    for chunk in tensor.chunks:
+        offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
+        if any(first + size > end for first, size, end in zip(offsets, sizes, tensor.size, strict=True)):
+            raise CorruptionError(f"{path}: {METADATA_NAME} says that {name!r} has a part beyond its end")
+        info = places.get((name, offsets))
         if info is None:
             raise CorruptionError(f"{path}: {METADATA_NAME} does not say where a part of {name!r} lies")
         file_name = info.relative_path
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if type(file_name) is not str or Path(file_name).name != file_name:
             raise RequestError(f"{path}: {METADATA_NAME} names a file {file_name!r}, which is not in this directory")
         if getattr(info, "transform_descriptors", None):
             raise RequestError(f"{path}: {name!r} is compressed; save the checkpoint without")
@@ -134,17 +171,24 @@ def _pieces_of(path: Path, metadata: Metadata, name: str, tensor: TensorStorageM
         if not file.is_file():
             raise CorruptionError(f"{path}: {file_name} is missing, with a part of {name!r}")
         with map_file_errors(file), open(file, "rb") as opened:
-            view = cast("IO[bytes]", io.BufferedReader(_FilePart(opened, int(info.offset), int(info.length))))
-            part = load_places(file, view)
+            base, length = _counts((info.offset, info.length))
+            part = load_places(file, cast("IO[bytes]", io.BufferedReader(_FilePart(opened, base, length))))
             if (
-                not hasattr(part, "shape")
-                or list(part.shape) != list(chunk.sizes)
-                or part.dtype != tensor.properties.dtype
+                not isinstance(part, torch.Tensor)
+                or tuple(part.shape) != sizes
+                or part.dtype != tensor.properties.state[0]
             ):
-                raise CorruptionError(f"{file}: the part of {name!r} at byte {info.offset} is not what is said of it")
-            row, column = (*chunk.offsets, 0)[:2]
-            pieces.append(piece_of(file, name, part, row=row, column=column, base=int(info.offset)))
+                raise CorruptionError(f"{file}: the part of {name!r} at byte {base} is not what is said of it")
+            row, column = (*offsets, 0)[:2]
+            pieces.append(piece_of(file, name, part, row=row, column=column, base=base))
     return pieces
+
+
+def _counts(found: Any) -> tuple[int, ...]:
+    """Return counts of bytes or elements, checked."""
+    if type(found) is not tuple or not all(type(count) is int and 0 <= count < 2**63 for count in found):
+        raise TypeError(f"{found!r} where counts were to be")
+    return found
 
 
 class _FilePart(io.RawIOBase):

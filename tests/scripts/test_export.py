@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ from table_rows import ITEMS, USERS, VIRTUAL, chunk_of, snapshot, values_of
 
 from headrace import cli
 from headrace.kernels.row_quantization import dequantize_rows, error_bound
+from headrace.paramserver.snapshots import snapshot_reader as snapshot_reader_module
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
 from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.paramserver.supervisor.launch import ServerProcess
@@ -29,7 +31,7 @@ from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import export as export_module
 from headrace.scripts.benches.bench_tables import snapshot_of
 from headrace.scripts.table_sinks import written_aside as written_aside_module
-from headrace.scripts.table_sinks.export_table import file_name_of
+from headrace.scripts.table_sinks.export_table import ExportConfig, file_name_of
 from headrace.scripts.table_sinks.written_aside import work_folder, written_aside
 
 IDS = np.flatnonzero(np.arange(500) % 9)
@@ -92,13 +94,42 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
     assert np.array(table["weights"].to_pylist()).tolist() == values_of(ITEMS, LIVE)["weights"].tolist()
     users = pq.read_table(tmp_path / "out" / f"{USERS.fqn}.parquet")
     assert users["identity"].to_pylist() == [31 * row + 5 for row in range(300)]
-    arguments = ("--with-deleted", "--since-step", "4", "--rows", "5:90", "--table", ITEMS.fqn)
+    arguments = ("--with-deleted", "--since-step", "4", "--since-epoch", "3", "--rows", "5:90", "--table", ITEMS.fqn)
     _export(folder, tmp_path / "some", "parquet", *arguments)
     some = pq.read_table(tmp_path / "some" / f"{ITEMS.fqn}.parquet")
     expected = [row for row in IDS.tolist() if 5 <= row < 90 and row % 7 >= 4]
     assert some["row_id"].to_pylist() == expected
     assert some["deleted"].to_pylist() == [row in GONE for row in expected]
     assert any(some["deleted"].to_pylist())
+
+
+def test_since_a_step_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart rows of a later epoch are later, whatever their step; whose the step is can be said."""
+    ids = np.arange(500)
+    chunk = dataclasses.replace(chunk_of(ITEMS, ids), epochs=np.where(ids < 300, 1, 2), steps=ids % 100)
+    folder = snapshot(tmp_path, {ITEMS: chunk})
+
+    def exported(name: str, *arguments: str) -> list[int]:
+        _export(folder, tmp_path / name, "parquet", *arguments)
+        rows: list[int] = pq.read_table(tmp_path / name / f"{ITEMS.fqn}.parquet")["row_id"].to_pylist()
+        return rows
+
+    later = [row for row in range(500) if row >= 300 or row % 100 >= 90]
+    assert exported("of-1", "--since-step", "90", "--since-epoch", "1") == later
+    assert exported("of-2", "--since-step", "90", "--since-epoch", "2") == [*range(390, 400), *range(490, 500)]
+    read = snapshot_reader_module.read_manifest
+
+    def at_a_step(path: Path) -> Any:
+        manifest = read(path)
+        parts = tuple(dataclasses.replace(part, epoch=2, step=95) for part in manifest.parts)
+        return dataclasses.replace(manifest, parts=parts)
+
+    monkeypatch.setattr(snapshot_reader_module, "read_manifest", at_a_step)
+    assert exported("of-the-cut", "--since-step", "95") == [*range(395, 400), *range(495, 500)]
+    with pytest.raises(
+        ConfigError, match=r"--since-step 96: the snapshot is at epoch 2, step 95; say .* --since-epoch"
+    ):
+        export_module.export_snapshot(folder, tmp_path / "x", "parquet", ExportConfig(since_step=96))
 
 
 def test_other_types(folder: Path, tmp_path: Path) -> None:
@@ -287,6 +318,11 @@ def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) ->
         (["--format", "npz", "--dtype", "fp8"], "fp32, fp16 or int8"),
         (["--format", "npz", "--since-step", "3"], "goes with --format parquet"),
         (["--format", "dcp", "--dtype", "int8"], "for trainers"),
+        (["--format", "parquet", "--since-step", "3"], "the snapshot is at no common step; say with --since-epoch"),
+        (["--format", "parquet", "--since-epoch", "3"], "--since-epoch goes with --since-step"),
+        (["--format", "npz", "--now"], "--now goes with --server"),
+        (["--format", "npz", "--timeout-s", "5"], "--timeout-s goes with --server"),
+        (["--format", "npz", "--tls"], "--tls goes with --server"),
         (["--format", "npz", "--state-key", "x"], "goes with --format dcp"),
         (["--format", "dcp", "--with-states", "--state-key", "{nothing}"], "can be put in"),
         (["--format", "dcp", "--weights-key", "{fqn.nothing}"], "can be put in"),
