@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.schemas.errors import UnknownTableError
 from headrace.schemas.near_names import describe_near
+from headrace.schemas.row_ids import row_ids_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Evictor", "unused_rows"]
@@ -34,7 +36,7 @@ class Evictor:
         return handle
 
     def evict(
-        self, tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor, *, names_elsewhere: Collection[str] = ()
+        self, tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike, *, names_elsewhere: Collection[str] = ()
     ) -> int:
         """Tell the hooks of rows, then have them deleted unless they are marked again before the next flush.
 
@@ -50,6 +52,7 @@ class Evictor:
         Raises:
             UnknownTableError: No rank has such a table.
             RowRangeError: A row is beyond the table; nothing is evicted.
+            RequestError: The ids are no integers, as of a mask; nothing is evicted.
             UnsupportedModelError: A CUDA graph marks the table's rows on its device; nothing is evicted.
         """
         parts = [table for table in tables if table.spec.fqn == fqn]
@@ -58,8 +61,7 @@ class Evictor:
                 return 0
             known = {table.spec.fqn for table in tables}.union(names_elsewhere)
             raise UnknownTableError(f"no table {fqn!r} is streamed; {describe_near(fqn, known)}")
-        ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
-        ids = torch.unique(ids)
+        ids = torch.unique(torch.tensor(row_ids_of(row_ids)))
         parts[0].spec.check_row_ids(ids.numpy())
         by_part = [(part, part.ids_here(ids)) for part in parts]
         here = torch.unique(torch.cat([local + part.row_offset for part, local in by_part]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy.typing as npt
 import torch
 
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.near_names import describe_near
+from headrace.schemas.row_ids import row_ids_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["LiveRows", "fetch_rows"]
@@ -31,7 +33,7 @@ class LiveRows:
     states: dict[str, torch.Tensor]
 
 
-def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor) -> LiveRows:
+def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
     """Return rows as they are now.
 
     Args:
@@ -42,12 +44,13 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: torch.Tensor) -
     Raises:
         UnknownTableError: This rank has no part of such a table.
         RowRangeError: It does not have one of the rows.
+        RequestError: The ids are no integers, as of a mask.
     """
     parts = [table for table in tables if table.spec.fqn == fqn]
     if not parts:
         near = describe_near(fqn, (table.spec.fqn for table in tables))
         raise UnknownTableError(f"no table {fqn!r} is streamed on this rank; {near}")
-    ids = row_ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+    ids = torch.tensor(row_ids_of(row_ids))
     by_columns: dict[tuple[int, int], list[TappedTable]] = {}
     for part in parts:
         by_columns.setdefault((part.shard.offset, part.shard.width), []).append(part)

@@ -7,18 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, SupportsIndex
 
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.paramserver.config.server_config import DEFAULT_PORT
-from headrace.paramserver.ingest.sessions import MAX_NAME_BYTES
 from headrace.paramserver.process.tracing import span
-from headrace.paramserver.rpc.address import parse_address
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.streamer.audit import AuditReport
+from headrace.streamer.call_arguments import check_run, host_and_port, step_number, timeout_seconds
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.delivery import Delivery
 from headrace.streamer.eviction import Evictor, unused_rows
@@ -82,9 +81,8 @@ class RawEmbeddingStreamer:
             UnavailableError: No server there within `connect_timeout_s`.
             UnauthorizedError: The server asks for other credentials.
         """
-        host, port = parse_address(address, default_port=DEFAULT_PORT)
-        if not 1 <= len(run.encode()) <= MAX_NAME_BYTES or not run.isprintable():
-            raise ConfigError(f"run {run[:40]!r} is empty, over {MAX_NAME_BYTES} bytes or has control characters")
+        host, port = host_and_port(address)
+        check_run(run)
         if config is not None and settings:
             raise ConfigError(f"settings stand in `config` or as arguments, not both: {', '.join(sorted(settings))}")
         self._config = config if config is not None else StreamerConfig.load(**settings)
@@ -152,7 +150,7 @@ class RawEmbeddingStreamer:
 
         Raises:
             ConfigError: A name or a pattern in `tables` is that of no table; the message lists the nearest.
-            UnsupportedModelError: A table cannot be streamed exactly; nothing is attached.
+            UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; nothing is attached.
             SpecMismatchError: The server has a table of that name with another shape; nothing is attached.
             UnavailableError: A shard cannot be reached; nothing is attached.
         """
@@ -170,7 +168,7 @@ class RawEmbeddingStreamer:
                 known = self._delivery.store.table_names
                 self._inherited += sorted({table.spec.fqn for table in tap.tables} & known)
 
-    def step(self, step: int | None = None) -> None:
+    def step(self, step: SupportsIndex | None = None) -> None:
         """Declare that a training step is over.
 
         For a model without a torch optimizer, where a step's end is else seen when the next begins; and to give steps
@@ -180,14 +178,12 @@ class RawEmbeddingStreamer:
             step: The step's number; None takes the next. Numbers never fall, and count on from here.
 
         Raises:
-            ConfigError: The number is below the last one.
+            ConfigError: The number is none, or below the last one.
             HeadraceError: Streaming has ended, as `on_error` is set.
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
-            if step is not None and not self._step <= step < 2**63:
-                raise ConfigError(f"step {step} after step {self._step}: steps only rise")
-            self._given_step = step
+            self._given_step = None if step is None else step_number(step, after=self._step)
             try:
                 # Every tap is asked; one that had updates has called `_on_step`.
                 has_ended = [tap.end_step() for tap in self._taps]
@@ -225,12 +221,13 @@ class RawEmbeddingStreamer:
 
         Raises:
             UnavailableError: Not all is durable in time; the message says what is missing, and where.
-            ConfigError: A flush is under way on this thread, and a signal handler has called this amid it.
+            ConfigError: A flush is under way on this thread, and a signal handler has called this amid it; or
+                `timeout_s` is no number.
             HeadraceError: Streaming has ended, whatever `on_error` says.
         """
         with self._lock:
             self._check_usable()
-            timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_s
+            timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
             for tap in self._taps:
                 tap.end_step()
             with span("headrace.flush", run=self._delivery.writer.run, step=self._step):
@@ -254,23 +251,24 @@ class RawEmbeddingStreamer:
             parts = self._inquiry.audit(self._tables, self._world, lambda: self.flush(timeout_s), timeout_s)
             return AuditReport(tables=tuple(parts), only_present=only_present, step=self._step)
 
-    def fetch(self, fqn: str, row_ids: torch.Tensor) -> LiveRows:
+    def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of the trainer's rows, flushed or not.
 
         Call it where no update is under way.
 
         Args:
             fqn: Table.
-            row_ids: Integers of any shape, global, on this rank; may repeat.
+            row_ids: Integers of any shape, global, on this rank, as a tensor, an array or a list; may repeat.
 
         Raises:
             UnknownTableError: No such table is streamed on this rank.
             RowRangeError: A row is not on this rank.
+            RequestError: The ids are no integers, as of a mask.
         """
         with self._lock:
             return fetch_rows(self._tables, fqn, row_ids)
 
-    def evict(self, fqn: str, row_ids: torch.Tensor) -> int:
+    def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have rows deleted in the store, for whoever evicts them: call it before their places are given away.
 
         The deletion travels with the next flush, is resent like any row, and costs no training step more than marking
@@ -282,7 +280,7 @@ class RawEmbeddingStreamer:
 
         Args:
             fqn: Table.
-            row_ids: Integers of any shape, global; may repeat.
+            row_ids: Integers of any shape, global, as a tensor, an array or a list; may repeat.
 
         Returns:
             Rows of this rank that are evicted.
@@ -290,6 +288,7 @@ class RawEmbeddingStreamer:
         Raises:
             UnknownTableError: No such table is streamed.
             RowRangeError: A row is beyond the table; nothing is evicted.
+            RequestError: The ids are no integers, as of a mask; nothing is evicted.
             UnsupportedModelError: A CUDA graph marks the table's rows on its device; nothing is evicted.
         """
         with self._lock:
@@ -309,7 +308,7 @@ class RawEmbeddingStreamer:
         """
         return self._evictor.register_hook(hook)
 
-    def notify_eviction(self, fqn: str, row_ids: torch.Tensor) -> None:
+    def notify_eviction(self, fqn: str, row_ids: npt.ArrayLike) -> None:
         """Do what `evict` does."""
         self.evict(fqn, row_ids)
 

@@ -26,10 +26,12 @@ import numpy as np
 import torch
 
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
+from headrace.schemas.near_names import describe_near
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
 from headrace.streamer.taps.fbgemm_tap import is_table_batched, table_parts
 from headrace.streamer.taps.row_meta import RowMeta, check_meta
+from headrace.streamer.taps.tapped_modules import add_tapped, check_untapped, remove_tapped
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, dtype_of
 
 __all__ = ["ResStandIn", "install"]
@@ -68,7 +70,7 @@ def install(
         The streamer; `flush` and `close` it as always.
 
     Raises:
-        UnsupportedModelError: It is no such module.
+        UnsupportedModelError: It is no such module, it is streamed already, or two tables have the same rows.
         ConfigError: No table is enabled, no port is given, or the settings do not fit the module.
         UnavailableError: No server there.
     """
@@ -77,6 +79,7 @@ def install(
             f"{type(module).__name__} was not made with enable_raw_embedding_streaming=True, or is no table-batched "
             f"module of FBGEMM: attach the model instead"
         )
+    check_untapped([(path, module)])
     parts = _parts_of(module, path) if parts is None else parts
     enabled = _enabled(parts, enabled_tables)
     is_own = streamer is None
@@ -146,6 +149,7 @@ class ResStandIn:
             for index, (part, enabled) in enumerate(zip(parts, is_enabled, strict=True))
         ]
         self.tables = [table for table in self._tables if table is not None]
+        _check_apart(self.tables)
         self.names = frozenset(table.spec.fqn for table in self.tables)
 
     def stream(
@@ -216,6 +220,7 @@ class ResStandIn:
     def take_place(self) -> None:
         """Become the module's streamer."""
         self._replaced, self._module._raw_embedding_streamer = self._module._raw_embedding_streamer, self
+        add_tapped([("", self._module)])
 
     def end_step(self) -> bool:
         """Declare that the step is over; return whether there were updates."""
@@ -228,6 +233,7 @@ class ResStandIn:
         """Give the module its own streamer back; idempotent."""
         if self._replaced is not None:
             self._module._raw_embedding_streamer, self._replaced = self._replaced, None
+            remove_tapped([("", self._module)])
 
     def _end_step(self) -> None:
         self._streamed.clear()
@@ -269,6 +275,15 @@ class ResStandIn:
         if part.num_local_rows is not None or part.num_local_columns is not None:
             raise ConfigError(f"table {part.fqn!r}: a part of a module's table is not streamed, only all of it")
         num_local_rows, num_columns = weights.shape
+        end_row, end_column = part.row_offset + num_local_rows, part.column_offset + num_columns
+        if not (part.row_offset >= 0 and end_row <= (part.num_rows or 2**63)):
+            raise ConfigError(
+                f"table {part.fqn!r}: rows {part.row_offset}:{end_row} are not within the table's {part.num_rows} rows"
+            )
+        if not (part.column_offset >= 0 and end_column <= part.dim):
+            raise ConfigError(
+                f"table {part.fqn!r}: columns {part.column_offset}:{end_column} are not within its {part.dim} columns"
+            )
         spec = TableSpec(
             fqn=part.fqn,
             num_rows=part.num_rows,
@@ -305,6 +320,25 @@ def _parts_of(module: Any, path: str) -> list[TablePart]:
     ]
 
 
+def _check_apart(tables: Sequence[TappedTable]) -> None:
+    """Check that no two tables of the module have rows and columns in common, which would take turns in the store."""
+    by_name: dict[str, list[tuple[range, range]]] = {}
+    for table in tables:
+        rows = range(table.row_offset, table.row_offset + table.num_local_rows)
+        columns = range(table.shard.offset, table.shard.offset + table.shard.width)
+        others = by_name.setdefault(table.spec.fqn, [])
+        if any(_overlap(rows, its_rows) and _overlap(columns, its_columns) for its_rows, its_columns in others):
+            raise UnsupportedModelError(
+                f"two tables are named {table.spec.fqn!r} and have the same rows and columns of it: give them "
+                f"different names, or say with install(parts=...) which part each is"
+            )
+        others.append((rows, columns))
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
 def _enabled(parts: Sequence[TablePart], wanted: str | Sequence[str] | None) -> list[bool]:
     """Return which tables are streamed."""
     patterns = wanted.split(",") if isinstance(wanted, str) else list(wanted or ())
@@ -312,14 +346,18 @@ def _enabled(parts: Sequence[TablePart], wanted: str | Sequence[str] | None) -> 
     if not patterns:  # as in TorchRec: an empty list enables all
         return [True] * len(parts)
 
-    def is_wanted(fqn: str) -> bool:
-        names = (fqn, fqn.rpartition(".")[2])
-        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    def matches(fqn: str, pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (fqn, fqn.rpartition(".")[2]))
 
-    enabled = [is_wanted(part.fqn) for part in parts]
+    fqns = [part.fqn for part in parts]
+    enabled = [any(matches(fqn, pattern) for pattern in patterns) for fqn in fqns]
     if not any(enabled):
-        known = ", ".join(part.fqn for part in parts)
-        raise ConfigError(f"none of the tables {known} is in res_enabled_tables, {', '.join(patterns)}")
+        raise ConfigError(f"none of the tables {', '.join(fqns)} is in res_enabled_tables, {', '.join(patterns)}")
+    for pattern in patterns:
+        if not any(matches(fqn, pattern) for fqn in fqns):  # one of another module's, or of none
+            _log.warning(
+                "enabled_tables: no table here is named or matches %r; %s", pattern, describe_near(pattern, fqns)
+            )
     return enabled
 
 

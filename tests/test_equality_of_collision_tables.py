@@ -47,8 +47,9 @@ def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
 def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_bag: bool, publish: str) -> None:
     """After rows have changed hands, each row of the store has the values and the raw id that it has in training."""
     name = f"mc_{world_size}_{is_bag}_{publish}"
-    results = run_ranks(train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 12, 2)
-    assert [result["step"] for result in results] == [12] * world_size
+    # The last eviction is in step 12, and marks all rows: those of step 13 are in the store by their own marks.
+    results = run_ranks(train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3)
+    assert [result["step"] for result in results] == [13] * world_size
     assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"
     rows = read_all(server.address, results[0]["fqn"])
     is_there = rows.presence == idl.RowPresence.PRESENT

@@ -35,6 +35,7 @@ from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.near_names import describe_near
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_ids import row_ids_of
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 __all__ = ["EmbeddingReader", "Rows"]
@@ -131,7 +132,7 @@ class EmbeddingReader:
 
         Args:
             fqn: Table.
-            row_ids: int64[n] in any order; repeated ids are answered as often.
+            row_ids: Integers of any shape, in any order; repeated ids are answered as often.
             with_states: Optimizer states too.
             with_versions: Epoch, step and time of each row's last update too.
             timeout_s: For all of it, seconds; when None the reader's own, for each next answer.
@@ -139,6 +140,7 @@ class EmbeddingReader:
         Raises:
             UnknownTableError: No shard knows the table.
             RowRangeError: An id is negative or beyond the table.
+            RequestError: The ids are no integers: a mask, fractions.
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
 
@@ -175,7 +177,7 @@ class EmbeddingReader:
             queries: list[tuple[RowQuery, Rows]] = []
             for fqn, row_ids in wanted:
                 spec = await self._spec_of(fqn)
-                ids = np.ascontiguousarray(row_ids, np.int64).reshape(-1)
+                ids = row_ids_of(row_ids)
                 spec.check_row_ids(ids)
                 query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 queries.append((query, query.allocate(ids)))
@@ -196,7 +198,7 @@ class EmbeddingReader:
 
         Raises:
             UnknownTableError: No shard knows the table.
-            RequestError: The table has no identities.
+            RequestError: The table has no identities, or those given are no integers.
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
 
@@ -204,7 +206,7 @@ class EmbeddingReader:
         """
         async with self._deadline(repr(fqn), timeout_s) as deadline:
             spec = await self._spec_with_identities(fqn)
-            return await self._find(spec, np.ascontiguousarray(identities, np.int64).reshape(-1), deadline)
+            return await self._find(spec, row_ids_of(identities, "identities"), deadline)
 
     async def get_by_identity(
         self,
@@ -231,7 +233,7 @@ class EmbeddingReader:
         async with self._deadline(repr(fqn), timeout_s) as deadline:
             spec = await self._spec_with_identities(fqn)
             query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
-            wanted = np.ascontiguousarray(identities, np.int64).reshape(-1)
+            wanted = row_ids_of(identities, "identities")
             rows = query.allocate(np.empty(wanted.size, np.int64))
             await read_by_identity(
                 wanted,

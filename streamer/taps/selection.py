@@ -26,11 +26,14 @@ class Selection:
             patterns: None chooses all.
 
         Raises:
-            ConfigError: There are none, or they are one string.
+            ConfigError: There are none, they are one string, or not all are strings.
         """
         if isinstance(patterns, str):
             raise ConfigError(f"tables {patterns!r} is one string: give a list of names or patterns")
-        self._patterns = None if patterns is None else list(dict.fromkeys(patterns))
+        listed = None if patterns is None else list(patterns)
+        if not all(isinstance(pattern, str) for pattern in listed or ()):
+            raise ConfigError(f"tables {listed} are not all names: give a list of names or patterns")
+        self._patterns = None if listed is None else list(dict.fromkeys(listed))
         if self._patterns == []:
             raise ConfigError("tables is empty: give names or patterns of tables, or leave it out for all of them")
         self.names: list[str] = []

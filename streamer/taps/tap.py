@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from headrace.streamer.taps.model_tree import Found, inner_optimizers, named_mod
 from headrace.streamer.taps.module_place import ModulePlaces
 from headrace.streamer.taps.selection import Selection
 from headrace.streamer.taps.step_boundary import StepBoundary
+from headrace.streamer.taps.tapped_modules import add_tapped, check_untapped, remove_tapped
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim_tap import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec_tap import is_sharded, managed_collisions, sharded_tables
@@ -112,10 +112,6 @@ def tap_model(
     return tap
 
 
-# Modules that hold tapped tables. A second tap on one would stream everything twice.
-_tapped_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 class _ModelTap:
     """The taps of all kinds on one model, and its step boundary."""
 
@@ -127,14 +123,10 @@ class _ModelTap:
         selection: Selection,
     ) -> None:
         sources = _Sources(model, selection)
-        self._modules = sources.modules
-        for path, module in self._modules:
-            if module in _tapped_modules:
-                raise UnsupportedModelError(
-                    f"module {path or type(module).__name__!r} is streamed already, by this streamer or another: "
-                    f"close() that one first; in a notebook that has lost it, make the model and its optimizer anew"
-                )
-        bare = bare_parameters(model, optimizers, [path for path, _ in self._modules])
+        # And what is inside of sharded ones: `install` streams it alone.
+        self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
+        check_untapped(self._modules)
+        bare = bare_parameters(model, optimizers, [path for path, _ in sources.modules])
         for name in selection.unmatched:
             if name in bare:
                 raise ConfigError(
@@ -166,7 +158,7 @@ class _ModelTap:
         except BaseException:
             self.close()
             raise
-        _tapped_modules.update(module for _, module in self._modules)
+        add_tapped(self._modules)
         tell_frozen(sources.frozen)
 
     def end_step(self) -> bool:
@@ -176,7 +168,7 @@ class _ModelTap:
         if self._boundary is not None:
             self._boundary.close()
             self._boundary = None
-            _tapped_modules.difference_update(module for _, module in self._modules)
+            remove_tapped(self._modules)
         if self._left_out is not None:
             self._left_out.close()
         for part in self._parts:

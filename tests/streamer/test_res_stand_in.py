@@ -10,12 +10,6 @@ import numpy as np
 import pytest
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    EmbeddingLocation,
-    RESParams,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
@@ -27,14 +21,16 @@ from headrace.streamer import RawEmbeddingStreamer, install
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.taps.tapped_table import TablePart
 
+ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+
 FAST: dict[str, Any] = {"flush_percent": 100, "connect_timeout_s": WAIT_S, "flush_timeout_s": WAIT_S}
 
 
 def make_module(specs: list[tuple[int, int]], **res: Any) -> Any:
-    return SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in specs],
+    return ops.SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU) for rows, dim in specs],
         enable_raw_embedding_streaming=True,
-        res_params=RESParams(**res),
+        res_params=ops.RESParams(**res),
     )
 
 
@@ -234,6 +230,68 @@ def test_column_shards_are_kept_apart(store: FakeStore, streamer: RawEmbeddingSt
     assert streamer.fetch("a", torch.tensor([3])).weights.tolist() == [[1.0] * 4 + [2.0] * 4]
 
 
+def test_names_beside_the_tables_are_told(streamer: RawEmbeddingStreamer, caplog: pytest.LogCaptureFixture) -> None:
+    """A name in the allow-list that no table has is said in one line, with the nearest, where another one is right."""
+    module = make_module([(8, 4), (8, 4)], table_names=["users", "films"], table_offsets=[0, 0])
+    install(module, streamer, enabled_tables=["users", "flims"])
+    assert "no table here is named or matches 'flims'; the nearest is 'films'" in caplog.text
+    assert len([record for record in caplog.records if record.name.endswith("res_stand_in")]) == 1
+
+
+def test_tables_in_each_others_place_are_refused(streamer: RawEmbeddingStreamer) -> None:
+    """Column shards without `parts`, and parts that overlap: both would write the same rows."""
+    shards = make_module([(8, 4), (8, 4)], table_names=["c", "c"], table_offsets=[0, 0])
+    original = shards._raw_embedding_streamer
+    with pytest.raises(UnsupportedModelError, match=r"two tables are named 'c' .*install\(parts=...\)"):
+        install(shards, streamer)
+    assert shards._raw_embedding_streamer is original
+    assert not streamer.tables
+    parts = [TablePart(fqn="c", num_rows=16, dim=4, row_offset=offset) for offset in (0, 7)]
+    with pytest.raises(UnsupportedModelError, match="two tables are named 'c'"):
+        install(shards, streamer, parts=parts)
+    assert not streamer.tables
+    parts = [TablePart(fqn="c", num_rows=16, dim=4, row_offset=offset) for offset in (0, 8)]
+    install(shards, streamer, parts=parts)
+    assert len(streamer.tables) == 2
+
+
+def test_parts_outside_of_the_table_are_refused(streamer: RawEmbeddingStreamer) -> None:
+    """A negative offset, from RES or in a part, and a part that goes over the table's end are refused."""
+    with pytest.raises(ConfigError, match="table 'a': rows -5:3 are not within the table's 3 rows"):
+        install(make_module([(8, 4)], table_names=["a"], table_offsets=[-5]), streamer)
+    for where, told in (
+        ({"row_offset": 3}, "rows 3:11 are not within the table's 10 rows"),
+        ({"column_offset": -1}, "columns -1:3 are not within its 8 columns"),
+        ({"column_offset": 5}, "columns 5:9 are not within its 8 columns"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            install(make_module([(8, 4)]), streamer, parts=[TablePart(fqn="a", num_rows=10, dim=8, **where)])
+    assert not streamer.tables
+
+
+def test_a_module_is_streamed_once(store: FakeStore, streamer: RawEmbeddingStreamer) -> None:
+    """`install` and `attach` refuse a module that either of them streams, until that streamer is closed."""
+    module = make_module([(8, 4)], table_names=["a"], table_offsets=[0])
+    model = torch.nn.ModuleDict({"m": module})
+    original = module._raw_embedding_streamer
+    with RawEmbeddingStreamer(store.address, run="other", **FAST) as other:
+        for is_installed in (True, False):
+            if is_installed:
+                install(module, streamer, path="m")
+            else:
+                streamer.attach(model)
+            for one in (streamer, other):
+                with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
+                    install(module, one, path="m")
+                with pytest.raises(UnsupportedModelError, match="module 'm' is streamed already"):
+                    one.attach(model)
+            streamer.close(flush=False)
+            assert module._raw_embedding_streamer is original
+            streamer = RawEmbeddingStreamer(store.address, run="res", **FAST)
+        assert not other.tables
+    streamer.close()
+
+
 def test_port_as_res_has_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a streamer the port of LOCAL_RES_PORT is taken; `close` gives the module its own object back."""
     monkeypatch.setenv("LOCAL_RES_PORT", store.address.rpartition(":")[2])
@@ -250,7 +308,7 @@ def test_port_as_res_has_it(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -
 
 def test_wrong_calls(streamer: RawEmbeddingStreamer) -> None:
     """A module without RES, settings that do not fit, and rows beyond the tables are refused."""
-    plain = SplitTableBatchedEmbeddingBagsCodegen([(8, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
+    plain = ops.SplitTableBatchedEmbeddingBagsCodegen([(8, 4, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)])
     with pytest.raises(UnsupportedModelError, match="enable_raw_embedding_streaming"):
         install(plain, streamer)
     with pytest.raises(ConfigError, match="1 table_names and 2 table_offsets"):
