@@ -180,7 +180,7 @@ def _build(entries: Sequence[_Entry]) -> Any:
 
 def _fail(message: str, exit_code: int) -> int:
     """Print the message as one line on stderr and return the exit code."""
-    print(f"headrace: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    print(f"headrace: error: {' '.join(line.strip() for line in message.splitlines())}", file=sys.stderr)
     return exit_code
 
 
@@ -231,9 +231,13 @@ def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
     try:
         return _run(arguments, entries)
     except typer.TyperException as exc:
+        # Of a value that is none of a choice pydantic says first that there is an error.
+        message = exc.format_message().rstrip(".").replace(": Value error, ", ": ", 1)
+        if not message:  # a group without a command: its help is printed already
+            return exc.exit_code
         context = getattr(exc, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
-        return _fail(exc.format_message().rstrip(".") + hint, exc.exit_code)
+        return _fail(message + hint, exc.exit_code)
     except HeadraceError as exc:
         if is_debug:
             raise

@@ -67,7 +67,12 @@ def demo(
     Returns:
         The exit code: 0 when all rows are equal, 1 when one differs.
     """
-    replay = Replay(log=read_events(events or SAMPLE_PATH, max_events=max_events), batch_events=batch_events, seed=seed)
+    path = events or SAMPLE_PATH
+    log = read_events(path, max_events=max_events)
+    try:
+        replay = Replay(log=log, batch_events=batch_events, seed=seed)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
     _check_extras()
     _prepare_folder(out)
     progress_console = Console(stderr=True)

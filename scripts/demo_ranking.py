@@ -51,13 +51,14 @@ class Replay:
             raise ConfigError(f"a batch of {self.batch_events} events; it must be 1 or more")
         if self.num_batches < NUM_PARTS:
             raise ConfigError(
-                f"{self.log.num_events} events are {self.num_batches} batches of {self.batch_events}; "
-                f"the demo needs {NUM_PARTS} batches or more"
+                f"{_count(self.log.num_events, 'event')} in {_count(self.num_batches, 'batch', 'es')} of "
+                f"{self.batch_events}; the demo needs {NUM_PARTS} batches or more: a smaller --batch-events, or more "
+                "--events or --max-events"
             )
         if self.log.num_items <= NUM_RIVALS:
             raise ConfigError(
-                f"{self.log.num_items} different items; ranking one among {NUM_RIVALS} others needs "
-                f"{NUM_RIVALS + 1} or more"
+                f"{_count(self.log.num_items, 'different item')}; ranking one among {NUM_RIVALS} others needs "
+                f"{NUM_RIVALS + 1} or more: other --events, or more --max-events"
             )
 
     @property
@@ -85,6 +86,10 @@ class Replay:
         events = self.events_of(batch)
         rng = np.random.default_rng((_RANKING_STREAM, self.seed, batch))
         return pair_with_random_items(rng, self.log.items[events], self.num_items_seen[events], NUM_RIVALS)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def pair_with_random_items(rng: np.random.Generator, items: _Ids, num_items_seen: _Ids, num_random: int) -> _Ids:

@@ -22,10 +22,11 @@ from headrace.paramserver.config.server_config import ENV_PREFIX, ServerConfig
 from headrace.paramserver.metrics.metrics_problems import Severity, find_problems
 from headrace.paramserver.metrics.status_client import StatusAccess, ask_shards
 from headrace.paramserver.rpc.address import parse_address
-from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.errors import HeadraceError
 from headrace.scripts.doctor_checks import (
     Finding,
     Level,
+    check_directory,
     check_disk,
     check_gpu,
     check_memory,
@@ -96,27 +97,18 @@ def _check_server_settings(data: Path | None, file: Path | None) -> Iterator[Fin
     environ, file = settings_sources(ENV_PREFIX, file, os.environ)
     try:
         settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file)
-        num_shards = settings.shards or _num_shards_at(settings.data)
     except HeadraceError as exc:
         yield Finding(
             subject="settings", level=Level.PROBLEM, text=str(exc), advice="`headrace serve` would not start."
         )
         return
+    directory, num_shards = check_directory(settings)
+    yield directory
     yield from check_open_files(settings.max_connections)
     yield from check_memory(settings, num_shards)
     yield from check_disk(settings, num_shards)
     yield from check_ports(settings, num_shards)
     yield from check_protection(settings, os.environ)
-
-
-def _num_shards_at(path: Path) -> int:
-    manifest = path / "headrace.json"
-    if not manifest.is_file():
-        return 1
-    try:
-        return int(json.loads(manifest.read_text("utf-8"))["num_shards"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise ConfigError(f"{manifest}: not a manifest of a Headrace server: {exc}") from exc
 
 
 def _check_server(access: StatusAccess) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from headrace.paramserver.config.data_dir import is_in_use
+from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.config.server_config import ServerConfig
 from headrace.paramserver.process.machine_memory import machine_memory_bytes
@@ -26,6 +26,7 @@ from headrace.schemas.sizes import format_size
 __all__ = [
     "Finding",
     "Level",
+    "check_directory",
     "check_disk",
     "check_gpu",
     "check_memory",
@@ -134,6 +135,23 @@ def check_gpu() -> Iterator[Finding]:
         yield _note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
     else:
         yield _ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
+
+
+def check_directory(config: ServerConfig) -> tuple[Finding, int]:
+    """Look into the data directory as a start does.
+
+    Returns:
+        The finding, and how many shards there are or will be.
+    """
+    subject = "directory"
+    try:
+        manifest = check_data_dir(config.data, num_shards=config.shards)
+    except HeadraceError as exc:
+        return _problem(subject, str(exc), "`headrace serve` would not start."), config.shards or 1
+    if manifest is None:
+        return _ok(subject, f"{config.data}: no store yet, a start makes it"), config.shards or 1
+    shards = f"{manifest.num_shards} shard{'s' * (manifest.num_shards > 1)}"
+    return _ok(subject, f"{config.data} holds a store of {shards}"), manifest.num_shards
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:

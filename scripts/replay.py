@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_config import MAX_SHARDS
 from headrace.paramserver.log.log_inspect import size_of_log
 from headrace.paramserver.metrics.status_client import StatusAccess
 from headrace.paramserver.reading.replay import Replay, ReplayTarget
 from headrace.paramserver.reading.replay_source import ReplayRange, ReplaySource, ReplaySummary
 from headrace.paramserver.supervisor.launch import ServerProcess
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.sizes import format_size
 from headrace.scripts.log_command import show_range, show_time
 from headrace.scripts.progress_bar import show_bytes
@@ -94,6 +95,8 @@ def replay(
         raise ConfigError("--shards goes with --data: a running server has the shards that it has")
     if data is not None and _is_same_place(data, path):
         raise ConfigError(f"--data {data}: that is where the log to replay lies; name another directory")
+    if data is not None and not dry_run:
+        _check_place(data, shards)  # before a long log is gone through in vain
     wanted = ReplayRange(
         from_seq=from_seq,
         to_seq=to_seq,
@@ -108,7 +111,7 @@ def replay(
     if server is not None:
         target = target_of(access(server, timeout_s=timeout_s))
         if not dry_run:
-            asyncio.run(target.ask())  # before a long log is gone through in vain
+            asyncio.run(target.ask())  # for the same reason
     size_bytes = sum(size_of_log(log.path) for log in source.logs)
     with show_bytes("Checking", size_bytes) as bar:
         summary = source.summarize(on_progress=bar.advance)
@@ -143,8 +146,23 @@ def _served(data: Path | None, shards: int | None) -> Iterator[str]:
     if data is None:
         yield ""
         return
-    with ServerProcess.start(data, shards=shards) as server:
+    try:
+        server = ServerProcess.start(data, shards=shards)
+    except UnavailableError as exc:
+        raise UnavailableError(str(exc).replace("headrace: error: ", "")) from exc  # what it has printed itself
+    with server:
         yield server.address
+
+
+def _check_place(data: Path, shards: int | None) -> None:
+    """Check that a server can have the directory.
+
+    Raises:
+        HeadraceError: It cannot.
+    """
+    check_data_dir(data, num_shards=shards)
+    if is_in_use(data):
+        raise ConfigError(f"--data {data}: a server runs in it; name that with --server")
 
 
 def _is_same_place(data: Path, path: Path) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -101,6 +104,8 @@ def verify(
     Every row's id, weights and optimizer states count, versions do not. A running trainer is compared with its server
     by `streamer.audit()`. Exit code 1 when something differs.
     """
+    if save is not None:
+        _check_place(save)
     server = access(address, timeout_s=timeout_s)
     file = None if against is None or not Path(against).is_file() else Path(against)
     saved = None if file is None else _load(file)
@@ -133,12 +138,14 @@ def verify(
         why = reach_log.trouble() or "give it more with --timeout-s"
         raise ConfigError(f"nothing has come for {format_seconds(timeout_s)}: {why}") from exc
     seconds = time.perf_counter() - begin_s
-    if save is not None:
-        _save(save, results)
-    if as_json:
-        typer.echo(json.dumps(_to_json(results, seconds), indent=2))
-    else:
-        typer.echo("\n".join(_lines(results, seconds, is_compared=against is not None)))
+    try:
+        if save is not None:
+            _save(save, results)
+    finally:  # the answer does not hang on it
+        if as_json:
+            typer.echo(json.dumps(_to_json(results, seconds), indent=2))
+        else:
+            typer.echo("\n".join(_lines(results, seconds, is_compared=against is not None)))
     return 0 if all(result.is_equal for result in results) else 1
 
 
@@ -250,6 +257,25 @@ def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
     return sorted(fqns) if only is None else list(only)
 
 
+def _target_of(path: Path) -> tuple[Path, bool]:
+    """Return what a path leads to, and whether that is a device, or a pipe, whose name in /proc leads nowhere."""
+    is_device = path.exists() and not path.is_file()
+    return (path if is_device else path.resolve()), is_device
+
+
+def _check_place(path: Path) -> None:
+    """Find out that the digests can be written before all rows are read, not after."""
+    try:
+        target, is_device = _target_of(path)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not is_device:
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+    except OSError as exc:
+        raise ConfigError(f"--save {path}: {exc.strerror}") from exc
+
+
 def _save(path: Path, results: list[_TableResult]) -> None:
     tables = [
         {
@@ -263,8 +289,7 @@ def _save(path: Path, results: list[_TableResult]) -> None:
         if result.digest is not None
     ]
     text = json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION, "bucket_rows": BUCKET_ROWS, "tables": tables})
-    is_device = path.exists() and not path.is_file()  # or a pipe, whose name in /proc leads nowhere
-    target = path if is_device else path.resolve()
+    target, is_device = _target_of(path)
     new = target if is_device else target.with_name(target.name + ".new")
     try:
         new.write_text(text + "\n", "utf-8")

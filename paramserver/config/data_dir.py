@@ -25,7 +25,7 @@ from headrace.paramserver.files.durable_files import fsync_path
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.snapshot_manifest import shard_folder
 
-__all__ = ["FORMAT_VERSION", "LOCK_NAME", "MANIFEST_NAME", "DataDir", "Manifest", "is_in_use"]
+__all__ = ["FORMAT_VERSION", "LOCK_NAME", "MANIFEST_NAME", "DataDir", "Manifest", "check_data_dir", "is_in_use"]
 
 MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
@@ -86,32 +86,12 @@ class DataDir:
             CorruptionError: The manifest cannot be read.
         """
         path = path.absolute()
-        try:
-            names = set(os.listdir(path))
-        except FileNotFoundError:
-            names = set()
-        except OSError as exc:
-            _fail(path, exc)
-        if MANIFEST_NAME not in names:
-            try:
-                foreign = sorted(name for name in names - _HARMLESS if not _is_empty_shard(path / name))
-            except OSError as exc:
-                _fail(path, exc)
-            if foreign:
-                raise ConfigError(
-                    f"--data {path}: holds {foreign[0]!r} and no {MANIFEST_NAME}: not a directory of Headrace's; "
-                    "name a new or an empty one"
-                )
+        if not _has_store(path):
             new = Manifest(format_version=FORMAT_VERSION, server_id=str(uuid.uuid4()), num_shards=num_shards or 1)
             return cls(path, new, None)
         lock_fd = _lock(path)
         try:
-            manifest = _read_manifest(path)
-            if num_shards not in (None, manifest.num_shards):
-                raise ConfigError(
-                    f"--shards {num_shards}: {path} was made with {manifest.num_shards} shards, and rows stay where "
-                    "they were hashed to; leave --shards out or name a new directory"
-                )
+            manifest = _read_manifest(path, num_shards)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -138,12 +118,7 @@ class DataDir:
         try:
             if self._lock_fd is None:
                 self._make()
-            for shard in range(self.manifest.num_shards):
-                # An empty one is a disk that is not mounted, and no new shard: its acked rows would be gone in silence.
-                path = self.shard_path(shard)
-                if not (path / _LOG_NAME).is_dir():
-                    what = "log" if path.is_dir() else "directory"
-                    raise CorruptionError(f"{path}: the shard's {what} is missing; is its disk mounted?")
+            _check_shards(self.path, self.manifest)
             assert self._lock_fd is not None
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
@@ -177,12 +152,43 @@ class DataDir:
         self.close()
 
 
+def check_data_dir(path: Path, *, num_shards: int | None) -> Manifest | None:
+    """Check a directory as `claim` and `prepare` do, but write nothing and take no lock: a server may run in it.
+
+    Args:
+        path: Directory, or where one is to be made.
+        num_shards: As asked for; None takes what the directory has.
+
+    Returns:
+        What its manifest holds; None where there is no store yet.
+
+    Raises:
+        ConfigError: Not a directory, not accessible, somebody else's, or of another number of shards.
+        CorruptionError: The manifest cannot be read, or a shard's directory is gone.
+    """
+    path = path.absolute()
+    if not _has_store(path):
+        return None
+    manifest = _read_manifest(path, num_shards)
+    try:
+        _check_shards(path, manifest)
+    except OSError as exc:
+        _fail(path, exc)
+    return manifest
+
+
 def is_in_use(path: Path) -> bool:
-    """Return whether a server, or a process that a killed one has left for the moment, holds the directory."""
+    """Return whether a server, or a process that a killed one has left for the moment, holds the directory.
+
+    Raises:
+        ConfigError: Not accessible.
+    """
     try:
         fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except OSError as exc:
+        _fail(path, exc)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -190,6 +196,38 @@ def is_in_use(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _has_store(path: Path) -> bool:
+    """Return whether there is a store, or else nothing of anybody's.
+
+    Raises:
+        ConfigError: Not a directory, not accessible, or somebody else's.
+    """
+    try:
+        names = set(os.listdir(path))
+        if MANIFEST_NAME in names:
+            return True
+        foreign = sorted(name for name in names - _HARMLESS if not _is_empty_shard(path / name))
+    except FileNotFoundError:
+        return False
+    except OSError as exc:
+        _fail(path, exc)
+    if foreign:
+        raise ConfigError(
+            f"--data {path}: holds {foreign[0]!r} and no {MANIFEST_NAME}: not a directory of Headrace's; "
+            "name a new or an empty one"
+        )
+    return False
+
+
+def _check_shards(path: Path, manifest: Manifest) -> None:
+    for shard in range(manifest.num_shards):
+        # An empty one is a disk that is not mounted, and no new shard: its acked rows would be gone in silence.
+        folder = path / shard_folder(shard)
+        if not (folder / _LOG_NAME).is_dir():
+            what = "log" if folder.is_dir() else "directory"
+            raise CorruptionError(f"{folder}: the shard's {what} is missing; is its disk mounted?")
 
 
 def _is_empty_shard(path: Path) -> bool:
@@ -218,7 +256,7 @@ def _lock(path: Path) -> int:
     return lock_fd
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path, asked_shards: int | None) -> Manifest:
     file = path / MANIFEST_NAME
     try:
         values: Any = json.loads(file.read_bytes())
@@ -234,6 +272,11 @@ def _read_manifest(path: Path) -> Manifest:
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
+    if asked_shards not in (None, num_shards):
+        raise ConfigError(
+            f"--shards {asked_shards}: {path} was made with {num_shards} shards, and rows stay where "
+            "they were hashed to; leave --shards out or name a new directory"
+        )
     return Manifest(format_version=FORMAT_VERSION, server_id=server_id, num_shards=num_shards)
 
 

@@ -22,6 +22,8 @@ __all__ = ["LogReport", "SegmentReport", "find_logs", "inspect_log", "size_of_lo
 
 # Server directory, shard directory, log directory.
 _MAX_DEPTH = 2
+# Of a server's directory, which a layer above makes.
+_MANIFEST_NAME = "headrace.json"
 
 Range = tuple[int, int]
 
@@ -90,7 +92,7 @@ def find_logs(path: Path) -> list[Path]:
     """Return the directories of update logs at or below a path: that of a log, a shard or a server.
 
     Raises:
-        ConfigError: It is not a directory, or there is none in it.
+        ConfigError: It is not a directory, or there is none in it, or none with a record.
         StorageError: A directory cannot be read.
     """
     if not path.is_dir():
@@ -103,6 +105,8 @@ def find_logs(path: Path) -> list[Path]:
             level = [Path(entry) for directory in level for entry in os.scandir(directory) if entry.is_dir()]
     except OSError as exc:
         fail_storage(path, exc, doing="listing")
+    if not found and (path / _MANIFEST_NAME).is_file() and any(path.glob("shard-*/log")):
+        raise ConfigError(f"{path}: its update logs have no records yet; nothing has been written to this server")
     if not found:
         raise ConfigError(f"{path}: holds no update log; name the directory of a server, of a shard or of its log")
     return sorted(found)

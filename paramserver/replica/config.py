@@ -76,7 +76,7 @@ _IN_MEMORY = MemoryStorage()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConfig:
-    """What a replica keeps and what its lookups see.
+    """What a replica keeps and what its lookups see. Directories may be strings too, and are paths here.
 
     Attributes:
         consistency: `latest` shows each update when it comes. `step` shows whole steps, of all shards and tables at
@@ -137,6 +137,9 @@ class ReplicaConfig:
         for pattern, storage in self.storage.items():
             if not isinstance(storage, MemoryStorage | DiskStorage):
                 raise ConfigError(f"replica: storage of {pattern!r} is {storage!r}, not MemoryStorage or DiskStorage")
+        for name in ("disk_dir", "snapshot_dir"):
+            if isinstance(path := getattr(self, name), str):
+                object.__setattr__(self, name, Path(path))
         for name in ("disk_threads", "lease_s", "max_pending_bytes", "fetch_wait_s", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"replica: {name} is {getattr(self, name)}, not above 0")

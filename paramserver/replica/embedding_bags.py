@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.table import ReplicaTable, as_ids
 from headrace.schemas.errors import ConfigError, RequestError
@@ -31,6 +32,17 @@ class BagTable:
     fqn: str
     features: tuple[str, ...]
     pooling: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: There is no such pooling, or the features are one string.
+        """
+        if self.pooling not in ("sum", "mean"):
+            raise ConfigError(f"table {self.fqn!r}: pooling is {self.pooling!r}, not sum or mean")
+        if isinstance(cast("object", self.features), str):
+            raise ConfigError(f"table {self.fqn!r}: features is one string, {self.features!r}: give a tuple of names")
 
 
 class ReplicaEmbeddingBagCollection(nn.Module):
@@ -108,17 +120,28 @@ class ReplicaEmbeddingBagCollection(nn.Module):
         }
         return KeyedTensor(keys=self._names, values=self._pool(inputs), length_per_key=self._dims)
 
-    def pool(self, features: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def pool(
+        self,
+        features: Mapping[str, tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         """Return the pooled features, `[batch, sum of the features' dims]`, float32, of plain ids.
 
         Args:
             features: By name, ids `[n]` and offsets `[batch + 1]`, int64: bag i is `ids[offsets[i]:offsets[i + 1]]`.
+                Of a weighted collection also weights `[n]`, in the table's dtype.
 
         Raises:
-            RequestError: A feature is not there, or its ids are no integers or not those of its offsets.
+            RequestError: A feature is not there, its ids are no integers or not those of its offsets, or it has weights
+                where the collection has none, or none where it has.
             HeadraceError: As of `EmbeddingReplica.lookup`.
         """
-        return self._pool({name: (ids, offsets, None) for name, (ids, offsets) in features.items()})
+        inputs: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        for name, parts in features.items():
+            if len(parts) != 2 + self._is_weighted:
+                wants = "weighted, give (ids, offsets, weights)" if self._is_weighted else "not, give (ids, offsets)"
+                raise RequestError(f"feature {name!r}: {len(parts)} tensors; of a collection that is {wants}")
+            inputs[name] = (parts[0], parts[1], parts[2] if len(parts) == 3 else None)
+        return self._pool(inputs)
 
     def _pool(self, inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
         wanted = []
@@ -128,7 +151,7 @@ class ReplicaEmbeddingBagCollection(nn.Module):
                     raise RequestError(f"feature {feature!r} is not there; there are {', '.join(sorted(inputs))}")
                 given, offsets, weights = inputs[feature]
                 ids = as_ids(given)
-                _check_bags(feature, ids, offsets, weights)
+                _check_bags(feature, ids, offsets, weights, TORCH_DTYPES[self._replica.tables[table.fqn].dtype])
                 wanted.append((table.fqn, ids, _Bags(offsets.long().cpu(), weights, table)))
         return torch.cat(self._replica.look(wanted), dim=1)
 
@@ -147,7 +170,13 @@ class _Bags:
         return pooled.float(), missing
 
 
-def _check_bags(feature: str, ids: npt.NDArray[np.int64], offsets: torch.Tensor, weights: torch.Tensor | None) -> None:
+def _check_bags(
+    feature: str,
+    ids: npt.NDArray[np.int64],
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
     """Check what the kernels of packed rows take on trust, and read beyond the ids where it is not so.
 
     Raises:
@@ -161,6 +190,8 @@ def _check_bags(feature: str, ids: npt.NDArray[np.int64], offsets: torch.Tensor,
         )
     if weights is not None and weights.shape != ids.shape:
         raise RequestError(f"feature {feature!r}: {ids.size} ids and weights of shape {tuple(weights.shape)}")
+    if weights is not None and weights.dtype is not dtype:
+        raise RequestError(f"feature {feature!r}: weights are {weights.dtype}, and its table's rows {dtype}")
 
 
 def _output_names(tables: Sequence[BagTable]) -> list[str]:

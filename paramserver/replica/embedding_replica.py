@@ -72,7 +72,7 @@ class EmbeddingReplica:
         self,
         address: str,
         *,
-        snapshot: Path | None = None,
+        snapshot: str | Path | None = None,
         config: ReplicaConfig | None = None,
         open_timeout_s: float = 60.0,
         ssl_context: ssl.SSLContext | None = None,
@@ -414,7 +414,7 @@ class EmbeddingReplica:
 
     # Switching.
 
-    def load_snapshot(self, folder: Path, *, keep_previous: bool = True, timeout_s: float = 600.0) -> None:
+    def load_snapshot(self, folder: str | Path, *, keep_previous: bool = True, timeout_s: float = 600.0) -> None:
         """Begin anew from a snapshot, aside, catch up, and change over; lookups go on in the old copy until then.
 
         Args:
@@ -430,8 +430,9 @@ class EmbeddingReplica:
         """
         self._switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
 
-    def _switch(self, snapshot: Path | None, *, keep_previous: bool, timeout_s: float) -> None:
-        switch = self._copies.switch(snapshot, keep_previous=keep_previous, timeout_s=timeout_s)
+    def _switch(self, snapshot: str | Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+        folder = None if snapshot is None else Path(snapshot)
+        switch = self._copies.switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
 
         def late() -> str:
             why = self._reach_log.trouble() or self._copies.describe_lag()

@@ -16,7 +16,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from chaos_server import HOST, PROXY_HOST, WAIT_S, ChaosServer
 from chaos_shard import BREAKAGES, Synced
 from chaos_trainer import DIMS, ROWS, TrainerOrder
 from chaos_trainer_process import ChaosError, Trainer
+from new_directory import new_directory
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -269,10 +269,11 @@ class Chaos:
         address = f"{PROXY_HOST}:{self._server.port}"
         async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
             for fqn, row_ids in acked.row_ids.items():
-                if fqn not in reader.tables:
-                    continue
-                stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True)
-                found = acked.compare(fqn, stored, is_final=is_final)
+                if fqn in reader.tables:
+                    stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True)
+                    found = acked.compare(fqn, stored, is_final=is_final)
+                else:
+                    found = acked.compare_absent(fqn)
                 findings.counts += found.counts
                 findings.lines += found.lines
         return findings
@@ -368,9 +369,11 @@ def main(
     for name in fault or ():
         if name not in FAULTS:
             raise typer.BadParameter(f"no fault {name!r}; there is {', '.join(FAULTS)}")
+    if breakage not in BREAKAGES:
+        raise typer.BadParameter(f"no breakage {breakage!r}; there is {', '.join(BREAKAGES)}")
+    directory = new_directory(data, prefix="headrace-chaos-")
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    directory = data or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     started_s, done, error = time.monotonic(), 0, None
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,

@@ -171,6 +171,13 @@ class Ledger:
                 )
         return findings
 
+    def compare_absent(self, fqn: str) -> Findings:
+        """Compare what was acked of a table with a store that has no such table: every acked row is lost."""
+        findings, num_acked = Findings(), int((self._tables[fqn].epochs > 0).sum())
+        if num_acked:
+            findings.add("lost", num_acked, f"{fqn}: no such table in the store, and {num_acked} acked rows")
+        return findings
+
     def _places(self, delta: AckedDelta, size: int) -> dict[str, tuple[int, int, int]]:
         """Return, by column, (bytes of a whole row, where this shard's begin, where they end)."""
         places = {}

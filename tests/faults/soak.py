@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import typer
 from held_ports import hold_ports
+from new_directory import new_directory
 from soak_replicas import BREAKAGES, REPLICAS, Served, run_replicas
 from soak_rows import IDLE_STEPS
 from soak_trainer import Settled, run_trainer
@@ -358,7 +358,7 @@ def main(
     """Run a server, a trainer and replicas for long, and check every lookup and, at the end, every row."""
     if breakage not in BREAKAGES:
         raise typer.BadParameter(f"no breakage {breakage!r}; there is {', '.join(BREAKAGES)}")
-    directory = data or Path(tempfile.mkdtemp(prefix="headrace-soak-"))
+    directory = new_directory(data, prefix="headrace-soak-")
     begun_s = time.monotonic()
     try:
         with Soak(directory, seed=seed, breakage=breakage) as soak:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import chaos
 import chaos_shard
+import numpy as np
 import pytest
+import soak
+import typer
 from chaos import FAULTS, Chaos, ChaosError, deck
+from chaos_ledger import Ledger
 
 from headrace.paramserver.shard import log_retention, shard
 
@@ -52,6 +60,44 @@ def test_a_run_makes_each_fault_as_often(tmp_path: Path) -> None:
     dealt = deck(2 * len(FAULTS), 7)
     assert sorted(dealt) == sorted([*FAULTS, *FAULTS])
     assert dealt == deck(2 * len(FAULTS), 7) != deck(2 * len(FAULTS), 8)
+
+
+@pytest.mark.parametrize("main", [chaos.main, soak.main])
+@pytest.mark.parametrize("data", ["kept", "file", "file/below"])
+def test_a_wrong_word_is_refused_at_once(tmp_path: Path, main: Any, data: str) -> None:
+    """A breakage that there is not, and a directory that is no new one, start nothing and change nothing."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "photo.jpg").touch()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(typer.BadParameter, match="no breakage 'nosuch'; there is none, "):
+        main(breakage="nosuch", data=tmp_path / "new")
+    with pytest.raises(typer.BadParameter, match=f"--data .*{data}: .*; name a new directory"):
+        main(data=tmp_path / data)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_table_that_is_not_listed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acked rows of a table that a server does not have any more do not pass."""
+
+    class _Reader:
+        tables = ()
+
+        async def __aenter__(self) -> _Reader:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    async def connect(*_: object, **__: object) -> _Reader:
+        return _Reader()
+
+    ledger = Ledger({"t": np.arange(3)}, {"t": 1})
+    ledger._tables["t"].epochs[:2] = 1
+    monkeypatch.setattr(chaos, "EmbeddingReader", SimpleNamespace(connect=connect))
+    of = cast("Any", SimpleNamespace(_server=SimpleNamespace(port=1)))
+    findings = asyncio.run(Chaos._read_and_compare(of, ledger, is_final=False))
+    assert findings.counts == {"lost": 2}
 
 
 def test_a_cycle_sees_flushes_and_retention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,12 @@ def _stored(**changes: Any) -> Rows:
     )
 
 
+def test_a_table_that_is_gone_is_lost() -> None:
+    """Of a table that the store has not every acked row counts, deleted ones too; where none was acked it may lack."""
+    assert dict(_ledger().compare_absent("t").counts) == {"lost": 2}
+    assert not Ledger({"t": ROW_IDS}, {"t": 1}).compare_absent("t")
+
+
 @pytest.mark.parametrize(
     ("changes", "is_final", "kinds"),
     [

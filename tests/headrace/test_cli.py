@@ -118,6 +118,27 @@ def test_no_arguments_show_help_and_exit_2(capsys: pytest.CaptureFixture[str]) -
     assert "count" in capsys.readouterr().out
 
 
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """`headrace snapshot` prints its help with exit code 2, as `headrace` does, and no empty error."""
+    assert cli.main(["snapshot"]) == 2
+    captured = capsys.readouterr()
+    assert "create" in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Missing argument 'inspect'. Choose from: inspect"),
+        (["foo", "d"], "'inspect': 'foo' is not one of 'inspect'"),
+    ],
+)
+def test_a_choice_is_told_in_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What there is to choose from follows in plain words."""
+    assert cli.main(["log", *arguments]) == 2
+    assert f"{says} (see headrace log --help)\n" in capsys.readouterr().err
+
+
 def test_command_help_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     """`wind --help` shows the function's options and its docstring up to the sections for callers."""
     assert _run("wind", "--help") == 0

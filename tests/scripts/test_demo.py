@@ -190,7 +190,8 @@ def test_unusable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     out = str(tmp_path / "out")
     assert refused(capsys, "--max-events", "1000", "--batch-events", "128", "--out", out) == (
         1,
-        "headrace: error: 1000 events are 8 batches of 128; the demo needs 10 batches or more",
+        f"headrace: error: {SAMPLE_PATH}: 1000 events in 8 batches of 128; the demo needs 10 batches or more: "
+        "a smaller --batch-events, or more --events or --max-events",
     )
     (tmp_path / "file").touch()
     exit_code, line = refused(capsys, "--out", str(tmp_path / "file" / "out"))

@@ -113,10 +113,16 @@ def test_score_is_the_dot_product_of_each_event_with_its_own_candidates() -> Non
 
 def test_too_few_batches_or_items_are_refused() -> None:
     """A log that makes no ten batches, or has no 99 rivals, is a clear error."""
-    with pytest.raises(ConfigError, match="1000 events are 8 batches of 128; the demo needs 10 batches or more"):
+    with pytest.raises(
+        ConfigError, match=r"1000 events in 8 batches of 128; the demo needs 10 batches or more: .* --batch-e"
+    ):
         make_replay(batch_events=128)
-    with pytest.raises(ConfigError, match="99 different items; ranking one among 99 others needs 100 or more"):
+    with pytest.raises(
+        ConfigError, match=r"99 different items; ranking one among 99 others needs 100 or more: .* --events"
+    ):
         make_replay(num_items=99)
+    with pytest.raises(ConfigError, match="1 event in 1 batch of 32;"):
+        make_replay(num_events=1, num_items=1)
     assert make_replay(num_items=100).num_batches == 32
     with pytest.raises(ConfigError, match="a batch of 0 events"):
         make_replay(batch_events=0)

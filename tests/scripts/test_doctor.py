@@ -174,6 +174,47 @@ def test_settings_that_serve_would_refuse(tmp_path: Path, capfd: pytest.CaptureF
     assert "headrace.yml:2: unknown key 'prot'; did you mean 'port'?" in text
 
 
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        ("file", "not a directory"),
+        ("foreign", "holds 'photo.jpg' and no headrace.json"),
+        ("version", "format version 9"),
+        ("shard", "shard-0001: the shard's directory is missing; is its disk mounted?"),
+        ("shards", "was made with 3 shards"),
+        ("none", None),
+        ("new", None),
+    ],
+)
+def test_a_directory_that_serve_would_refuse(
+    tmp_path: Path, spoil: str, says: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is in the data directory is one finding, in the words of a start, and the directory stays as it was."""
+    data, config = tmp_path / "data", tmp_path / "headrace.yml"
+    config.write_text(f"data: {data}\nport: 0\n" + "shards: 5\n" * (spoil == "shards"))
+    if spoil not in ("file", "foreign", "new"):
+        with DataDir.claim(data, num_shards=3) as claimed:
+            claimed.prepare()
+        (data / "LOCK").unlink()
+    if spoil == "file":
+        data.touch()
+    elif spoil == "foreign":
+        data.mkdir()
+        (data / "photo.jpg").touch()
+    elif spoil == "version":
+        manifest = data / "headrace.json"
+        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 9'))
+    elif spoil == "shard":
+        (data / "shard-0001").rename(tmp_path / "unmounted")
+    before = sorted(tmp_path.rglob("*"))
+    exit_code, told = _doctor(capfd, "--config", str(config))
+    (finding,) = [finding for finding in told["findings"] if finding["subject"] == "directory"]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert finding["level"] == ("ok" if says is None else "problem")
+    assert (says or ("a start makes it" if spoil == "new" else "holds a store of 3 shards")) in finding["text"]
+    assert exit_code == 1 or says is None
+
+
 def test_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is well is said to be; one that is not there is a problem."""
     # Nor does it matter here how busy this machine is, and how full its disk.

@@ -15,6 +15,7 @@ from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
 from headrace import cli
+from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import Replay, ReplayTarget
 from headrace.paramserver.reading.replay_source import ReplaySource, ReplaySummary
@@ -128,7 +129,25 @@ def test_a_target_that_is_not_there_is_told_first(
     out, err = capsys.readouterr()
     assert f"no connection to {address}" in err and err.count("\n") == 1
     assert out == "" and not checked
+    plain, used = source.parent / "plain", source.parent / "used"
+    plain.touch()
+    assert _run(source, "--data", plain) == 1
+    assert capsys.readouterr().err == f"headrace: error: --data {plain}: not a directory\n"
+    with DataDir.claim(used, num_shards=1) as claimed:
+        claimed.prepare()
+        assert _run(source, "--data", used) == 1
+        assert f"--data {used}: a server runs in it; name that with --server" in capsys.readouterr().err
+        assert _run(source, "--data", used, "--shards", 2) == 1
+        assert "was made with 1 shards" in capsys.readouterr().err
+    assert not checked
     assert _run(source, "--server", address, "--dry-run") == 0 and checked
+
+
+def test_what_the_server_of_a_directory_says_is_told_once(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that does not start is quoted without a front of its own."""
+    assert _run(source, "--data", "/proc/nobody-can-make-this") == 1
+    err = capsys.readouterr().err
+    assert "the server ended with exit code 1: --data" in err and err.count("error: ") == 1
 
 
 def test_a_target_that_goes_in_the_middle_is_named(

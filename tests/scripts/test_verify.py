@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+from held_ports import hold_ports
 from hellos import hello_of_writer
 
 from headrace.cli import main
@@ -207,10 +208,24 @@ def test_digests_are_saved_whole_or_not_at_all(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(verify_module, "fsync_path", fail)
+    capsys.readouterr()
     assert main(["verify", servers[2], "--save", str(link)]) == 1
-    assert f"--save {link}: No space left on device" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert f"--save {link}: No space left on device" in err and SPEC.fqn in out
     assert file.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("gone/x", "No such file"), ("file/x", "Not a dir"), ("", "Is a dir")])
+def test_a_place_that_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    """Nobody waits for all rows to hear of a wrong `--save`; here there is not even a server."""
+    (tmp_path / "file").touch()
+    assert main(["verify", f"127.0.0.1:{hold_ports()}", "--save", str(tmp_path / name)]) == 1
+    out, err = capsys.readouterr()
+    assert f"--save {tmp_path / name}: {says}" in err and err.count("\n") == 1 and not out
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def train_collisions_on_rank(
         for step in range(num_steps):
             model(drifting_ids(step, generator)).backward()
             seen.append({int(i) for i in table.identities() if i >= 0})
-        streamer.flush()
+            # Each step's rows on their own: an eviction marks all rows, and would make up for marks that were lost.
+            streamer.step()
+            streamer.flush()
         dist.barrier()
         step = streamer.stats().step
     state = model.state_dict()

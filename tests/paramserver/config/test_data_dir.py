@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir
+from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir, is_in_use
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
 
@@ -199,6 +199,8 @@ def test_not_writable() -> None:
         os.chmod(name, 0o000)
         with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
             DataDir.claim(Path(name), num_shards=1)
+        with _unprivileged(), pytest.raises(ConfigError, match="not writable"):
+            is_in_use(Path(name))
         os.chmod(name, 0o777)
         Path(name, "shard-0000").mkdir(mode=0o000)  # of a first start by somebody else that was interrupted
         with _unprivileged(), pytest.raises(ConfigError, match="not writable"):

@@ -21,7 +21,8 @@ from headrace.paramserver.ingest import sessions
 from headrace.paramserver.ingest.ingest import KIND_BATCH, KIND_HELLO, Ingest
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.update_log import LogRecord
-from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.applier import Applier, ApplierConfig
+from headrace.paramserver.store.pending import Batch
 from headrace.paramserver.store.row_store import RowStore
 from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import (
@@ -238,6 +239,33 @@ async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(
         ingest = Ingest(Watched(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
         monkeypatch.setattr(applier, "wait_below", wait_for_the_next)
         assert await ingest.recover() == 3
+    await log.close()
+    store.close()
+
+
+async def test_recovery_takes_no_more_log_into_memory_than_acks_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a log that is longer than the largest backlog, one record more than that waits to be applied at the most."""
+    store = RowStore.open(tmp_path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log, num_batches = FileUpdateLog.open(tmp_path / "log"), 60
+    records = [(_HELLO, []), *((_CLAIM, _logged(client_seq)) for client_seq in range(1, num_batches + 1))]
+    for header, body in records:
+        await log.append(epoch=1, header=header, body=body).durable
+    record_bytes = len(_logged(num_batches)[0])
+    max_bytes, backlogs = 5 * record_bytes, [0]
+    # An applier that nothing hurries: what is not waited for stays in memory.
+    async with Applier(store, config=ApplierConfig(hold_s=3600.0, quiet_s=3600.0)) as applier:
+        submit = applier.submit
+
+        def watch(batch: Batch) -> None:
+            submit(batch)
+            backlogs.append(applier.pending_bytes)
+
+        monkeypatch.setattr(applier, "submit", watch)
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=max_bytes)
+        assert await ingest.recover() == num_batches + 1
+    assert max_bytes < max(backlogs) <= max_bytes + record_bytes
     await log.close()
     store.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.log.file_update_log import FileUpdateLog
 from headrace.paramserver.log.log_inspect import LogReport, find_logs, inspect_log, size_of_log
 from headrace.paramserver.log.log_reader import LogReader
@@ -189,6 +190,14 @@ def test_directory_without_a_log_is_an_error(tmp_path: Path) -> None:
         find_logs(tmp_path)
     with pytest.raises(ConfigError, match="not a directory"):
         find_logs(tmp_path / "gone")
+
+
+def test_a_server_that_nobody_has_written_to_has_no_records(tmp_path: Path) -> None:
+    """The directory of a server without a segment is the right one, and is not called a wrong one."""
+    with DataDir.claim(tmp_path / "data", num_shards=2) as made:
+        made.prepare()
+    with pytest.raises(ConfigError, match="data: its update logs have no records yet; nothing has been written"):
+        find_logs(tmp_path / "data")
 
 
 async def test_inspecting_touches_nothing(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     OverloadedError,
     ProtocolError,
+    RequestError,
     RowRangeError,
     UnauthorizedError,
     UnavailableError,
@@ -220,6 +221,9 @@ async def test_bad_questions_are_refused_here() -> None:
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         with pytest.raises(UnknownTableError, match=r"'user\.wieght'.*'user\.weight'"):
             await reader.get("user.wieght", [1])
+        for wrong in ([True, False], [1.5]):
+            with pytest.raises(RequestError, match="not integers"):
+                await reader.get(PLAIN.fqn, wrong)
         with pytest.raises(RowRangeError, match="100000"):
             await reader.get(SPEC.fqn, [100_000])
         assert not any(shard.num_reads for shard in shards.shards)

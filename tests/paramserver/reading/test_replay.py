@@ -183,6 +183,32 @@ async def test_a_second_time_nothing_is_sent(source: Any, tmp_path: Path) -> Non
     assert (third.num_sent, third.num_skipped) == (first.num_sent, 0)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"tables": frozenset({"ids.weight"})}, {"tables": frozenset({"split.weight"})}),
+        ({}, {"tables": frozenset({"split.weight"})}),
+        ({}, {"from_step": 2}),
+        ({"to_step": 2}, {"to_step": 3}),
+        ({}, {"since_us": TIME_US + 2_000_000}),
+        ({"until_us": TIME_US + 2_000_000}, {"until_us": TIME_US + 3_000_000}),
+        ({"from_seq": 2}, {"from_seq": 5}),
+    ],
+    ids=["other table", "one table", "from_step", "to_step", "since_us", "until_us", "from_seq"],
+)
+async def test_another_range_is_another_replay(
+    source: Any, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """What one replay has delivered counts for none with other bounds: all that the other takes is sent."""
+    path = source[0] / "shard-0000"
+    wanted = ReplayRange(**second)
+    num_rows = ReplaySource(path, wanted).summarize().num_rows
+    async with serve_shards(tmp_path / "target", 1) as (port,):
+        assert (await _replay(path, port, ReplayRange(**first))).num_sent > 0
+        other = await _replay(path, port, wanted)
+    assert (other.num_sent, other.num_skipped) == (num_rows, 0)
+
+
 async def test_newer_rows_stay(source: Any, tmp_path: Path) -> None:
     """Rows that the target has in a higher epoch, or as deleted there, are as they were; all others arrive."""
     path, content = source

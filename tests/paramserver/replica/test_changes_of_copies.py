@@ -16,7 +16,7 @@ from held_ports import hold_ports
 from watched_server import wait_until
 
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
+from headrace.paramserver.replica.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.embedding_replica import Looked
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.table import ReplicaTable
@@ -84,6 +84,22 @@ def test_snapshots_are_switched_under_lookups(
             replica.roll_back()
     assert not list(tmp_path.glob("disk/copy-*"))
     verify_snapshot(second)  # what is linked to was not written to
+
+
+def test_directories_may_be_strings(server: ServerProcess, training: Training, tmp_path: Path) -> None:
+    """Snapshots and the directories of the settings are taken as strings too."""
+    training.step()
+    training.flush()
+    snapshot, kept = str(make_snapshot(server)), str(tmp_path / "kept")
+    settings: dict[str, Any] = {
+        "storage": {"*": DiskStorage()},
+        "disk_dir": str(tmp_path / "disk"),
+        "snapshot_dir": kept,
+    }
+    with EmbeddingReplica(server.address, snapshot=snapshot, **settings) as replica:
+        replica.load_snapshot(snapshot, timeout_s=WAIT_S)
+        assert_equal(replica, training)
+    assert ReplicaConfig(**settings).snapshot_dir == Path(kept)
 
 
 def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Training, tmp_path: Path) -> None:

@@ -80,14 +80,19 @@ def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is
                     expected, found = ebc(features), ours(features)
                 assert found.keys() == expected.keys() and found.length_per_key() == expected.length_per_key()
                 assert torch.equal(found.values().view(torch.int32), expected.values().view(torch.int32))
-                if not is_weighted:
-                    parts = {name: (part.values(), part.offsets()) for name, part in features.to_dict().items()}
-                    assert torch.equal(ours.pool(parts), expected.values())
+                parts: dict[str, Any] = {}
+                for name, part in features.to_dict().items():
+                    parts[name] = (part.values(), part.offsets(), *([part.weights()] if is_weighted else []))
+                assert torch.equal(ours.pool(parts), expected.values())
             assert not replica.num_missing
 
 
 def test_refuses_what_it_cannot_pool(server: ServerProcess, tmp_path: Path) -> None:
-    """A table that the replica has not, and a weighted mean."""
+    """A table that the replica has not, a weighted mean, a pooling that there is not, and features in one string."""
+    with pytest.raises(ConfigError, match="pooling is 'max', not sum or mean"):
+        BagTable(fqn="t", features=("a",), pooling=cast("Any", "max"))
+    with pytest.raises(ConfigError, match="features is one string, 'feat'"):
+        BagTable(fqn="t", features=cast("Any", "feat"))
     with EmbeddingReplica(server.address) as replica:
         with pytest.raises(ConfigError, match="nothing"):
             ReplicaEmbeddingBagCollection(replica, [BagTable(fqn="nothing", features=("a",))])
@@ -127,3 +132,24 @@ def test_bags_that_are_none_are_refused(precision: Any, ids: Any, offsets: Any, 
         ebc.pool({"g": (torch.tensor([1]), torch.tensor([0, 1]))})
     with pytest.raises(RequestError, match=r"2 ids and weights of shape \(3,\)"):
         ebc._pool({"f": (torch.tensor([1, 2]), torch.tensor([0, 2]), torch.ones(3))})
+
+
+def test_weights_go_with_a_weighted_collection_alone() -> None:
+    """Sums are weighted by what is given; weights that are missing, too many or of another dtype are refused."""
+    table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=2, dtype=DType.FLOAT32))
+    replica = SimpleNamespace(
+        tables={"t": table.spec}, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
+    )
+    tables = [BagTable(fqn="t", features=("f",))]
+    plain, weighted = (
+        ReplicaEmbeddingBagCollection(cast("Any", replica), tables, is_weighted=is_weighted)
+        for is_weighted in (False, True)
+    )
+    pair = (torch.tensor([1, 2]), torch.tensor([0, 2]))
+    assert weighted.pool({"f": (*pair, torch.ones(2))}).shape == plain.pool({"f": pair}).shape == (1, 2)
+    with pytest.raises(RequestError, match="feature 'f': 2 tensors; of a collection that is weighted"):
+        weighted.pool({"f": pair})
+    with pytest.raises(RequestError, match="feature 'f': 3 tensors; of a collection that is not"):
+        plain.pool({"f": (*pair, torch.ones(2))})
+    with pytest.raises(RequestError, match=r"weights are torch\.float64, and its table's rows torch\.float32"):
+        weighted.pool({"f": (*pair, torch.ones(2, dtype=torch.float64))})

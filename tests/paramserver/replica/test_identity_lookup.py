@@ -88,6 +88,9 @@ async def test_missing_identities_follow_the_policy(tmp_path: Path) -> None:
                 [weights_of(2, -20, 1), default.tolist()],
             ]
             assert replica.num_missing == {FQN: 2}
+            replica.lookup_by_identity(FQN, [10, 12])
+            replica.lookup(FQN, [2, 3, 3])
+            assert replica.num_missing == {FQN: 5}  # of all lookups so far
             assert replica.lookup_by_identity(FQN, []).shape == (0, 4)
             assert replica.find_rows(FQN, torch.tensor([[10, 11], [-20, -1]])).tolist() == [[1, -1], [2, -1]]
         async with following(address, missing="error") as replica:

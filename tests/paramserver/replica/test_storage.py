@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from table_rows import chunk_of, snapshot
@@ -13,9 +16,12 @@ from headrace.paramserver.replica import disk_stores
 from headrace.paramserver.replica.config import DiskStorage, MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.copy_folders import CopyFolders
 from headrace.paramserver.replica.disk_table import DiskTable
+from headrace.paramserver.replica.identity_map import IdentityMap, size_of_identity_map
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.replica.storage import Storage, memory_needed
 from headrace.paramserver.snapshots.snapshot_files import link_or_copy, read_manifest
+from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.store_config import StoreConfig
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 
@@ -100,6 +106,49 @@ def test_memory_of_a_table_on_disk_is_what_was_given_to_it(tmp_path: Path) -> No
     assert made[1] is not None and made[1].size_bytes < 1 << 20  # it came later: hot rows only
     storage.close()
     folders.close()
+
+
+@pytest.mark.parametrize("begins_from", ["nothing", "snapshot"])
+def test_stores_get_the_threads_and_the_memory_that_were_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_from: str
+) -> None:
+    """The tables' parts of RocksDB's memory are added up and shared by the stores; the threads are those asked for."""
+    nums_threads, configs = [], []
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, max_workers: int, **settings: Any) -> None:
+            nums_threads.append(max_workers)
+            super().__init__(max_workers, **settings)
+
+    def open_store(path: Path, *, config: StoreConfig) -> RowStore:
+        configs.append(config)
+        return original(path, config=config)
+
+    path = snapshot(tmp_path, {USER: chunk_of(USER, range(20))}, num_shards=2)
+    original = RowStore.open
+    monkeypatch.setattr(disk_stores, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(RowStore, "open", open_store)
+    disks = {"user.*": DiskStorage(memory_bytes=40 << 20), "item.*": DiskStorage(memory_bytes=24 << 20, hot_share=0.25)}
+    folders = CopyFolders(tmp_path / "disk")
+    storage = Storage(ReplicaConfig(storage=disks, disk_threads=7), folders, [USER, ITEM, SMALL])
+    if begins_from == "snapshot":
+        storage.link(path, read_manifest(path), check_wanted=storage.check_open)
+    assert [storage.make(spec) is not None for spec in (USER, ITEM)] == [True, True]
+    storage.close()
+    folders.close()
+    assert nums_threads == [7] and len(configs) == (2 if begins_from == "snapshot" else 1)
+    given_bytes = sum(config.block_cache_bytes + 3 * config.write_buffer_bytes for config in configs)
+    assert given_bytes == (20 << 20) + (18 << 20)
+
+
+@pytest.mark.parametrize("storage", [{}, {"*": DiskStorage(memory_bytes=8 << 20)}], ids=["memory", "disk"])
+def test_memory_of_identities_is_planned(storage: dict[str, DiskStorage]) -> None:
+    """A plan counts the maps of identities, whose rows are in memory wherever the table is."""
+    config, plain = ReplicaConfig(storage=storage), [USER, ITEM]
+    specs = [dataclasses.replace(spec, has_identities=True) for spec in plain]
+    more_bytes = memory_needed(config, specs, 0) - memory_needed(config, plain, 0)
+    assert more_bytes == sum(map(size_of_identity_map, specs))
+    assert more_bytes > IdentityMap(specs[0]).size_bytes
 
 
 @pytest.mark.parametrize("settings", [{"memory_bytes": 0}, {"hot_share": 0.0}, {"hot_share": 1.0}])

@@ -16,6 +16,12 @@ def test_pauses_double_up_to_the_cap() -> None:
     assert backoff.next_s() == 1
 
 
+def test_jitter_halves_a_pause() -> None:
+    """With the most of it each pause is half of its ceiling, the capped one too."""
+    backoff = Backoff(min_s=1, max_s=5, random=lambda: 0.0)
+    assert [backoff.next_s() for _ in range(4)] == [0.5, 1, 2, 2.5]
+
+
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 200))
 def test_jitter_stays_within_bounds(number: float, attempts: int) -> None:
     """A pause is at least half of its ceiling and never above the cap."""
