@@ -67,7 +67,7 @@ def test_a_run_is_text(run: Any) -> None:
         RawEmbeddingStreamer("127.0.0.1:1", run=run)
 
 
-@pytest.mark.parametrize("timeout_s", ["3s", object(), math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("timeout_s", ["3s", pytest.param(object(), id="object"), math.nan, math.inf], ids=str)
 def test_a_timeout_is_a_number_of_seconds(store: FakeStore, training: Training, timeout_s: Any) -> None:
     """Of `flush`, `audit` and `close`; the streamer is closed all the same."""
     with pytest.raises(ConfigError, match=r"timeout_s .*: give seconds"):
