@@ -333,6 +333,19 @@ struct ReplicaShardStatus {
   6: optional double delay_p99_s,
 }
 
+/** What the last audit of a replica has found, which compares its rows with the server's. */
+struct ReplicaAudit {
+  /** When rows were compared last, microseconds since 1970; 0 before the first time. */
+  1: required i64 ended_us,
+  2: required i64 num_rows,
+  /** Buckets of 65536 rows that differed. */
+  3: required i64 num_differing_buckets,
+  /** Which tables differed, and in what; absent when none did. */
+  4: optional string difference,
+  /** Why rows could not be compared since; absent when they could. */
+  5: optional string failure,
+}
+
 /** What a replica says of itself; a shard of the server says nothing of the kind. */
 struct ReplicaStatus {
   /** It may be sent reads: it is up to date, or behind by less than its bound. */
@@ -346,6 +359,8 @@ struct ReplicaStatus {
   6: required list<ReplicaShardStatus> shards,
   /** Why it is not ready, or not kept up to date; absent when all is well. */
   7: optional string failure,
+  /** Absent when it does not audit itself. */
+  8: optional ReplicaAudit audit,
 }
 
 /** What a shard's expiry of rows has done since its process began. */
@@ -510,7 +525,7 @@ struct DigestRowsReply {
   4: optional binary presence,
   /** First row that was not looked at; `end_row` or more when all were. */
   5: required i64 next_row,
-  /** All acked batches up to here, and none beyond, are in the digests. */
+  /** All acked batches up to here, and none beyond, are in the digests. A replica tells the sum of its shards'. */
   6: required i64 seq,
 }
 

@@ -153,6 +153,11 @@ class TableSpec:
         """All columns."""
         return ColumnShard(offset=0, width=self.dim)
 
+    @property
+    def of_weights(self) -> TableSpec:
+        """The same table without optimizer states and identities, as replicas tell it."""
+        return TableSpec(fqn=self.fqn, num_rows=self.num_rows, dim=self.dim, dtype=self.dtype)
+
     def _digest(self) -> int:
         fields = [
             self.fqn,

@@ -23,11 +23,11 @@ from headrace.paramserver.files.durable_files import fsync_path
 from headrace.paramserver.metrics.status_client import DEFAULT_ADDRESS, AddressArgument
 from headrace.paramserver.reading.digest_groups import for_each_table
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.table_digest import TableDigest
 from headrace.scripts.progress_bar import ProgressBar, show_rows
 from headrace.scripts.server_flags import Access, with_server_flags
 
@@ -59,13 +59,17 @@ class _TableResult:
     Attributes:
         fqn: Its name.
         digest: Of the server's rows; None when it is not there.
+        is_steady: Nothing was written meanwhile.
+        left_out: Why a replica has no digest of it.
         problem: Why it cannot be compared.
         differing: Buckets that differ; None when nothing was compared.
         row_ids: The first rows that differ, where both sides could be asked.
     """
 
     fqn: str
-    digest: TableDigest | None
+    digest: TableDigest | None = None
+    is_steady: bool = True
+    left_out: str | None = None
     problem: str | None = None
     differing: list[int] | None = None
     row_ids: list[int] = field(default_factory=list)
@@ -73,6 +77,33 @@ class _TableResult:
     @property
     def is_equal(self) -> bool:
         return self.problem is None and not self.differing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """Whose rows are looked at.
+
+    Attributes:
+        reader: Connected to it.
+        is_replica: It has weights alone.
+        may_leave_out: Nobody has named the tables: one of which a replica has no digest is none to compare.
+    """
+
+    reader: EmbeddingReader
+    is_replica: bool
+    may_leave_out: bool
+
+    async def look(self, result: _TableResult, *, only_weights: bool, on_progress: _Progress) -> TableDigest | None:
+        """Return the digest of a table; None when this replica has none, which the result then says."""
+        try:
+            digest = await self.reader.digest(result.fqn, only_weights=only_weights, on_progress=on_progress)
+        except RequestError as exc:
+            if not (self.is_replica and self.may_leave_out):
+                raise
+            result.left_out = str(exc)
+            return None
+        result.is_steady &= digest.is_steady
+        return digest
 
 
 @with_server_flags
@@ -101,8 +132,8 @@ def verify(
 ) -> int:
     """Add up digests of all rows that a server holds, and compare them with another server's or with saved ones.
 
-    Every row's id, weights and optimizer states count, versions do not. A running trainer is compared with its server
-    by `streamer.audit()`. Exit code 1 when something differs.
+    Every row's id, weights and optimizer states count, versions do not; with a replica on either side, no states do.
+    A running trainer is compared with its server by `streamer.audit()`. Exit code 1 when something differs.
     """
     if save is not None:
         _check_place(save)
@@ -124,12 +155,11 @@ def verify(
             await connect(address) as reader,
         ):
             progress = _Progress(bar, deadline, timeout_s)
-            await progress.expect(reader, table)
+            side = await progress.begin(reader, table)
             if against is None or saved is not None:
-                return await _digest_all(reader, table, saved, progress)
+                return await _digest_all(side, table, saved, progress)
             async with await _connect_to_other(connect, against) as other:
-                await progress.expect(other, table)
-                return await _compare_servers(reader, other, table, progress)
+                return await _compare_servers(side, await progress.begin(other, table), table, progress)
 
     try:
         with show_rows("Adding up") as bar:
@@ -164,10 +194,13 @@ class _Progress:
         self._bar, self._deadline, self._timeout_s = bar, deadline, timeout_s
         self._done = self._total = 0
 
-    async def expect(self, reader: EmbeddingReader, only: list[str] | None) -> None:
-        """Take a server's rows into account."""
-        tables = [table for status in await reader.status() for table in status.tables]
+    async def begin(self, reader: EmbeddingReader, only: list[str] | None) -> _Side:
+        """Take a server's rows into account, and return what it is."""
+        shards = await reader.status()
+        tables = [table for status in shards for table in status.tables]
         self._total += sum(table.num_rows_estimate for table in tables if only is None or table.spec.fqn in only)
+        is_replica = any(status.replica is not None for status in shards)
+        return _Side(reader=reader, is_replica=is_replica, may_leave_out=only is None)
 
     def __call__(self, num_rows: int) -> None:
         self._done += num_rows
@@ -178,69 +211,93 @@ class _Progress:
 
 
 async def _digest_all(
-    reader: EmbeddingReader, only: list[str] | None, saved: dict[str, _Saved] | None, progress: _Progress
+    side: _Side, only: list[str] | None, saved: dict[str, _Saved] | None, progress: _Progress
 ) -> list[_TableResult]:
+    reader = side.reader
+
     async def look(fqn: str) -> _TableResult:
+        result = _TableResult(fqn=fqn)
         if fqn not in reader.tables and not (only is not None and saved is None):
-            return _TableResult(fqn=fqn, digest=None, problem="not on the server")
-        result = _TableResult(fqn=fqn, digest=await reader.digest(fqn, on_progress=progress))
-        if saved is not None:
-            _compare_saved(result, saved.get(fqn))
+            result.problem = "not on the server"
+            return result
+        result.digest = await side.look(result, only_weights=side.is_replica, on_progress=progress)
+        if saved is not None and result.digest is not None:
+            _compare_saved(result, result.digest, saved.get(fqn))
         return result
 
     fqns = _chosen(reader.tables.keys() | (saved or {}).keys(), only)
     return await for_each_table(fqns, look, num_rows_of=partial(_num_rows_of, reader))
 
 
-def _compare_saved(result: _TableResult, saved: _Saved | None) -> None:
-    assert result.digest is not None
+def _compare_saved(result: _TableResult, digest: TableDigest, saved: _Saved | None) -> None:
     if saved is None:
         result.problem = "not in the file"
-    elif saved.fingerprint != result.digest.spec.fingerprint:
+    elif saved.fingerprint != digest.spec.fingerprint:
         result.problem = "another shape, type or set of states than in the file"
     else:
-        before = TableDigest(spec=result.digest.spec, columns=result.digest.columns, buckets=saved.buckets)
-        result.differing = result.digest.differing_buckets(before)
+        before = TableDigest(spec=digest.spec, columns=digest.columns, buckets=saved.buckets)
+        result.differing = digest.differing_buckets(before)
 
 
 async def _compare_servers(
-    reader: EmbeddingReader, other: EmbeddingReader, only: list[str] | None, progress: _Progress
+    first: _Side, second: _Side, only: list[str] | None, progress: _Progress
 ) -> list[_TableResult]:
+    only_weights = first.is_replica or second.is_replica
+    tables, other_tables = first.reader.tables, second.reader.tables
+
     async def compare(fqn: str) -> _TableResult:
-        result = _TableResult(fqn=fqn, digest=None)
-        if fqn not in reader.tables or fqn not in other.tables:
-            result.problem = f"not on the {'first' if fqn not in reader.tables else 'second'} server"
-        elif difference := reader.tables[fqn].describe_difference(other.tables[fqn]):
+        result = _TableResult(fqn=fqn)
+        missing = [which for which, of in (("first", tables), ("second", other_tables)) if fqn not in of]
+        if missing:
+            side = first if missing[0] == "first" else second
+            if side.is_replica and side.may_leave_out:
+                result.left_out = "the replica does not keep it"
+            else:
+                result.problem = f"not on the {missing[0]} server"
+            return result
+        specs = [of[fqn].of_weights if only_weights else of[fqn] for of in (tables, other_tables)]
+        if difference := specs[0].describe_difference(specs[1]):
             result.problem = difference
-        else:
-            ours, theirs = await asyncio.gather(*(of.digest(fqn, on_progress=progress) for of in (reader, other)))
-            result.digest, result.differing = ours, ours.differing_buckets(theirs)
-            for bucket in result.differing:
-                if len(result.row_ids) >= _MAX_NAMED:
-                    break
-                result.row_ids += await _differing_rows(reader, other, fqn, bucket)
-            del result.row_ids[_MAX_NAMED:]
+            return result
+        ours, theirs = await asyncio.gather(
+            *(side.look(result, only_weights=only_weights, on_progress=progress) for side in (first, second))
+        )
+        if ours is None or theirs is None:
+            return result
+        result.digest, result.differing = ours, ours.differing_buckets(theirs)
+        for bucket in result.differing:
+            if len(result.row_ids) >= _MAX_NAMED:
+                break
+            result.row_ids += await _differing_rows((first.reader, second.reader), fqn, bucket, only_weights)
+        del result.row_ids[_MAX_NAMED:]
         return result
 
-    fqns = _chosen(reader.tables.keys() | other.tables.keys(), only)
-    return await for_each_table(fqns, compare, num_rows_of=partial(_num_rows_of, reader))
+    fqns = _chosen(tables.keys() | other_tables.keys(), only)
+    return await for_each_table(fqns, compare, num_rows_of=partial(_num_rows_of, first.reader))
 
 
 def _num_rows_of(reader: EmbeddingReader, fqn: str) -> int:
     return reader.tables[fqn].num_rows if fqn in reader.tables else 0
 
 
-async def _differing_rows(reader: EmbeddingReader, other: EmbeddingReader, fqn: str, bucket: int) -> list[int]:
+async def _differing_rows(
+    readers: tuple[EmbeddingReader, EmbeddingReader], fqn: str, bucket: int, only_weights: bool
+) -> list[int]:
     """Return the rows of a bucket that differ, or that only one server has."""
-    first_row, end_row = bucket * BUCKET_ROWS, (bucket + 1) * BUCKET_ROWS
-    digests = [await of.digest(fqn, first_row=first_row, end_row=end_row, with_presence=True) for of in (reader, other)]
+    look = partial(
+        EmbeddingReader.digest,
+        fqn=fqn,
+        first_row=bucket * BUCKET_ROWS,
+        end_row=(bucket + 1) * BUCKET_ROWS,
+        with_presence=True,
+        only_weights=only_weights,
+    )
+    digests = [await look(reader) for reader in readers]
     row_ids = np.union1d(*(digest.present_rows(bucket) for digest in digests))
     found: list[int] = []
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
         some = row_ids[first : first + _ROWS_AT_ONCE]
-        ours, theirs = await asyncio.gather(
-            reader.get(fqn, some, with_states=True), other.get(fqn, some, with_states=True)
-        )
+        ours, theirs = await asyncio.gather(*(of.get(fqn, some, with_states=not only_weights) for of in readers))
         differs = np.zeros(some.size, np.bool_)
         for one, two in zip(_columns(ours), _columns(theirs), strict=True):
             differs |= (one != two).any(axis=1)
@@ -324,7 +381,9 @@ def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) ->
         digest = result.digest
         text = f"{result.fqn}: "
         text += f"{digest.num_rows} rows, digest {digest.total:016x}" if digest is not None else "no digest"
-        if result.problem is not None:
+        if result.left_out is not None:
+            text = f"{result.fqn}: left out: {result.left_out}"
+        elif result.problem is not None:
             text += f"; DIFFERENT: {result.problem}"
         elif result.differing:
             ranges = [f"{bucket * BUCKET_ROWS}–{(bucket + 1) * BUCKET_ROWS - 1}" for bucket in result.differing]
@@ -333,7 +392,7 @@ def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) ->
             text += f"; first {', '.join(map(str, result.row_ids))}" if result.row_ids else ""
         elif is_compared:
             text += "; equal"
-        if digest is not None and not digest.is_steady:
+        if not result.is_steady:
             text += "; written to meanwhile"
         yield text
     num_rows = sum(result.digest.num_rows for result in results if result.digest is not None)
@@ -349,7 +408,8 @@ def _to_json(results: list[_TableResult], seconds: float) -> dict[str, Any]:
                 "fqn": result.fqn,
                 "num_rows": result.digest.num_rows if result.digest else None,
                 "digest": f"{result.digest.total:016x}" if result.digest else None,
-                "is_steady": result.digest.is_steady if result.digest else None,
+                "is_steady": result.is_steady if result.digest else None,
+                "left_out": result.left_out,
                 "problem": result.problem,
                 "differing_buckets": result.differing,
                 "differing_row_ids": result.row_ids,

@@ -17,9 +17,9 @@ import torch
 from headrace.kernels.torch_dtypes import bits_of
 from headrace.paramserver.reading.digest_groups import for_each_table
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import PRESENT
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import StateKind
 from headrace.streamer.taps.tapped_table import TappedTable
 

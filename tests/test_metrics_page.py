@@ -15,7 +15,9 @@ from metric_samples import state
 from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.metrics.metrics_families import server_families
-from headrace.paramserver.replica.metrics import ReplicaCollector
+from headrace.paramserver.replica.audit import ReplicaAuditReport
+from headrace.paramserver.replica.metrics import AuditCollector, ReplicaCollector
+from headrace.paramserver.replica.self_audit import SelfAudit
 from headrace.streamer.metrics import StreamerCollector
 from headrace.streamer.stats import StreamerStats
 
@@ -28,6 +30,9 @@ def _exported() -> Iterable[Metric]:
     stats = StreamerStats(**{field.name: 0 for field in dataclasses.fields(StreamerStats)})
     yield from server_families([state()])
     yield from ReplicaCollector(FakeReplica()).collect()  # type: ignore[arg-type]
+    audit = SelfAudit(FakeReplica(), interval_s=3600.0)  # type: ignore[arg-type]
+    audit.report = ReplicaAuditReport(tables=(), left_out={})
+    yield from AuditCollector(audit).collect()
     yield from StreamerCollector(lambda: stats, run="ctr", rank=0, num_shards=2).collect()
 
 

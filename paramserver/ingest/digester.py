@@ -20,10 +20,10 @@ from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.row_reader import ShardSource, read_rows
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import RequestError
-from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import PRESENT, RecordLayout
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
 
 __all__ = ["Digester"]
@@ -141,17 +141,9 @@ class _Scan:
                 next_row = min(next_row, self._reached_row // BUCKET_ROWS * BUCKET_ROWS)  # amid deleted rows
             if next_row < query.end_row:
                 break
-        order = sorted(buckets)
-        return idl.DigestRowsReply(
-            buckets=np.array(order, "<i8").tobytes(),
-            digests=np.array([buckets[bucket][0] for bucket in order], "<u8").tobytes(),
-            counts=np.array([buckets[bucket][1] for bucket in order], "<i8").tobytes(),
-            presence=b"".join(np.packbits(presence[bucket], bitorder="little").tobytes() for bucket in order)
-            if query.with_presence
-            else None,
-            next_row=next_row,
-            seq=seq,
-        )
+        bits = {bucket: np.packbits(flags, bitorder="little") for bucket, flags in presence.items()}
+        found = TableDigest(spec=spec, columns=query.columns, buckets=buckets, presence=bits)
+        return found.to_idl(next_row=next_row, seq=seq, with_presence=query.with_presence)
 
     def _chunks(self, seq: int) -> Iterator[tuple[_Ids, _Array, dict[str, _Array]]]:
         """Yield row ids, ascending, each once, with weights and states of whole rows; deleted ones are left out."""

@@ -148,6 +148,7 @@ def _replica_to_json(replica: Any) -> dict[str, Any]:
         "lag_s": replica.lag_s,
         "lag_steps": replica.lag_steps,
         "shards": [{name: getattr(shard, name) for name in numbers} for shard in replica.shards],
+        "audit": None if replica.audit is None else vars(replica.audit),
     }
 
 
@@ -178,10 +179,8 @@ def _describe_expiry(shards: list[ShardAnswer]) -> str:
     found = [shard.reply.expiry for shard in shards if shard.reply and shard.reply.expiry]
     text = ""
     if any(of.num_runs for of in found):
-        last = datetime.fromtimestamp(max(of.last_run_us for of in found) / 1e6, UTC)
-        text = (
-            f"Expired {sum(of.num_rows_expired for of in found):,} rows; last run ended {last:%Y-%m-%d %H:%M:%S} UTC."
-        )
+        last = _time(max(of.last_run_us for of in found))
+        text = f"Expired {sum(of.num_rows_expired for of in found):,} rows; last run ended {last}."
     if any(of.num_failed for of in found):
         text += f" [bold red]{sum(of.num_failed for of in found)} runs failed.[/bold red]"
     if any(of.is_running for of in found):
@@ -221,6 +220,24 @@ def _show_replica(reply: Any, console: Console) -> None:
         table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", *delays)
     if replica.shards:
         console.print(table)
+    if replica.audit is not None:
+        console.print(_describe_audit(replica.audit), soft_wrap=True)
+
+
+def _describe_audit(audit: Any) -> str:
+    """Say what a replica's last audit of itself has found."""
+    text = "Not compared with the server yet."
+    if audit.ended_us:
+        found = f"[bold red]DIFFERENT: {escape(audit.difference)}[/bold red]" if audit.difference else "equal"
+        text = f"Compared with the server at {_time(audit.ended_us)}: {audit.num_rows:,} rows, {found}."
+    if audit.failure:
+        text += f" [bold yellow]The last audit failed: {escape(audit.failure)}[/bold yellow]"
+    return text
+
+
+def _time(us: int) -> str:
+    """Return a moment, microseconds since 1970, for people."""
+    return f"{datetime.fromtimestamp(us / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -24,7 +24,6 @@ from headrace.paramserver.reading.row_query import (
     scatter_reply,
 )
 from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.security import Token
@@ -36,6 +35,7 @@ from headrace.schemas.near_names import describe_near
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_ids import row_ids_of
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 __all__ = ["EmbeddingReader", "Rows"]

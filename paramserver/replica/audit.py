@@ -21,18 +21,20 @@ import torch
 
 from headrace.kernels.torch_dtypes import bits_of
 from headrace.paramserver.reading.digest_groups import for_each_table, table_groups
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.precision import precision_of
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.rpc.backoff import Backoff
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import PRESENT
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
+    "ROWS_AT_ONCE",
     "ReplicaAuditReport",
     "ReplicaTableAudit",
     "audit_copy",
@@ -41,11 +43,15 @@ __all__ = [
     "why_left_out",
 ]
 
-# Rows that are held up together: a shard looks at some hundred thousand rows a second.
-_ROWS_AT_ONCE = 4 * BUCKET_ROWS
+ROWS_AT_ONCE = 4 * BUCKET_ROWS
+"""Rows that are held up together: a shard looks at some hundred thousand rows a second."""
+
 _ROWS_IN_CACHE = 4096
-_MAX_NAMED = 20
+_MAX_NAMED, _MAX_TABLES_NAMED = 20, 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+# For how long one range may hold the replica up. A shard that is stuck must not keep the others' updates from lookups
+# for longer than a replica may be behind and be sent any.
+_ANSWER_TIMEOUT_S, _HELD_TIMEOUT_S = 15.0, 20.0
 
 _Ids = npt.NDArray[np.int64]
 
@@ -106,6 +112,18 @@ class ReplicaAuditReport:
         return not any(table.differing_buckets for table in self.tables)
 
     @property
+    def num_differing_buckets(self) -> int:
+        """Buckets of all tables that differ."""
+        return sum(len(table.differing_buckets) for table in self.tables)
+
+    @property
+    def difference(self) -> str:
+        """The first tables that differ, and in what; empty when none does."""
+        different = [str(table) for table in self.tables if table.differing_buckets]
+        more = len(different) - _MAX_TABLES_NAMED
+        return "; ".join(different[:_MAX_TABLES_NAMED]) + (f"; and {more} more tables" if more > 0 else "")
+
+    @property
     def num_rows(self) -> int:
         """Rows of all tables."""
         return sum(table.num_rows for table in self.tables)
@@ -126,13 +144,16 @@ def why_left_out(spec: TableSpec, config: ReplicaConfig) -> str | None:
     return None
 
 
-def digest_table(table: ReplicaTable, *, first_row: int = 0, end_row: int | None = None) -> TableDigest:
+def digest_table(
+    table: ReplicaTable, *, first_row: int = 0, end_row: int | None = None, with_presence: bool = False
+) -> TableDigest:
     """Return digests of the weights of the rows that a table has, by bucket, see `schemas/row_digest.py`.
 
     Args:
         table: One with a number of rows; not written to meanwhile.
         first_row: First row looked at.
         end_row: End of them, exclusive; None for the table's end.
+        with_presence: Say which rows are there.
 
     Thread: any; it blocks.
     """
@@ -143,7 +164,7 @@ def digest_table(table: ReplicaTable, *, first_row: int = 0, end_row: int | None
         if missing.any():
             is_there = ~missing
             ids, rows = ids[is_there], rows[torch.from_numpy(is_there)]
-        digest.add_rows(ids, [bits_of(rows)])
+        digest.add_rows(ids, [bits_of(rows)], with_presence=with_presence)
     return digest
 
 
@@ -174,8 +195,14 @@ async def audit_copy(copy: Followed, config: ReplicaConfig, fqns: Sequence[str] 
     return ReplicaAuditReport(tables=tuple(await _audit_tables(copy, fqns)), left_out=left_out)
 
 
-async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str) -> TableDigest:
-    """Return `digest_table` of a table of a copy, as of one moment.
+async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str, **rows: Any) -> TableDigest:
+    """Return `digest_table` of a table of a copy, as of one moment, which `TableDigest.seqs` tells.
+
+    Args:
+        copy: Follows a server.
+        config: Settings of the replica.
+        fqn: Table.
+        **rows: Which of them, as `digest_table` takes it.
 
     Raises:
         UnknownTableError: The copy has no such table.
@@ -185,7 +212,9 @@ async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str) -> TableD
     """
     _check(copy, config, fqn)
     async with copy.held():
-        return await asyncio.to_thread(digest_table, copy.generation.table(fqn))
+        digest = await asyncio.to_thread(digest_table, copy.generation.table(fqn), **rows)
+        digest.seqs = {tail.shard: tail.visible_seq for tail in copy.generation.tails}
+        return digest
 
 
 def _check(copy: Followed, config: ReplicaConfig, fqn: str) -> None:
@@ -206,39 +235,58 @@ async def _audit_tables(copy: Followed, fqns: Sequence[str]) -> list[ReplicaTabl
 
 def _spans(copy: Followed, fqn: str) -> Iterator[_Span]:
     num_rows = copy.generation.tables[fqn].spec.num_rows
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        yield _Span(fqn=fqn, first_row=first, end_row=min(first + _ROWS_AT_ONCE, num_rows))
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        yield _Span(fqn=fqn, first_row=first, end_row=min(first + ROWS_AT_ONCE, num_rows))
 
 
 async def _audit_spans(copy: Followed, spans: Sequence[_Span], results: Mapping[str, ReplicaTableAudit]) -> list[_Span]:
     """Compare some rows and note what there is; return the spans of which the two were not at the same records.
+
+    Raises:
+        UnavailableError: It took so long that the replica would be held up for longer than it may.
+    """
+    try:
+        async with asyncio.timeout(_HELD_TIMEOUT_S), copy.held():
+            done = await _audit_held(copy, spans, results)
+    except TimeoutError as exc:
+        first, more = spans[0].fqn, f" and {len(spans) - 1} more tables" if len(spans) > 1 else ""
+        raise UnavailableError(
+            f"rows of {first!r}{more} were not compared within {format_seconds(_HELD_TIMEOUT_S)}, in which the replica "
+            "stands still"
+        ) from exc
+    return [span for span in spans if span not in done]
+
+
+async def _audit_held(copy: Followed, spans: Sequence[_Span], results: Mapping[str, ReplicaTableAudit]) -> set[_Span]:
+    """Return the spans that were compared at the same records, while the copy is held.
 
     The shards' digests are asked for together: a round trip is most of what a small table costs. With no writes in
     between they are of one position; with some, the replica is taken from one to the next.
     """
     tails = copy.generation.tails
     done: set[_Span] = set()
-    async with copy.held():
-        theirs = await for_each_table(spans, functools.partial(_stored, copy), num_rows_of=_Span.num_rows)
-        by_seqs: dict[tuple[int, ...], dict[_Span, TableDigest]] = {}
-        for span, digest in zip(spans, theirs, strict=True):
-            if digest.is_steady:
-                seqs = tuple(digest.seqs.get(tail.shard, 0) for tail in tails)
-                by_seqs.setdefault(seqs, {})[span] = digest
-        shown = (0,) * len(tails)
-        for seqs, digests in sorted(by_seqs.items()):
-            if any(map(operator.lt, seqs, shown)) or not await copy.show_up_to(seqs):
-                continue  # another shard has been at later records for the span before
-            shown = seqs
-            ours = await asyncio.to_thread(_digest_spans, copy, list(digests))
-            for span, digest in digests.items():
-                await _note(copy, span, ours[span], digest, results[span.fqn])
-            done |= digests.keys()
-    return [span for span in spans if span not in done]
+    theirs = await for_each_table(spans, functools.partial(_stored, copy), num_rows_of=_Span.num_rows)
+    by_seqs: dict[tuple[int, ...], dict[_Span, TableDigest]] = {}
+    for span, digest in zip(spans, theirs, strict=True):
+        if digest.is_steady:
+            seqs = tuple(digest.seqs.get(tail.shard, 0) for tail in tails)
+            by_seqs.setdefault(seqs, {})[span] = digest
+    shown = (0,) * len(tails)
+    for seqs, digests in sorted(by_seqs.items()):
+        if any(map(operator.lt, seqs, shown)) or not await copy.show_up_to(seqs):
+            continue  # another shard has been at later records for the span before
+        shown = seqs
+        ours = await asyncio.to_thread(_digest_spans, copy, list(digests))
+        for span, digest in digests.items():
+            await _note(copy, span, ours[span], digest, results[span.fqn])
+        done |= digests.keys()
+    return done
 
 
 async def _stored(copy: Followed, span: _Span) -> TableDigest:
-    return await copy.reader.digest(span.fqn, first_row=span.first_row, end_row=span.end_row, only_weights=True)
+    return await copy.reader.digest(
+        span.fqn, first_row=span.first_row, end_row=span.end_row, only_weights=True, timeout_s=_ANSWER_TIMEOUT_S
+    )
 
 
 def _digest_spans(copy: Followed, spans: Sequence[_Span]) -> dict[_Span, TableDigest]:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 
 from headrace.paramserver.reading.shard_link import Dial
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica.audit import ReplicaAuditReport, audit_copy, digest_copy
 from headrace.paramserver.replica.config import ReplicaConfig
 from headrace.paramserver.replica.copies import Copies
@@ -30,13 +29,8 @@ from headrace.paramserver.replica.table import ReplicaTable, as_ids, default_row
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.security import Token
 from headrace.schemas.durations import format_seconds
-from headrace.schemas.errors import (
-    ConfigError,
-    HeadraceError,
-    RequestError,
-    StorageError,
-    UnavailableError,
-)
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["EmbeddingReplica", "Looked"]
@@ -258,8 +252,7 @@ class EmbeddingReplica:
         wanted = as_ids(ids).reshape(-1)
 
         def announce(generation: Generation) -> None:
-            table = self._disk_table(generation, fqn, wanted)
-            if table is not None:
+            if (table := self._disk_table(generation, fqn, wanted)) is not None:
                 table.prefetch(wanted)
 
         self._with_generation(announce)
@@ -397,16 +390,25 @@ class EmbeddingReplica:
             audit, late=f"the audit has not ended in {format_seconds(timeout_s)}", timeout_s=timeout_s
         )
 
-    def digest(self, fqn: str) -> TableDigest:
+    def digest(
+        self, fqn: str, *, first_row: int = 0, end_row: int | None = None, with_presence: bool = False
+    ) -> TableDigest:
         """Return digests of the weights of a table's rows, by bucket, all as of one moment.
 
         They are those of `EmbeddingReader.digest(…, only_weights=True)` for the same rows.
+
+        Args:
+            fqn: Table.
+            first_row: First row looked at.
+            end_row: End of them, exclusive; None for the table's end.
+            with_presence: Say which rows are there.
 
         Raises:
             UnknownTableError: The replica has no such table.
             RequestError: The table has virtual ids, or is kept in another precision.
         """
-        digest = self._on_newest(lambda copy: digest_copy(copy, self._config, fqn))
+        rows = {"first_row": first_row, "end_row": end_row, "with_presence": with_presence}
+        digest = self._on_newest(lambda copy: digest_copy(copy, self._config, fqn, **rows))
         return self._thread.run(digest, late="the digest has not ended", timeout_s=_DIGEST_TIMEOUT_S)
 
     async def _on_newest(self, work: Callable[[Followed], Coroutine[Any, Any, _T]]) -> _T:

@@ -20,9 +20,11 @@ import torch
 
 from headrace.kernels.torch_dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
+from headrace.paramserver.replica.audit import ROWS_AT_ONCE
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica, Looked
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.replica.self_audit import SelfAudit
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
@@ -35,6 +37,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
+from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
 from headrace.schemas.tables import TableSpec
 
@@ -55,6 +58,7 @@ class ReplicaService:
 
     Attributes:
         server: Who calls this service, once somebody does: `status` tells its figures.
+        audit: What the replica finds of itself, where it is audited: `status` tells it.
     """
 
     def __init__(
@@ -69,11 +73,14 @@ class ReplicaService:
             executor: Runs lookups.
         """
         self.server: ThriftServer | None = None
+        self.audit: SelfAudit | None = None
         self._readiness = readiness
         self._address = address
         self._limits = limits
         self._executor = executor
         self._started_s = time.monotonic()
+        # One pass over rows after the other: each holds the replica up.
+        self._digesting = asyncio.Lock()
 
     async def hello(self, call: Call, request: Any) -> Any:
         """Tell what a reader must know.
@@ -99,7 +106,7 @@ class ReplicaService:
             limits=self._limits.to_idl(),
             highest_epoch=replica.epoch,
             last_client_seq=0,
-            tables=[spec_to_idl(_as_kept(spec)) for _, spec in sorted(replica.tables.items())],
+            tables=[spec_to_idl(spec.of_weights) for _, spec in sorted(replica.tables.items())],
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -137,6 +144,27 @@ class ReplicaService:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
 
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Add up digests of weights as lookups see them; the replica does not move on meanwhile.
+
+        Of several shards the reply's seq is the sum of theirs: it tells whether anything came between two replies.
+
+        Cancellation: harmless; the pass over the rows ends by itself.
+        """
+        replica = self._replica
+        spec = _spec_of(replica, request.fqn)
+        end_row = _end_of_digest(request, spec)
+        async with self._digesting:
+            digest = await asyncio.to_thread(
+                replica.digest,
+                spec.fqn,
+                first_row=request.first_row,
+                end_row=end_row,
+                with_presence=request.with_presence,
+            )
+        seq = sum(digest.seqs.values())
+        return digest.to_idl(next_row=end_row, seq=seq, with_presence=request.with_presence)
+
     async def status(self, call: Call) -> Any:
         """Return what `headrace status` shows of this replica; also before it has begun."""
         replica, server, state = self._readiness.replica, self.server, self._readiness.look()
@@ -155,7 +183,7 @@ class ReplicaService:
             num_refused=server.num_refused if server else 0,
             num_rows_written=0,
             tables=[
-                idl.TableStatus(spec=spec_to_idl(_as_kept(spec)), num_rows_estimate=replica.num_rows(fqn))
+                idl.TableStatus(spec=spec_to_idl(spec.of_weights), num_rows_estimate=replica.num_rows(fqn))
                 for fqn, spec in sorted(tables.items())
                 if replica is not None
             ],
@@ -168,6 +196,7 @@ class ReplicaService:
                 visible_step=state.visible[1],
                 shards=[_shard_to_idl(shard) for shard in state.shards],
                 failure=None if state.failure is None else wire_text(state.failure),
+                audit=None if self.audit is None else _audit_to_idl(self.audit),
             ),
         )
 
@@ -267,6 +296,24 @@ def _row_ids_of(column: Any, spec: TableSpec, left: int) -> _Ids:
     return row_ids
 
 
+def _end_of_digest(request: Any, spec: TableSpec) -> int:
+    """Return the end of the rows that are looked at for a `DigestRowsRequest`: no more than are held up together.
+
+    Raises:
+        RequestError: It asks for what a replica does not have.
+    """
+    if not request.only_weights:
+        raise RequestError(f"table {spec.fqn!r}: a replica keeps no optimizer states; ask for weights alone")
+    if (request.column_offset, request.width) != (0, spec.dim):
+        raise RequestError(f"table {spec.fqn!r}: a replica adds up whole rows, of {spec.dim} columns")
+    first_row = request.first_row
+    if not first_row >= 0 or request.max_buckets < 1:
+        raise RequestError(f"rows from {first_row} on in {request.max_buckets} buckets: out of range")
+    num_buckets = min(request.max_buckets, ROWS_AT_ONCE // BUCKET_ROWS)
+    end_row: int = min(request.end_row, spec.num_rows, (first_row // BUCKET_ROWS + num_buckets) * BUCKET_ROWS)
+    return end_row
+
+
 def _row_bytes(spec: TableSpec) -> int:
     return spec.dim * spec.dtype.size_bytes + 1
 
@@ -279,11 +326,6 @@ def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
     return tables[fqn]
 
 
-def _as_kept(spec: TableSpec) -> TableSpec:
-    """Return what a replica has of a table."""
-    return TableSpec(fqn=spec.fqn, num_rows=spec.num_rows, dim=spec.dim, dtype=spec.dtype)
-
-
 def _shard_to_idl(shard: Freshness) -> Any:
     delay = shard.delay
     return idl.ReplicaShardStatus(
@@ -293,4 +335,16 @@ def _shard_to_idl(shard: Freshness) -> Any:
         lag_steps=shard.lag_steps,
         delay_p50_s=delay.percentile(50) if delay.count else None,
         delay_p99_s=delay.percentile(99) if delay.count else None,
+    )
+
+
+def _audit_to_idl(audit: SelfAudit) -> Any:
+    report = audit.report
+    difference = "" if report is None else report.difference
+    return idl.ReplicaAudit(
+        ended_us=0 if report is None else int(audit.ended_s * 1e6),
+        num_rows=0 if report is None else report.num_rows,
+        num_differing_buckets=0 if report is None else report.num_differing_buckets,
+        difference=wire_text(difference) if difference else None,
+        failure=None if audit.failure is None else wire_text(audit.failure),
     )

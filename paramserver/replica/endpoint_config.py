@@ -156,6 +156,14 @@ class EndpointConfig:
         maximum=_DAY_S,
         help="Give up when the server is not there, or nothing more of the copy comes, for so long.",
     )
+    audit_interval_s: float | None = setting(
+        None,
+        kind=Kind.SECONDS,
+        minimum=1,
+        maximum=30 * _DAY_S,
+        default_text="never",
+        help="Compare all rows with the server's so often, by digests: about 1.5 s of a shard's core a million rows.",
+    )
     lookup_threads: int = setting(
         4, kind=Kind.COUNT, minimum=1, maximum=256, help="Look-ups that run at the same time; others wait their turn."
     )

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,6 +33,7 @@ from headrace.paramserver.replica.endpoint import ReplicaService
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.endpoint_readiness import Readiness
 from headrace.paramserver.replica.metrics import replica_metrics
+from headrace.paramserver.replica.self_audit import SelfAudit
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.rpc_server import ThriftServer
@@ -86,6 +87,7 @@ class ReplicaProcess:
         self._ready_file = ready_file
         self._watch_stdin = watch_stdin
         self._readiness = Readiness(max_lag_s=config.max_lag_s)
+        self._audit: SelfAudit | None = None
         self._stopping = asyncio.Event()
         self._num_signals = 0
 
@@ -135,7 +137,8 @@ class ReplicaProcess:
             try:
                 self._readiness.replica = replica
                 self._announce(replica, addresses)
-                await self._stopping.wait()
+                async with self._auditing(replica, service):
+                    await self._stopping.wait()
                 self._readiness.stop()
                 await server.close(drain_s=config.drain_s)  # before the replica, so that what has begun is answered
             finally:
@@ -144,6 +147,19 @@ class ReplicaProcess:
                 if self._ready_file is not None:
                     self._ready_file.remove()
         return _EXIT_OK
+
+    @contextlib.asynccontextmanager
+    async def _auditing(self, replica: EmbeddingReplica, service: ReplicaService) -> AsyncIterator[None]:
+        """Audit a replica meanwhile, where that was asked for."""
+        if (interval_s := self._config.audit_interval_s) is None:
+            yield
+            return
+        self._audit = service.audit = SelfAudit(replica, interval_s=interval_s)
+        auditing = asyncio.create_task(self._audit.run(), name="headrace-audit")
+        try:
+            yield
+        finally:
+            await _cancel(auditing)
 
     def _announce(self, replica: EmbeddingReplica, addresses: dict[str, str]) -> None:
         fact(_log, logging.INFO, "replica is ready", tables=len(replica.tables), step=replica.step, **addresses)
@@ -165,7 +181,8 @@ class ReplicaProcess:
             replica = self._readiness.replica
             if replica is None:
                 return Reply(status=503, body=b"the replica is not there yet\n")
-            return Reply(body=await asyncio.to_thread(replica_metrics, replica), content_type=CONTENT_TYPE_LATEST)
+            page = await asyncio.to_thread(replica_metrics, replica, self._audit)
+            return Reply(body=page, content_type=CONTENT_TYPE_LATEST)
 
         return {"/healthz": alive, "/readyz": ready, "/metrics": metrics}
 

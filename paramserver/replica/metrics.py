@@ -17,8 +17,9 @@ from prometheus_client.registry import Collector
 
 from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.freshness import Freshness
+from headrace.paramserver.replica.self_audit import SelfAudit
 
-__all__ = ["ReplicaCollector", "replica_metrics"]
+__all__ = ["AuditCollector", "ReplicaCollector", "replica_metrics"]
 
 _HOT_ROWS = (
     ("hits_total", "Look-ups found among the hot rows."),
@@ -49,10 +50,38 @@ class ReplicaCollector(Collector):
         yield from _of_tables(replica)
 
 
-def replica_metrics(replica: EmbeddingReplica) -> bytes:
-    """Return a replica's page of metrics, in Prometheus' text format 0.0.4."""
+class AuditCollector(Collector):
+    """Tells what a replica's audits of itself have found.
+
+    Thread: any.
+    """
+
+    def __init__(self, audit: SelfAudit) -> None:
+        """Tell of a replica's audits."""
+        self._audit = audit
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        audit = self._audit
+        counts = (("equal", audit.num_equal), ("different", audit.num_different), ("failed", audit.num_failed))
+        audits = CounterMetricFamily("headrace_replica_audits_total", "Audits that have ended.", labels=["outcome"])
+        for outcome, count in counts:
+            audits.add_metric([outcome], count)
+        yield audits
+        yield _gauge("audit_interval_seconds", "Between audits.", audit.interval_s)
+        yield _gauge("audit_timestamp_seconds", "When rows were compared last, or audits begun.", audit.ended_s)
+        if (report := audit.report) is not None:
+            yield _gauge("audit_rows", "Rows that the last audit has compared.", report.num_rows)
+            text = "Ranges of 65536 rows that differed from the server's in the last audit."
+            yield _gauge("audit_differing_buckets", text, report.num_differing_buckets)
+
+
+def replica_metrics(replica: EmbeddingReplica, audit: SelfAudit | None = None) -> bytes:
+    """Return a replica's page of metrics, in Prometheus' text format 0.0.4; with those of its audits, if it has any."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(replica))
+    if audit is not None:
+        registry.register(AuditCollector(audit))
     return generate_latest(registry)
 
 

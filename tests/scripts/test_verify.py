@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import itertools
 import json
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from held_ports import hold_ports
 from hellos import hello_of_writer
+from replica_endpoint import replica_endpoint
 
 from headrace.cli import main
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -51,13 +53,19 @@ def values(ids: np.ndarray, columns: ColumnShard) -> dict[str, np.ndarray]:
 
 
 async def write(
-    address: str, ids: np.ndarray, columns: ColumnShard, *, client: str = "rank0", deleted: tuple[int, ...] = ()
+    address: str,
+    ids: np.ndarray,
+    columns: ColumnShard,
+    *,
+    client: str = "rank0",
+    deleted: tuple[int, ...] = (),
+    spec: TableSpec = SPEC,
 ) -> None:
     """Write rows of some columns to a server of one shard."""
     made = values(ids, columns)
     delta = idl.TableDelta(
-        fqn=SPEC.fqn,
-        fingerprint=SPEC.fingerprint,
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
         column_offset=columns.offset,
         width=columns.width,
         row_ids=ids.astype("<i8").tobytes(),
@@ -74,7 +82,7 @@ async def write(
         deleted_row_ids=np.array(deleted, "<i8").tobytes() if deleted else None,
     )
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
-        await writer.hello(hello_of_writer(SPEC, run=client, client=client))
+        await writer.hello(hello_of_writer(spec, run=client, client=client))
         await writer.set_embeddings(
             idl.SetEmbeddingsRequest(
                 run=client,
@@ -176,6 +184,48 @@ def test_different_servers(servers: list[str], capsys: pytest.CaptureFixture[str
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["differing_buckets"] == [0, 4]
     assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+
+
+def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By weights alone, on either side; rows that differ are named, and saved digests are those of weights."""
+    (tmp_path / "of").mkdir()
+    saved = tmp_path / "digests"
+    with replica_endpoint(tmp_path / "of", servers[0]) as replica:
+        for pair in ((servers[1], replica.address), (replica.address, servers[0])):
+            assert main(["verify", pair[0], "--against", pair[1]]) == 0
+            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in (out := capsys.readouterr().out) and "; equal" in out
+        assert main(["verify", servers[2], "--against", replica.address, "--json"]) == 1
+        (table,) = json.loads(capsys.readouterr().out)["tables"]
+        assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+        assert main(["verify", replica.address, "--save", str(saved)]) == 0
+        assert main(["verify", replica.address, "--against", str(saved)]) == 0
+        capsys.readouterr()
+        assert main(["verify", servers[0], "--against", str(saved)]) == 1
+        assert "DIFFERENT: another shape, type or set of states than in the file" in capsys.readouterr().out
+
+
+def test_what_a_replica_has_not_is_left_out(
+    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table in another precision, or not kept: a line says why, and it is no difference; one that is named is."""
+    (tmp_path / "of").mkdir()
+    with replica_endpoint(tmp_path / "of", servers[0], "--precision=int8") as replica:
+        for more, words in (([], "are kept in int8 here"), (["--against", servers[0]], "are kept in int8 here")):
+            assert main(["verify", replica.address, *more]) == 0
+            assert f"{SPEC.fqn}: left out: " in (out := capsys.readouterr().out) and words in out
+            assert main(["verify", replica.address, *more, "--table", SPEC.fqn]) == 1
+            assert words in capsys.readouterr().err
+    with ServerProcess.start(tmp_path / "data", shards=1) as more:
+        asyncio.run(write(more.address, IDS, SPEC.whole))
+        other = dataclasses.replace(SPEC, fqn="users.weight")
+        asyncio.run(write(more.address, IDS, SPEC.whole, client="second", spec=other))
+        (tmp_path / "some").mkdir()
+        with replica_endpoint(tmp_path / "some", more.address, f"--tables={SPEC.fqn}") as replica:
+            assert main(["verify", more.address, "--against", replica.address]) == 0
+            assert "users.weight: left out: the replica does not keep it" in capsys.readouterr().out
+            assert main(["verify", more.address, "--against", replica.address, "--table", other.fqn]) == 1
+            assert "users.weight: no digest; DIFFERENT: not on the second server" in capsys.readouterr().out
+            assert main(["verify", servers[0], "--against", replica.address]) == 0
 
 
 def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

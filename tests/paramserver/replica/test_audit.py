@@ -17,14 +17,16 @@ import torch
 from torch import nn
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.reading.table_digest import TableDigest
 from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.replica import audit as audit_module
 from headrace.paramserver.replica.audit import _audit_tables, why_left_out
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -229,6 +231,33 @@ async def test_the_replica_is_taken_from_position_to_position() -> None:
     audits = await _audit_tables(cast("Any", copy), list("abcde"))
     assert [audit.fqn for audit in audits] == list("abcde")
     assert copy.shown == [(), (2, 3), (3, 4), (), (5, 4), (), (6, 6)]
+
+
+async def test_a_shard_that_is_stuck_does_not_hold_the_replica_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The range is given up, with the names of its tables, and what came meanwhile becomes visible."""
+
+    class Stuck(_CopyAtSeqs):
+        async def digest(self, fqn: str, **_: Any) -> TableDigest:
+            return await asyncio.Future()
+
+        @contextlib.asynccontextmanager
+        async def held(self) -> AsyncIterator[None]:
+            try:
+                yield
+            finally:
+                self.shown.append((9, 9))
+
+    copy = Stuck({"a": [], "b": [], "c": []})
+    monkeypatch.setattr(audit_module, "_HELD_TIMEOUT_S", 1e-3)
+    words = r"rows of 'a' and 2 more tables were not compared within 0\.001 s, in which the replica stands still"
+    with pytest.raises(UnavailableError, match=words):
+        await _audit_tables(cast("Any", copy), list("abc"))
+    assert copy.shown == [(9, 9)]
+
+
+def test_the_replica_is_held_for_less_than_it_may_be_behind() -> None:
+    """A range that is given up takes no readiness."""
+    assert audit_module._ANSWER_TIMEOUT_S < audit_module._HELD_TIMEOUT_S < EndpointConfig(server="h").max_lag_s
 
 
 def test_a_replica_that_lags_shows_what_the_store_has(server: ServerProcess, training: Training) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody
-from replica_answers import HALF, OTHER, SPEC, call, read, write
+from replica_answers import HALF, IDS, OTHER, SPEC, call, read, write
 from replica_endpoint import Endpoint, replica_endpoint
 
 from headrace.paramserver.supervisor.launch import ServerProcess
@@ -122,6 +122,38 @@ def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -
     ):
         with pytest.raises(RequestError, match=words):
             find(endpoint.address, fqn, data)
+
+
+def digest_request(spec: TableSpec, **options: Any) -> Any:
+    fields = {"first_row": 0, "end_row": 2**63 - 1, "column_offset": 0, "width": spec.dim, "max_buckets": 9}
+    flags = {"with_presence": True, "only_weights": True}
+    return idl.DigestRowsRequest(fqn=spec.fqn, **fields | flags | options)
+
+
+@pytest.mark.parametrize("spec", [SPEC, HALF])
+def test_digests_of_weights_are_the_servers(server: ServerProcess, endpoint: Endpoint, spec: TableSpec) -> None:
+    """By bucket, with which rows are there, whole and in part; rows that were deleted count on neither side."""
+    for span in ({}, {"first_row": 1, "end_row": 40}, {"first_row": 3, "end_row": 4}, {"with_presence": False}):
+        asked = digest_request(spec, **span)
+        mine, theirs = (call(address, "digest_rows", asked) for address in (endpoint.address, server.address))
+        assert (bytes(mine.buckets), bytes(mine.digests)) == (bytes(theirs.buckets), bytes(theirs.digests))
+        assert (bytes(mine.counts), mine.presence) == (bytes(theirs.counts), theirs.presence)
+        assert (mine.next_row, mine.seq) == (min(span.get("end_row", spec.num_rows), spec.num_rows), theirs.seq)
+    assert np.frombuffer(mine.counts, "<i8").sum() == (IDS.size if spec is SPEC else 4)
+
+
+def test_digests_of_what_a_replica_has_not_are_refused(endpoint: Endpoint) -> None:
+    """States, some columns, rows and buckets that are none, and tables that are not there."""
+    for error, spec, options, words in (
+        (RequestError, SPEC, {"only_weights": None}, "keeps no optimizer states; ask for weights alone"),
+        (RequestError, SPEC, {"width": 2}, "adds up whole rows, of 3 columns"),
+        (RequestError, SPEC, {"column_offset": 1}, "adds up whole rows"),
+        (RequestError, SPEC, {"first_row": -1}, "rows from -1 on in 9 buckets: out of range"),
+        (RequestError, SPEC, {"max_buckets": 0}, "in 0 buckets: out of range"),
+        (UnknownTableError, OTHER, {}, "no table 'no.such' in this replica"),
+    ):
+        with pytest.raises(error, match=words):
+            call(endpoint.address, "digest_rows", digest_request(spec, **options))
 
 
 def test_only_readers_are_greeted(endpoint: Endpoint) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import ProtocolError
+from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -49,15 +50,20 @@ class TableDigest:
         """Digest of all rows."""
         return sum(digest for digest, _ in self.buckets.values()) % 2**64
 
-    def add_rows(self, row_ids: _Ids, columns: list[npt.NDArray[Any]]) -> None:
+    def add_rows(self, row_ids: _Ids, columns: list[npt.NDArray[Any]], *, with_presence: bool = False) -> None:
         """Add rows.
 
         Args:
             row_ids: int64[n], global, none added before.
             columns: As `digest_rows` takes them.
+            with_presence: Note in `presence` that they are there.
         """
         for bucket, digest, count in zip(*bucket_digests(row_ids, digest_rows(row_ids, columns)), strict=True):
             self._add(int(bucket), int(digest), int(count))
+            if with_presence:
+                flags = np.zeros(BUCKET_ROWS, np.uint8)
+                flags[row_ids[row_ids // BUCKET_ROWS == bucket] % BUCKET_ROWS] = 1
+                self._add_presence(int(bucket), np.packbits(flags, bitorder="little"))
 
     def add(self, reply: Any) -> None:
         """Add an `idl.DigestRowsReply`.
@@ -77,9 +83,9 @@ class TableDigest:
         for at, (bucket, digest, count) in enumerate(zip(*columns, strict=True)):
             self._add(bucket, digest, count)
             if reply.presence is not None:
-                bits = np.frombuffer(reply.presence, np.uint8, _BITMAP_BYTES, at * _BITMAP_BYTES)
-                known = self.presence.get(bucket)
-                self.presence[bucket] = bits.copy() if known is None else known | bits
+                self._add_presence(
+                    bucket, np.frombuffer(reply.presence, np.uint8, _BITMAP_BYTES, at * _BITMAP_BYTES).copy()
+                )
 
     def present_rows(self, bucket: int) -> _Ids:
         """Return the global ids of a bucket's rows that are there, ascending."""
@@ -95,6 +101,29 @@ class TableDigest:
             for bucket in self.buckets.keys() | other.buckets.keys()
             if self.buckets.get(bucket, (0, 0)) != other.buckets.get(bucket, (0, 0))
         )
+
+    def to_idl(self, *, next_row: int, seq: int, with_presence: bool) -> Any:
+        """Return the `idl.DigestRowsReply` that says this.
+
+        Args:
+            next_row: First row that was not looked at.
+            seq: What the digests are of.
+            with_presence: Say which rows are there; REQUIRES: it was noted.
+        """
+        order = sorted(self.buckets)
+        presence = b"".join(self.presence[bucket].tobytes() for bucket in order) if with_presence else None
+        return idl.DigestRowsReply(
+            buckets=np.array(order, "<i8").tobytes(),
+            digests=np.array([self.buckets[bucket][0] for bucket in order], "<u8").tobytes(),
+            counts=np.array([self.buckets[bucket][1] for bucket in order], "<i8").tobytes(),
+            presence=presence,
+            next_row=next_row,
+            seq=seq,
+        )
+
+    def _add_presence(self, bucket: int, bits: npt.NDArray[np.uint8]) -> None:
+        known = self.presence.get(bucket)
+        self.presence[bucket] = bits if known is None else known | bits
 
     def _add(self, bucket: int, digest: int, count: int) -> None:
         known, num_rows = self.buckets.get(bucket, (0, 0))
