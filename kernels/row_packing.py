@@ -45,7 +45,6 @@ _PACK_THREADS = 256
 _UNIT_BYTES = 16
 _TILE_BYTES = 1024 * _UNIT_BYTES
 _UNPACK_THREADS = 256
-_UNLIMITED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.snapshots.new_data_dir import check_target
 from headrace.paramserver.snapshots.store_builder import StoreBuilder
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.near_names import first_of
 from headrace.schemas.row_records import MAX_EPOCH, RecordLayout
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.backfill_send import BackfillCounts, BackfillSender, RowPace, ask_server
@@ -292,8 +293,7 @@ def _tell_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None
     """Say which tables a server does not have that has others: a name may be misspelled."""
     new = [table.spec.fqn for table in source.tables if table.spec.fqn not in known]
     if new and known:
-        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
-        print(f"headrace: new to the server: {', '.join(new[:4])}{more}", file=sys.stderr)
+        print(f"headrace: new to the server: {first_of(new)}", file=sys.stderr)
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:

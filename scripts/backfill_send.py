@@ -21,6 +21,7 @@ from headrace.paramserver.process.task_group import task_group
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.reading.replay import ReplayTarget, ShardWriter, pack_deltas, route_delta
 from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.shard_map import shard_map
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl, spec_from_idl
@@ -111,9 +112,8 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
     """
     reply = await target.ask()
     limits = reply.limits
-    places = sorted(reply.shards, key=lambda place: place.shard)
     return ServerFacts(
-        shards=[(place.host or target.host, place.port) for place in places],
+        shards=shard_map(reply, target.host, target.port),
         max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
         tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
     )

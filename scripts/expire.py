@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy
 from headrace.paramserver.metrics.status_client import DEFAULT_ADDRESS, AddressArgument, StatusAccess
-from headrace.paramserver.reading.shard_link import ShardLink
+from headrace.paramserver.reading.shard_link import ShardLink, link_all
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
 from headrace.scripts.progress_bar import show_rows
@@ -94,13 +94,7 @@ async def _expire_all(
 ) -> tuple[list[_TableResult], list[str]]:
     """Run it on every shard at once; return the tables by name, and which shards did not finish and why."""
     dial = dial_of(access, idl.Role.ADMIN)
-    first = ShardLink(dial, access.host, access.port)
-    try:
-        hello = await first.refresh()
-    finally:
-        await first.close()
-    places = sorted(hello.shards, key=lambda place: place.shard)
-    links = [ShardLink(dial, place.host or access.host, place.port) for place in places]
+    links = await link_all(dial, access.host, access.port)
     scanned, totals = [0] * len(links), [0] * len(links)
 
     async def follow(number: int) -> Any:
@@ -121,7 +115,7 @@ async def _expire_all(
         if isinstance(exc, RequestError) or not isinstance(exc, HeadraceError) or len(wrong) == len(answers):
             raise exc
     problems = [str(answer) if isinstance(answer, BaseException) else answer.error for answer in answers]
-    errors = [f"shard {place.shard}: {text}" for place, text in zip(places, problems, strict=True) if text]
+    errors = [f"shard {shard}: {text}" for shard, text in enumerate(problems) if text]
     return _add_up([answer for answer in answers if not isinstance(answer, BaseException)]), errors
 
 

@@ -19,6 +19,7 @@ from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetc
 from headrace.paramserver.snapshots.snapshot_reader import SnapshotReader
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
+from headrace.schemas.near_names import describe_near
 from headrace.schemas.sizes import format_size
 from headrace.scripts.import_with_extra import import_with_extra
 from headrace.scripts.progress_bar import show_bytes, show_rows
@@ -202,8 +203,8 @@ def export_snapshot(
     with SnapshotReader(folder) as reader:
         for fqn in tables or ():
             if fqn not in reader.tables:
-                there = ", ".join(sorted(reader.tables)[:8]) or "none"
-                raise ConfigError(f"--table {fqn!r}: no such table in the snapshot; there is {there}")
+                near = describe_near(fqn, reader.tables)
+                raise ConfigError(f"--table {fqn!r}: no such table in the snapshot; {near}")
         chosen = sorted(set(tables)) if tables is not None else sorted(reader.tables)
         if not chosen:
             raise ConfigError(f"{folder}: the snapshot has no tables")

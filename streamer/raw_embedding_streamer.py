@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.paramserver.process.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.near_names import first_of
 from headrace.streamer.audit import AuditReport
 from headrace.streamer.call_arguments import check_run, host_and_port, step_number, timeout_seconds
 from headrace.streamer.config import StreamerConfig
@@ -473,7 +474,7 @@ class RawEmbeddingStreamer:
         _log.warning(
             "the store had %s before this run: rows there stay as they are until training changes them here; attach "
             "with publish='all' to send every row, or call load_state_dict to send those that differ",
-            ", ".join(names[:4]) + (f" and {len(names) - 4} more tables" if len(names) > 4 else ""),
+            first_of(names),
         )
 
     def _end_step(self) -> None:

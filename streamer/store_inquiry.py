@@ -16,6 +16,7 @@ from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import GoneError, HeadraceError, SetBackError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import unpack_header
+from headrace.schemas.near_names import first_of
 from headrace.streamer.audit import TableAudit, audit_tables, mark_what_differs
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.takeover import tls_context
@@ -137,10 +138,7 @@ async def _resume(tables: Sequence[TappedTable], resumption: Resumption, epoch: 
 
 def _describe(doubts: Mapping[str, Sequence[str]]) -> str:
     """Name the tables of each doubt, the first few of many."""
-    return "; ".join(
-        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") + f": {doubt}"
-        for doubt, names in doubts.items()
-    )
+    return "; ".join(f"{first_of(names)}: {doubt}" for doubt, names in doubts.items())
 
 
 async def _has_acked(saved: RunState, reader: EmbeddingReader) -> bool:

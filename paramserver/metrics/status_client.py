@@ -17,6 +17,7 @@ from headrace.paramserver.metrics.metrics_sample import ShardSample
 from headrace.paramserver.reading.shard_link import Dial
 from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
+from headrace.paramserver.rpc.shard_map import shard_map
 from headrace.schemas.errors import HeadraceError
 
 __all__ = [
@@ -138,15 +139,16 @@ async def ask_shards(access: StatusAccess) -> list[ShardAnswer]:
     dial = Dial(ssl_context=access.ssl_context, server_hostname=None, token=access.token, timeout_s=access.timeout_s)
     client, hello = await dial.connect(access.host, access.port)
     await client.close()
-    return list(await asyncio.gather(*(_ask(shard, dial) for shard in sorted(hello.shards, key=lambda s: s.shard))))
+    places = shard_map(hello, access.host, access.port)
+    return list(await asyncio.gather(*(_ask(shard, *place, dial) for shard, place in enumerate(places))))
 
 
-async def _ask(shard: Any, dial: Dial) -> ShardAnswer:
-    address = format_address(shard.host, shard.port)
+async def _ask(shard: int, host: str, port: int, dial: Dial) -> ShardAnswer:
+    address = format_address(host, port)
     try:
-        client, _ = await dial.connect(shard.host, shard.port)
+        client, _ = await dial.connect(host, port)
         async with client:
             reply = await client.status(timeout_s=dial.timeout_s)
     except HeadraceError as exc:
-        return ShardAnswer(shard=shard.shard, address=address, error=str(exc))
-    return ShardAnswer(shard=shard.shard, address=address, reply=reply)
+        return ShardAnswer(shard=shard, address=address, error=str(exc))
+    return ShardAnswer(shard=shard, address=address, reply=reply)

@@ -23,7 +23,7 @@ from headrace.paramserver.reading.row_query import (
     rows_in_reply,
     scatter_reply,
 )
-from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
+from headrace.paramserver.reading.shard_link import Dial, ShardLink, links_of, retry
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.security import Token
@@ -108,7 +108,9 @@ class EmbeddingReader:
         links = [first]
         try:
             async with asyncio.timeout(timeout_s):
-                links = _links_of(first, await ask(first.refresh), dial)
+                hello = await ask(first.refresh)
+                links = links_of(hello, dial, host, port)
+                links[hello.shard] = first  # with the connection that is there already
                 await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, _tables_of(links), timeout_s)
         except BaseException as exc:
@@ -432,20 +434,6 @@ class EmbeddingReader:
             reply = await retry(lambda: link.get(request))
         deadline.answered()
         await _gather([self._fill_parts(link, [part], deadline) for part in scatter_reply(reply, parts)])
-
-
-def _links_of(first: ShardLink, hello: Any, dial: Dial) -> list[ShardLink]:
-    """Return a link to each shard, by index, with the connection that is there already."""
-    shards = sorted(hello.shards, key=lambda address: address.shard)
-    if [address.shard for address in shards] != list(range(len(shards))) or not 0 <= hello.shard < len(shards):
-        raise ProtocolError(f"{first.address} is shard {hello.shard} and lists {len(shards)} shards")
-    # An empty host: the one that this shard was reached by.
-    links = []
-    for address in shards:
-        expected = idl.HelloReply(server_id=hello.server_id, shard=address.shard, limits=hello.limits)
-        links.append(ShardLink(dial, address.host or first.host, address.port, expected))
-    links[hello.shard] = first
-    return links
 
 
 async def _once(attempt: Callable[[], Awaitable[_T]]) -> _T:

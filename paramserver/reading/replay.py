@@ -30,6 +30,7 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_map import shard_map
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import (
     ConfigError,
@@ -144,15 +145,12 @@ class Replay:
         target, tables = self._target, self._source.wanted.tables
         reply = await target.ask()
         self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if not tables or fqn in tables}
-        shards = sorted(reply.shards, key=lambda place: place.shard)
+        shards = shard_map(reply, target.host, target.port)
         limits = reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
         for log in self._source.logs:
             run = f"replay-{self._digest(log, len(shards), max_bytes)}"
-            writers = [
-                ShardWriter(target, place.host or target.host, place.port, run, list(self._specs.values()))
-                for place in shards
-            ]
+            writers = [ShardWriter(target, host, port, run, list(self._specs.values())) for host, port in shards]
             async with task_group() as group:
                 sending = [group.create_task(writer.run()) for writer in writers]
                 await self._feed(log, writers, max_bytes, on_progress)

@@ -16,10 +16,11 @@ from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.reach_log import ReachLog
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_map import shard_map
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
-__all__ = ["AnotherServerError", "Dial", "ShardLink", "retry"]
+__all__ = ["AnotherServerError", "Dial", "ShardLink", "link_all", "links_of", "retry"]
 
 _NUM_IN_FLIGHT = 4
 # Between two attempts: doubled each time, and somewhere between half of that and all of it.
@@ -249,6 +250,46 @@ class _ClosedError(UnavailableError):
     """Nobody will come back."""
 
     retriable = False
+
+
+async def link_all(dial: Dial, host: str, port: int) -> list[ShardLink]:
+    """Learn the shards of a server from one of them, and return a link to each, in their order; none is connected.
+
+    Args:
+        dial: How.
+        host: Of any shard.
+        port: Of it.
+
+    Raises:
+        UnavailableError: It is not there.
+        HeadraceError: It refuses.
+
+    Cancellation: harmless.
+    """
+    first = ShardLink(dial, host, port)
+    try:
+        hello = await first.refresh()
+    finally:
+        await first.close()
+    return links_of(hello, dial, host, port)
+
+
+def links_of(hello: Any, dial: Dial, host: str, port: int) -> list[ShardLink]:
+    """Return a link to each shard that one of them has told of, which has to be that very shard.
+
+    Args:
+        hello: Its `idl.HelloReply`.
+        dial: How.
+        host: By which it was reached.
+        port: By which it was reached.
+
+    Raises:
+        ProtocolError: It does not tell of all.
+    """
+    return [
+        ShardLink(dial, name, at, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
+        for shard, (name, at) in enumerate(shard_map(hello, host, port))
+    ]
 
 
 async def retry(

@@ -28,6 +28,7 @@ from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.rpc.backoff import Backoff
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
+from headrace.schemas.near_names import first_of
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_digest import TableDigest
@@ -249,10 +250,9 @@ async def _audit_spans(copy: Followed, spans: Sequence[_Span], results: Mapping[
         async with asyncio.timeout(_HELD_TIMEOUT_S), copy.held():
             done = await _audit_held(copy, spans, results)
     except TimeoutError as exc:
-        first, more = spans[0].fqn, f" and {len(spans) - 1} more tables" if len(spans) > 1 else ""
+        time, names = format_seconds(_HELD_TIMEOUT_S), first_of([repr(span.fqn) for span in spans])
         raise UnavailableError(
-            f"rows of {first!r}{more} were not compared within {format_seconds(_HELD_TIMEOUT_S)}, in which the replica "
-            "stands still"
+            f"rows of {names} were not compared within {time}, in which the replica stands still"
         ) from exc
     return [span for span in spans if span not in done]
 

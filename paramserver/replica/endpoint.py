@@ -37,6 +37,7 @@ from headrace.schemas.errors import (
     UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
+from headrace.schemas.near_names import first_of
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
 from headrace.schemas.tables import TableSpec
@@ -321,8 +322,7 @@ def _row_bytes(spec: TableSpec) -> int:
 def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
     tables = replica.tables
     if fqn not in tables:
-        known = ", ".join(sorted(tables)[:8]) or "none"
-        raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
+        raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(tables))}")
     return tables[fqn]
 
 

@@ -14,6 +14,7 @@ from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.replica.version_gate import VersionGate
 from headrace.schemas.errors import OverloadedError, UnknownTableError
 from headrace.schemas.idl import idl
+from headrace.schemas.near_names import first_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Generation"]
@@ -100,8 +101,7 @@ class Generation:
         """
         table = self.tables.get(fqn)
         if table is None:
-            known = ", ".join(sorted(self.tables)[:8]) or "none"
-            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {known}")
+            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
         return table
 
     @property

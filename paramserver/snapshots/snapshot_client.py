@@ -21,7 +21,7 @@ from headrace.paramserver.config.server_config import DEFAULT_PORT
 from headrace.paramserver.files.disk_room import check_room
 from headrace.paramserver.files.durable_files import fsync_path
 from headrace.paramserver.process.task_group import task_group
-from headrace.paramserver.reading.shard_link import Dial, ShardLink, retry
+from headrace.paramserver.reading.shard_link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, check_file
 from headrace.schemas.errors import (
@@ -78,7 +78,7 @@ async def create_snapshot(
     Cancellation: nothing is published; what the shards have copied is swept after a day.
     """
     name = check_snapshot_name(name or datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ"))
-    links = await _connect(address, dial)
+    links = await link_all(dial, *parse_address(address, default_port=DEFAULT_PORT))
     deadline_s = time.monotonic() + timeout_s
     try:
         parts = await _cut(links, name, run if at_step else None, at_step, deadline_s)
@@ -189,20 +189,6 @@ async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:
         await link.finish_snapshot(idl.FinishSnapshotRequest(name=check_snapshot_name(name), removes=True))
     finally:
         await link.close()
-
-
-async def _connect(address: str, dial: Dial) -> list[ShardLink]:
-    host, port = parse_address(address, default_port=DEFAULT_PORT)
-    first = ShardLink(dial, host, port)
-    try:
-        hello = await first.refresh()
-    finally:
-        await first.close()
-    links = []
-    for shard in sorted(hello.shards, key=lambda shard: shard.shard):
-        expected = idl.HelloReply(server_id=hello.server_id, shard=shard.shard, limits=hello.limits)
-        links.append(ShardLink(dial, shard.host or host, shard.port, expected))
-    return links
 
 
 async def _cut(links: list[ShardLink], name: str, run: str | None, at_step: bool, deadline_s: float) -> list[ShardPart]:

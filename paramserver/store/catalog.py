@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
+from headrace.schemas.near_names import first_of
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
@@ -111,7 +112,7 @@ class Catalog:
         """
         table = self._tables.get(fqn)
         if table is None:
-            known = ", ".join(sorted(self._tables)[:8]) or "none"
+            known = first_of(sorted(self._tables))  # to find the nearest of thousands would hold the shard up
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
 

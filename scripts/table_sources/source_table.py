@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, SpecMismatchError
+from headrace.schemas.near_names import describe_near
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["SourceTable", "Versions", "check_against", "check_wanted"]
@@ -67,5 +68,4 @@ def check_wanted(wanted: list[str] | None, found: set[str], where: str) -> None:
     """
     for fqn in wanted or ():
         if fqn not in found:
-            there = ", ".join(sorted(found)[:8]) or "none"
-            raise ConfigError(f"--table {fqn!r}: no such table in {where}; there is {there}")
+            raise ConfigError(f"--table {fqn!r}: no such table in {where}; {describe_near(fqn, found)}")

@@ -13,6 +13,7 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.backoff import Backoff
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_map import shard_map
 from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
@@ -21,7 +22,6 @@ from headrace.schemas.tables import TableSpec
 __all__ = ["Connect", "Store", "StoreShard", "Writer", "claim_epoch", "find_store", "open_session"]
 
 _T = TypeVar("_T")
-_WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 
 
 class _ShardAwayError(UnavailableError):
@@ -246,13 +246,9 @@ async def _until_answered(
 
 async def _ask_all(host: str, port: int, request: Any, connect: Connect, named_timeout_s: float) -> Store:
     first = await _hello(host, port, request, connect)
-    places = sorted((place.shard, place.host, place.port) for place in first.shards)
-    if [shard for shard, _, _ in places] != list(range(len(places))) or not places:
-        raise StorageError(f"the server at {format_address(host, port)} has an incomplete shard map: {places}")
-    # A server that listens everywhere cannot know by which of its addresses a client reaches it.
-    reachable = [(host if name in _WILDCARDS else name, at) for _, name, at in places]
+    places = shard_map(first, host, port)
     replies = await _gather(
-        [_ask_named(shard, at, (host, port), request, connect, named_timeout_s) for shard, at in enumerate(reachable)]
+        [_ask_named(shard, at, (host, port), request, connect, named_timeout_s) for shard, at in enumerate(places)]
     )
     shards = tuple(
         StoreShard(
@@ -263,7 +259,7 @@ async def _ask_all(host: str, port: int, request: Any, connect: Connect, named_t
             server_id=reply.server_id,
             max_frame_bytes=reply.limits.max_frame_bytes,
         )
-        for shard, ((name, at), reply) in enumerate(zip(reachable, replies, strict=True))
+        for shard, ((name, at), reply) in enumerate(zip(places, replies, strict=True))
     )
     for shard, reply in zip(shards, replies, strict=True):
         if reply.shard != shard.shard or len(reply.shards) != len(shards):

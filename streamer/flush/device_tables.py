@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.kernels.cut_plan import CutPlan, CutTable
 from headrace.kernels.dirty_rows import DirtyRows
+from headrace.schemas.near_names import first_of
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
 from headrace.streamer.device.device_runtime import DeviceRuntime
 from headrace.streamer.flush.gather import RowGatherer
@@ -170,5 +171,4 @@ def _are_same(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
 
 
 def _names(sources: Sequence[RowGatherer]) -> str:
-    names = ", ".join(repr(source.format.spec.fqn) for source in sources[:4])
-    return names + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+    return first_of([repr(source.format.spec.fqn) for source in sources])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from headrace.schemas.near_names import first_of
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
 from headrace.streamer.taps.model_tree import named_modules
 from headrace.streamer.taps.nonzero_rows import changed_rows
@@ -19,7 +20,6 @@ __all__ = ["LeftOut", "bare_parameters", "tell_frozen"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_NAMES = 4
 
 # Of fewer rows, or where more of them have a gradient, it may be a dense layer that has idle units or inputs.
 _MIN_ROWS = 64
@@ -35,7 +35,7 @@ def tell_frozen(names: list[str]) -> None:
         _log.warning(
             "frozen tables (requires_grad is False) are not streamed, so the store gets no rows of them: %s; put them "
             "there with `headrace backfill`, or name the tables to stream with attach(tables=[...])",
-            ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)),
+            first_of(names),
         )
 
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.kernels.dirty_rows import DirtyRows
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.near_names import first_of
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.followed_parameter import FollowedParameter, FollowedPart, TableParameter, group_of
@@ -223,7 +224,7 @@ def _tell_wide_reach(followed: list[FollowedParameter]) -> None:
             "a step of %s may change %s of a table, and all of these are streamed after each step: %s",
             kind,
             reach.value,
-            ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+            first_of(names),
         )
 
 

@@ -368,10 +368,10 @@ async def test_what_one_shard_cannot_make_is_dropped_on_all(monkeypatch: pytest.
     made = Made(1, beyond=0)
     links = [_Running(0, beyond=0, errors=[StorageError("the disk is on fire")]), made]
 
-    async def connect(address: str, dial: Dial) -> Any:
+    async def connect(dial: Dial, host: str, port: int) -> Any:
         return links
 
-    monkeypatch.setattr(snapshot_client, "_connect", connect)
+    monkeypatch.setattr(snapshot_client, "link_all", connect)
     monkeypatch.setattr(snapshot_client, "_DISCARD_S", 0.01 if hangs else 20.0)
     dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0)
     async with asyncio.timeout(60):

@@ -17,7 +17,7 @@ from trainer_tables import WRITER
 
 from headrace.paramserver.ingest.sessions import last_epoch_after
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.errors import StorageError, UnavailableError
+from headrace.schemas.errors import HeadraceError, ProtocolError, StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.delivery.rendezvous import _ask_named, _gather, claim_epoch, find_store, open_session
 
@@ -136,21 +136,24 @@ def _swap_ports(store: FakeStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "error", "reason"),
     [
-        (_lose_first, "has an incomplete shard map"),
-        (lambda store: store.shards.clear(), "has an incomplete shard map"),
-        (lambda store: store.shards.append(store.shards[1]), "has an incomplete shard map"),
-        (_swap_ports, "says that it is shard 1 of 2"),
+        (_lose_first, ProtocolError, "has an incomplete shard map"),
+        (lambda store: store.shards.clear(), ProtocolError, "has an incomplete shard map"),
+        (lambda store: store.shards.append(store.shards[1]), ProtocolError, "has an incomplete shard map"),
+        (_swap_ports, StorageError, "says that it is shard 1 of 2"),
     ],
+    ids=["lost", "empty", "twice", "swapped"],
 )
-async def test_a_shard_map_that_contradicts_itself_is_refused(change: Callable[[FakeStore], None], reason: str) -> None:
+async def test_a_shard_map_that_contradicts_itself_is_refused(
+    change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
+) -> None:
     """Rows are only sent where all shards are known, each once, and each says that it is the one it is taken for."""
     async with FakeStore(num_shards=2) as store:
         shards, ports = list(store.shards), [shard.port for shard in store.shards]
         change(store)
         try:
-            with pytest.raises(StorageError, match=reason):
+            with pytest.raises(error, match=reason):
                 await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
         finally:
             store.shards[:] = shards
