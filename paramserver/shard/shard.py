@@ -204,7 +204,7 @@ class Shard:
             self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
             reply_bytes += row_ids.size * row_bytes
             wanted.append((table.table_id, table.spec, row_ids))
-        found = await self._applier.read_many(wanted, asker=call.peer.who)
+        found = await self._applier.read_many(wanted, asker=call.peer)
         first, *more = [
             _row_columns(spec, rows, with_states, with_versions)
             for (_, spec, _), rows in zip(wanted, found, strict=True)
@@ -220,7 +220,7 @@ class Shard:
         identities = decode_identities(table, request.identities)
         _check_number(identities.size)
         self._check_reply(table, identities.size, _FOUND_BYTES)
-        found = await self._applier.find(table.table_id, table.spec, identities, asker=call.peer.who)
+        found = await self._applier.find(table.table_id, table.spec, identities, asker=call.peer)
         return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
 
     async def fetch_updates(self, call: Call, request: Any) -> Any:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from headrace.paramserver.store.buffer_readers import BufferReaders
 from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
 from headrace.paramserver.store.overlay import Overlay
 from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce_all
-from headrace.paramserver.store.read_turns import ReadTurns
+from headrace.paramserver.store.read_turns import ROWS_PER_TABLE, Asker, ReadTurns
 from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
 from headrace.paramserver.store.row_store import RowStore
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
@@ -165,7 +165,7 @@ class Applier:
         return (await self.read_many([(table_id, spec, row_ids)]))[0]
 
     async def read_many(
-        self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]], *, asker: Hashable = None
+        self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]], *, asker: Asker | None = None
     ) -> list[RowsRead]:
         """Return the newest acked values of rows of tables, applied or not, all as of one moment.
 
@@ -178,7 +178,7 @@ class Applier:
 
         Raises:
             StorageError: RocksDB could not be read.
-            UnavailableError: After `close`.
+            UnavailableError: After `close`, or when the asker has gone before its turn has come.
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
@@ -189,10 +189,12 @@ class Applier:
             pairs = list(zip(wanted, sources, strict=True))
             return lambda: [read_rows(number, spec, of, ids, get, seq=seq) for (number, spec, ids), of in pairs]
 
-        return await self._look(begin, asker, sum(row_ids.size for _, _, row_ids in wanted))
+        # Of several column shards each has keys of its own.
+        weights = [(row_ids.size + ROWS_PER_TABLE) * (len(self._store.layouts(n)) or 1) for n, _, row_ids in wanted]
+        return await self._look(begin, asker, sum(weights))
 
     async def find(
-        self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64], *, asker: Hashable = None
+        self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64], *, asker: Asker | None = None
     ) -> FoundRows:
         """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.
 
@@ -204,7 +206,7 @@ class Applier:
 
         Raises:
             StorageError: RocksDB could not be read.
-            UnavailableError: After `close`.
+            UnavailableError: After `close`, or when the asker has gone before its turn has come.
 
         Cancellation: nothing changes; the look-up may end by itself later.
         """
@@ -217,21 +219,24 @@ class Applier:
             return lambda: search.attempt(table_id, spec, claims, sources, get)
 
         while not search.has_ended:
-            await self._look(begin, asker, identities.size)
+            await self._look(begin, asker, search.num_open + ROWS_PER_TABLE)
         return search.result()
 
-    async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Hashable, num_rows: int) -> _T:
+    async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Asker | None, num_rows: int) -> _T:
         """Call something that looks at sources, in a thread, while the buffers that they refer to are kept.
 
         Args:
             begin: Called when it is the asker's turn, on the loop, for what is to be called then.
             asker: Who asks.
-            num_rows: That are looked up, about.
+            num_rows: What the look-up weighs, see `ReadTurns.take`.
         """
         self._check_readable()
-        is_long = await self._turns.take(asker, num_rows)
+        is_long = await self._turns.take(None if asker is None else asker.who, num_rows)
         try:
             self._check_readable()
+            # One that has given up dials again and asks anew: what it left behind must not come before the living.
+            if asker is not None and not asker.is_connected:
+                raise UnavailableError("whoever has asked for these rows is gone")
             ticket = self._readers.begin()
             try:
                 future = self._read_pool.submit(begin())

@@ -105,6 +105,11 @@ class IdentitySearch:
         self._seq = seq
         self._has_begun = False
 
+    @property
+    def num_open(self) -> int:
+        """Identities that the next attempt looks at."""
+        return int(self._open.size if self._has_begun else self._identities.size)
+
     def _begin(self) -> None:
         # In the attempt's thread: a request may have some million identities.
         self._has_begun = True

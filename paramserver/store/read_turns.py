@@ -10,13 +10,28 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Hashable
+from typing import Protocol
 
-__all__ = ["ReadTurns"]
+__all__ = ["ROWS_PER_TABLE", "Asker", "ReadTurns"]
 
-# Some milliseconds of a thread.
-_MANY_ROWS = 4096
+# Some ten milliseconds of a thread, where rows lie apart.
+_MANY_ROWS = 512
+ROWS_PER_TABLE = 32
+"""Rows that take as long to read as one more table does."""
 
 _Waiting = dict[Hashable, deque[asyncio.Future[None]]]
+
+
+class Asker(Protocol):
+    """Who asks for a look-up, as a `Peer` does."""
+
+    @property
+    def who(self) -> Hashable:
+        """Equal for all of those that share turns."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an answer can still reach it."""
 
 
 class ReadTurns:
@@ -36,7 +51,7 @@ class ReadTurns:
 
         Args:
             asker: Who waits for the answer.
-            num_rows: That are looked up.
+            num_rows: That are looked up, and `ROWS_PER_TABLE` for each table: what the look-up weighs.
 
         Cancellation: the turn goes to the next.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -13,10 +14,18 @@ from gated_store import gated_store
 from row_batches import SPEC, make_batch
 
 from headrace.paramserver.store.applier import Applier, ApplierConfig
-from headrace.paramserver.store.read_turns import _MANY_ROWS, ReadTurns
+from headrace.paramserver.store.read_turns import _MANY_ROWS, ROWS_PER_TABLE, ReadTurns
 from headrace.schemas.errors import UnavailableError
 
 FEW, MANY = _MANY_ROWS, _MANY_ROWS + 1
+
+
+@dataclass
+class Someone:
+    """Who asks for rows."""
+
+    who: str
+    is_connected: bool = True
 
 
 class Asked:
@@ -151,14 +160,70 @@ async def test_a_small_look_up_is_answered_while_large_ones_are_read(
         async with Applier(store, config=ApplierConfig(num_read_threads=2)) as applier:
             applier.submit(make_batch(1, [3]))
             await applier.wait_applied(1)
-            large = [asyncio.create_task(applier.read_many([(1, SPEC, many)], asker="greedy")) for _ in range(20)]
+            large = [
+                asyncio.create_task(applier.read_many([(1, SPEC, many)], asker=Someone("greedy"))) for _ in range(20)
+            ]
             async with asyncio.timeout(60):
-                (small,) = await applier.read_many([(1, SPEC, np.array([3]))], asker="modest")
+                (small,) = await applier.read_many([(1, SPEC, np.array([3]))], asker=Someone("modest"))
             assert small.presence.tolist() == [1]
             large[-1].cancel()
             let_go.set()
             for rows in await asyncio.gather(*large[:-1]):
                 assert rows[0].presence.nonzero()[0].tolist() == [3]
+
+
+async def test_nothing_is_read_for_those_who_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a client that dials again and again, what its dead connections have left waiting takes no time of the rest."""
+    with gated_store(tmp_path / "db") as store:
+        let_go, read, get = Event(), list[int](), store.get
+
+        def held_get(keys: list[bytes]) -> list[bytes | None]:
+            assert let_go.wait(60)
+            read.append(len(keys))
+            return get(keys)
+
+        async with Applier(store, config=ApplierConfig(num_read_threads=1)) as applier:
+            applier.submit(make_batch(1, [3]))
+            await applier.wait_applied(1)
+            monkeypatch.setattr(store, "get", held_get)
+            askers = [Someone(str(number)) for number in range(6)]
+            tasks = [
+                asyncio.create_task(applier.read_many([(1, SPEC, np.arange(MANY + number))], asker=asker))
+                for number, asker in enumerate(askers)
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0)
+            for asker in askers[:5]:
+                asker.is_connected = False
+            let_go.set()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, list) for result in (results[0], *results[15:]))  # one had begun before
+    assert all(isinstance(result, UnavailableError) for result in results[1:15])
+    assert read == [MANY, MANY + 5, MANY + 5, MANY + 5]
+
+
+async def test_a_look_up_weighs_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of many tables, and of many column shards, are no few: one thread is never theirs."""
+    weights: list[int] = []
+
+    async def note(_: ReadTurns, asker: str, num_rows: int) -> bool:
+        weights.append(num_rows)
+        raise UnavailableError("noted")
+
+    monkeypatch.setattr(ReadTurns, "take", note)
+    one, two = np.array([3]), np.array([3, 4])
+    with gated_store(tmp_path / "db") as store:
+        async with Applier(store) as applier:
+            for num_shards, wanted in (
+                (0, [(1, SPEC, one)]),
+                (1, [(n, SPEC, one) for n in range(33)]),
+                (16, [(1, SPEC, two)]),
+            ):
+                monkeypatch.setattr(store, "layouts", lambda _, n=num_shards: (SPEC.whole,) * n)
+                with pytest.raises(UnavailableError, match="noted"):
+                    await applier.read_many(wanted)
+    assert weights == [1 + ROWS_PER_TABLE, 33 * (1 + ROWS_PER_TABLE), 16 * (2 + ROWS_PER_TABLE)]
+    assert weights[0] <= FEW < min(weights[1:])
 
 
 async def test_what_waits_at_the_close_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
