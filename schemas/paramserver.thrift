@@ -344,6 +344,8 @@ struct ReplicaAudit {
   4: optional string difference,
   /** Why rows could not be compared since; absent when they could. */
   5: optional string failure,
+  /** Tables that were not compared, or not whole. */
+  6: required i32 num_left_out,
 }
 
 /** What a replica says of itself; a shard of the server says nothing of the kind. */

@@ -93,6 +93,11 @@ class _Side:
     is_replica: bool
     may_leave_out: bool
 
+    @property
+    def server_id(self) -> str:
+        """The store's, of a replica too."""
+        return str(self.reader.links[0].hello.server_id)
+
     async def look(self, result: _TableResult, *, only_weights: bool, on_progress: _Progress) -> TableDigest | None:
         """Return the digest of a table; None when this replica has none, which the result then says."""
         try:
@@ -176,6 +181,8 @@ def verify(
             typer.echo(json.dumps(_to_json(results, seconds), indent=2))
         else:
             typer.echo("\n".join(_lines(results, seconds, is_compared=against is not None)))
+    if results and all(result.left_out for result in results):
+        raise ConfigError("nothing was compared: every table was left out")
     return 0 if all(result.is_equal for result in results) else 1
 
 
@@ -264,6 +271,8 @@ async def _compare_servers(
         )
         if ours is None or theirs is None:
             return result
+        if only_weights and first.server_id == second.server_id:  # a replica counts its server's records
+            result.is_steady &= sum(ours.seqs.values()) == sum(theirs.seqs.values())
         result.digest, result.differing = ours, ours.differing_buckets(theirs)
         for bucket in result.differing:
             if len(result.row_ids) >= _MAX_NAMED:
@@ -292,17 +301,17 @@ async def _differing_rows(
         with_presence=True,
         only_weights=only_weights,
     )
-    digests = [await look(reader) for reader in readers]
-    row_ids = np.union1d(*(digest.present_rows(bucket) for digest in digests))
-    found: list[int] = []
+    ours, theirs = [(await look(reader)).present_rows(bucket) for reader in readers]
+    row_ids = np.intersect1d(ours, theirs, assume_unique=True)
+    found: list[int] = np.setxor1d(ours, theirs, assume_unique=True).tolist()
     for first in range(0, row_ids.size, _ROWS_AT_ONCE):
         some = row_ids[first : first + _ROWS_AT_ONCE]
-        ours, theirs = await asyncio.gather(*(of.get(fqn, some, with_states=not only_weights) for of in readers))
+        rows = await asyncio.gather(*(of.get(fqn, some, with_states=not only_weights) for of in readers))
         differs = np.zeros(some.size, np.bool_)
-        for one, two in zip(_columns(ours), _columns(theirs), strict=True):
+        for one, two in zip(*map(_columns, rows), strict=True):
             differs |= (one != two).any(axis=1)
         found += some[differs].tolist()
-    return found
+    return sorted(found)
 
 
 def _columns(rows: Rows) -> Iterator[npt.NDArray[np.uint8]]:

@@ -34,8 +34,9 @@ _ROWS_AT_ONCE = 2048
 _FIRST_ROWS_AT_ONCE = 64
 _MAX_BUCKETS = 256
 # Of one scan; then the answer goes as far as that. Who asks gives up after a minute and asks the same again: what takes
-# longer would never be answered, on a slow disk or of long rows. A second one in the line is answered in time, too.
-_MAX_SCAN_S = 20.0
+# longer would never be answered, on a slow disk or of long rows. A second one in the line is answered in time, too, and
+# so is a replica's, which waits for 15 s.
+_MAX_SCAN_S = 5.0
 _MAX_ROW = 2**63 - 1
 
 _Ids = npt.NDArray[np.int64]

@@ -229,7 +229,8 @@ def _describe_audit(audit: Any) -> str:
     text = "Not compared with the server yet."
     if audit.ended_us:
         found = f"[bold red]DIFFERENT: {escape(audit.difference)}[/bold red]" if audit.difference else "equal"
-        text = f"Compared with the server at {_time(audit.ended_us)}: {audit.num_rows:,} rows, {found}."
+        left_out = f" {audit.num_left_out} tables were left out." if audit.num_left_out else ""
+        text = f"Compared with the server at {_time(audit.ended_us)}: {audit.num_rows:,} rows, {found}.{left_out}"
     if audit.failure:
         text += f" [bold yellow]The last audit failed: {escape(audit.failure)}[/bold yellow]"
     return text

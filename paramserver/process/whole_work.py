@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-__all__ = ["to_its_end"]
+__all__ = ["finished", "to_its_end"]
 
 _T = TypeVar("_T")
 
@@ -19,7 +19,15 @@ async def to_its_end(work: Callable[[], _T]) -> _T:
 
     Cancellation: the work is done, and what it returned or raised is lost.
     """
-    working = asyncio.ensure_future(asyncio.to_thread(work))
+    return await finished(asyncio.to_thread(work))
+
+
+async def finished(work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what a coroutine returns, which is not cancelled.
+
+    Cancellation: waits for its end, as of `to_its_end`.
+    """
+    working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:

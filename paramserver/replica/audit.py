@@ -30,11 +30,12 @@ from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.near_names import first_of
 from headrace.schemas.row_digest import BUCKET_ROWS
-from headrace.schemas.row_records import PRESENT
+from headrace.schemas.row_records import PRESENT, RecordLayout
 from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import TableSpec
 
 __all__ = [
+    "LONGEST_HOLD_S",
     "ROWS_AT_ONCE",
     "ReplicaAuditReport",
     "ReplicaTableAudit",
@@ -47,12 +48,15 @@ __all__ = [
 ROWS_AT_ONCE = 4 * BUCKET_ROWS
 """Rows that are held up together: a shard looks at some hundred thousand rows a second."""
 
+# A shard reads and digests some hundred megabytes of records a second.
+_BYTES_AT_ONCE = 2**29
 _ROWS_IN_CACHE = 4096
 _MAX_NAMED, _MAX_TABLES_NAMED = 20, 4
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
-# For how long one range may hold the replica up. A shard that is stuck must not keep the others' updates from lookups
-# for longer than a replica may be behind and be sent any.
-_ANSWER_TIMEOUT_S, _HELD_TIMEOUT_S = 15.0, 20.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MAX_ATTEMPTS = 0.01, 0.5, 200
+LONGEST_HOLD_S = 20.0
+"""For how long a range may hold the replica up: a stuck shard must not keep the others' updates from lookups."""
+
+_ANSWER_TIMEOUT_S = 15.0
 
 _Ids = npt.NDArray[np.int64]
 
@@ -64,9 +68,11 @@ class _Span:
     fqn: str
     first_row: int
     end_row: int
+    rows_at_once: int
 
     def num_rows(self) -> int:
-        return self.end_row - self.first_row
+        """Return how many rows of common width take as long."""
+        return (self.end_row - self.first_row) * (ROWS_AT_ONCE // self.rows_at_once)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,7 +167,7 @@ def digest_table(
     spec = table.spec
     digest = TableDigest(spec=spec, columns=spec.whole)
     for ids in _pieces(first_row, min(spec.num_rows if end_row is None else end_row, spec.num_rows), _ROWS_IN_CACHE):
-        rows, missing = table.gather(ids)
+        rows, missing = table.inspect(ids)
         if missing.any():
             is_there = ~missing
             ids, rows = ids[is_there], rows[torch.from_numpy(is_there)]
@@ -193,7 +199,17 @@ async def audit_copy(copy: Followed, config: ReplicaConfig, fqns: Sequence[str] 
         fqns = [fqn for fqn in specs if fqn not in left_out]
     for fqn in fqns:
         _check(copy, config, fqn)
-    return ReplicaAuditReport(tables=tuple(await _audit_tables(copy, fqns)), left_out=left_out)
+    results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
+    waiting = set(fqns)
+    try:
+        await _audit_tables(copy, results, waiting)
+    except UnavailableError as exc:
+        if not any(result.differing_buckets for result in results.values()):
+            raise
+        # What differs is told all the same.
+        left_out |= {fqn: f"not all of it was compared: {exc}" for fqn in sorted(waiting)}
+    tables = tuple(result for fqn, result in results.items() if fqn not in waiting or result.differing_buckets)
+    return ReplicaAuditReport(tables=tables, left_out=left_out)
 
 
 async def digest_copy(copy: Followed, config: ReplicaConfig, fqn: str, **rows: Any) -> TableDigest:
@@ -223,21 +239,37 @@ def _check(copy: Followed, config: ReplicaConfig, fqn: str) -> None:
         raise RequestError(f"table {fqn!r} cannot be compared: {why}")
 
 
-async def _audit_tables(copy: Followed, fqns: Sequence[str]) -> list[ReplicaTableAudit]:
-    results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
-    for group in table_groups([span for fqn in results for span in _spans(copy, fqn)], num_rows_of=_Span.num_rows):
+async def _audit_tables(copy: Followed, results: Mapping[str, ReplicaTableAudit], waiting: set[str]) -> None:
+    """Compare tables, note what there is of each, and take it from those that wait when all of it was compared."""
+    groups = list(table_groups([span for fqn in results for span in _spans(copy, fqn)], num_rows_of=_Span.num_rows))
+    for group, following in zip(groups, [*groups[1:], []], strict=True):
         for span in await _audit_spans(copy, group, results):
-            backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
-            while await _audit_spans(copy, [span], results):
-                pause_s = backoff.next_s()
-                await asyncio.sleep(pause_s)
-    return list(results.values())
+            await _audit_again(copy, span, results)
+        # Of a table's ranges the last ones may be of the next group.
+        waiting -= {span.fqn for span in group} - {span.fqn for span in following}
+    waiting.clear()  # tables without rows have no range
+
+
+async def _audit_again(copy: Followed, span: _Span, results: Mapping[str, ReplicaTableAudit]) -> None:
+    backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+    for _ in range(_MAX_ATTEMPTS):
+        if not await _audit_spans(copy, [span], results):
+            return
+        pause_s = backoff.next_s()
+        await asyncio.sleep(pause_s)
+    raise UnavailableError(
+        f"rows of {span.fqn!r} were not compared in {_MAX_ATTEMPTS} attempts: each time rows came meanwhile; by step, "
+        "an audit needs a moment in which none come"
+    )
 
 
 def _spans(copy: Followed, fqn: str) -> Iterator[_Span]:
-    num_rows = copy.generation.tables[fqn].spec.num_rows
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        yield _Span(fqn=fqn, first_row=first, end_row=min(first + ROWS_AT_ONCE, num_rows))
+    spec = copy.generation.tables[fqn].spec
+    bucket_bytes = BUCKET_ROWS * RecordLayout(spec, spec.whole).size_bytes
+    rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, ROWS_AT_ONCE)
+    for first in range(0, spec.num_rows, rows_at_once):
+        end_row = min(first + rows_at_once, spec.num_rows)
+        yield _Span(fqn=fqn, first_row=first, end_row=end_row, rows_at_once=rows_at_once)
 
 
 async def _audit_spans(copy: Followed, spans: Sequence[_Span], results: Mapping[str, ReplicaTableAudit]) -> list[_Span]:
@@ -247,10 +279,10 @@ async def _audit_spans(copy: Followed, spans: Sequence[_Span], results: Mapping[
         UnavailableError: It took so long that the replica would be held up for longer than it may.
     """
     try:
-        async with asyncio.timeout(_HELD_TIMEOUT_S), copy.held():
+        async with asyncio.timeout(LONGEST_HOLD_S), copy.held():
             done = await _audit_held(copy, spans, results)
     except TimeoutError as exc:
-        time, names = format_seconds(_HELD_TIMEOUT_S), first_of([repr(span.fqn) for span in spans])
+        time, names = format_seconds(LONGEST_HOLD_S), first_of([repr(span.fqn) for span in spans])
         raise UnavailableError(
             f"rows of {names} were not compared within {time}, in which the replica stands still"
         ) from exc
@@ -271,7 +303,8 @@ async def _audit_held(copy: Followed, spans: Sequence[_Span], results: Mapping[s
         if digest.is_steady:
             seqs = tuple(digest.seqs.get(tail.shard, 0) for tail in tails)
             by_seqs.setdefault(seqs, {})[span] = digest
-    shown = (0,) * len(tails)
+    # A shard that was set back tells of records before these; that is found by following it, and no difference.
+    shown = tuple(tail.visible_seq for tail in tails)
     for seqs, digests in sorted(by_seqs.items()):
         if any(map(operator.lt, seqs, shown)) or not await copy.show_up_to(seqs):
             continue  # another shard has been at later records for the span before
@@ -315,7 +348,7 @@ async def _differing_rows(copy: Followed, span: _Span, bucket: int) -> _Ids:
         theirs = await copy.reader.get(span.fqn, ids, with_versions=True)
         assert theirs.epochs is not None
         assert theirs.steps is not None
-        rows, missing = await asyncio.to_thread(table.gather, ids)
+        rows, missing = await asyncio.to_thread(table.inspect, ids)
         is_there = theirs.presence == PRESENT
         differs = (_bytes(bits_of(rows)) != _bytes(theirs.weights)).any(axis=1) & is_there & ~missing
         differs |= is_there == missing

@@ -119,14 +119,21 @@ class DiskTable:
             UnavailableError: The copy is closed.
             StorageError: The disk failed.
         """
+        return self._gather(ids, is_use=True)
+
+    def inspect(self, ids: _Ids) -> tuple[torch.Tensor, _Bools]:
+        """Return what `gather` does, from the hot rows and the disk alike; see `ReplicaTable.inspect`."""
+        return self._gather(ids, is_use=False)
+
+    def _gather(self, ids: _Ids, *, is_use: bool) -> tuple[torch.Tensor, _Bools]:
         found = torch.empty(ids.size, self.spec.dim, dtype=self._default.dtype)
         rows = self._opaque(found)
         with self._stores.in_use():
-            is_here, is_present = self._hot.gather(ids, rows)
+            is_here, is_present = self._hot.gather(ids, rows, is_use=is_use)
             if not is_here.all():
                 at = np.flatnonzero(~is_here)
                 missed, where = np.unique(ids[at], return_inverse=True)
-                read, is_read_present, _ = self._fetch(missed)
+                read, is_read_present = self._fetch(missed)[:2] if is_use else self._read(missed)
                 rows[at] = read[where]
                 is_present[at] = is_read_present[where]
         return found, ~is_present

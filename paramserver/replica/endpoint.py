@@ -347,4 +347,5 @@ def _audit_to_idl(audit: SelfAudit) -> Any:
         num_differing_buckets=0 if report is None else report.num_differing_buckets,
         difference=wire_text(difference) if difference else None,
         failure=None if audit.failure is None else wire_text(audit.failure),
+        num_left_out=0 if report is None else len(report.left_out),
     )

@@ -16,11 +16,13 @@ from typing import Any
 
 from headrace.paramserver.config.server_config import DEFAULT_PORT, ServerConfig, ShardSettings
 from headrace.paramserver.config.settings import REQUIRED, Kind, check, merge, setting
+from headrace.paramserver.replica.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.precision import PRECISIONS
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.security import client_tls_context
+from headrace.schemas.durations import format_seconds
 from headrace.schemas.errors import ConfigError
 
 __all__ = ["DEFAULT_REPLICA_PORT", "ENV_PREFIX", "EndpointConfig"]
@@ -213,6 +215,11 @@ class EndpointConfig:
             raise ConfigError(f"server: {exc}") from exc
         if self.port and self.port == self.health_port:
             raise ConfigError(f"health_port: {self.port} is the port for Thrift clients too; choose another")
+        if self.audit_interval_s is not None and 0 < self.max_lag_s <= LONGEST_HOLD_S:
+            raise ConfigError(
+                f"max_lag_s: an audit (--audit-interval-s) may hold the replica for {format_seconds(LONGEST_HOLD_S)}, "
+                f"which would not be ready then; give it more than that, or 0"
+            )
         for name in ("tables", "disk_tables"):
             if not all(_names_in(getattr(self, name))):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} has an empty name between its commas")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from headrace.paramserver.process.whole_work import to_its_end
+from headrace.paramserver.process.whole_work import finished, to_its_end
 from headrace.paramserver.reading.follower import ShardFollower, Update
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.config import ReplicaConfig
@@ -117,7 +117,7 @@ class Followed:
             finally:
                 self.generation.limits = None  # before anything that may be cancelled
                 if self.lost is None:
-                    await self._advance()
+                    await finished(self._advance())  # what came meanwhile is shown, whoever gives up
 
     async def show_up_to(self, seqs: Sequence[int]) -> bool:
         """While held, have lookups see exactly the records up to some; return whether they do.

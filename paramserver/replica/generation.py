@@ -208,9 +208,9 @@ class Generation:
         return found
 
     def _show_all(self) -> bool:
-        has_changed = False
+        has_changed, limits = False, self.limits  # the loop may lift them while this runs in a thread
         for tail in self.tails:
-            while tail.pending and (self.limits is None or tail.pending[0].seq <= self.limits[tail.shard]):
+            while tail.pending and (limits is None or tail.pending[0].seq <= limits[tail.shard]):
                 change = tail.pending[0]
                 if change.deltas:
                     with self.gate.write():

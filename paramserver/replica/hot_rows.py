@@ -134,12 +134,13 @@ class HotRows:
 
     # Readers.
 
-    def gather(self, ids: _Ids, out: _Array) -> tuple[_Bools, _Bools]:
+    def gather(self, ids: _Ids, out: _Array, *, is_use: bool = True) -> tuple[_Bools, _Bools]:
         """Copy the rows that are here.
 
         Args:
             ids: int64[n], any order, also repeated.
             out: Opaque rows `[n]`; those that are not here stay as they are.
+            is_use: They count as used, and as found.
 
         Returns:
             bool[n] each: which are here and not being written, and which of those are present in the table.
@@ -160,6 +161,8 @@ class HotRows:
             return is_here, is_present, slots
 
         is_here, is_present, slots = self._gate.read(look)
+        if not is_use:
+            return is_here, is_present
         self._clock += 1
         # Not under the gate: where a row has just gone, its successor looks a little younger, and nothing else happens.
         self._used.reshape(-1)[slots] = self._clock

@@ -76,6 +76,10 @@ class MemoryTable:
         """Memory that it takes."""
         return self._rows.size_bytes + self._versions.size_bytes + (self._map.size_bytes if self._map else 0)
 
+    def inspect(self, ids: _Ids) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+        """Return rows and which of them are missing; see `ReplicaTable.inspect`."""
+        return self.gather(ids)
+
     def gather(self, ids: _Ids) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
         """Return rows and which of them are missing; see `ReplicaTable.gather`."""
         slots = self._slots_of(ids)

@@ -50,6 +50,9 @@ class ReplicaTable(Protocol):
             bool[n], which of them are missing.
         """
 
+    def inspect(self, ids: _Ids) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+        """Return what `gather` does and leave no trace: nothing counts as looked up, or comes into memory for it."""
+
     def pool(
         self, ids: _Ids, offsets: torch.Tensor, mode: Literal["sum", "mean"], weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:

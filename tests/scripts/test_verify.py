@@ -12,7 +12,8 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import digest_rows
+from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import verify as verify_module
 from headrace.scripts.progress_bar import ProgressBar
@@ -204,6 +206,19 @@ def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, capsys
         assert "DIFFERENT: another shape, type or set of states than in the file" in capsys.readouterr().out
 
 
+def test_rows_that_are_missing_are_named_whatever_a_replica_says_of_them(
+    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one that answers a look-up of a missing row with an error."""
+    (tmp_path / "of").mkdir()
+    with replica_endpoint(tmp_path / "of", servers[0], "--missing=error") as replica:
+        for pair in ((servers[2], replica.address), (replica.address, servers[2])):
+            assert main(["verify", pair[0], "--against", pair[1], "--json"]) == 1
+            (table,) = json.loads(capsys.readouterr().out)["tables"]
+            assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+            assert table["is_steady"] is True
+
+
 def test_what_a_replica_has_not_is_left_out(
     servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,8 +226,10 @@ def test_what_a_replica_has_not_is_left_out(
     (tmp_path / "of").mkdir()
     with replica_endpoint(tmp_path / "of", servers[0], "--precision=int8") as replica:
         for more, words in (([], "are kept in int8 here"), (["--against", servers[0]], "are kept in int8 here")):
-            assert main(["verify", replica.address, *more]) == 0
-            assert f"{SPEC.fqn}: left out: " in (out := capsys.readouterr().out) and words in out
+            assert main(["verify", replica.address, *more]) == 1
+            said = capsys.readouterr()
+            assert f"{SPEC.fqn}: left out: " in said.out and words in said.out
+            assert "nothing was compared: every table was left out" in said.err
             assert main(["verify", replica.address, *more, "--table", SPEC.fqn]) == 1
             assert words in capsys.readouterr().err
     with ServerProcess.start(tmp_path / "data", shards=1) as more:
@@ -331,3 +348,26 @@ def test_a_server_that_is_not_there(
     assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err
     assert main(["verify", servers[0], "--against", "no/such/file"]) == 1
     assert "--against no/such/file: no such file, nor a server of that name" in capsys.readouterr().err
+
+
+async def test_rows_that_were_written_between_two_looks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica counts its server's records: where the two are at different ones, what differs may differ rightly."""
+
+    seqs: dict[bool, dict[int, int]] = {True: {0: 11}}
+
+    class Side(verify_module._Side):
+        async def look(self, result: Any, **_: Any) -> TableDigest:
+            digest = TableDigest(spec=SPEC, columns=SPEC.whole)
+            digest.seqs = seqs[self.is_replica]
+            return digest
+
+    def side(server_id: str, *, is_replica: bool) -> Any:
+        links = [SimpleNamespace(hello=SimpleNamespace(server_id=server_id))]
+        reader = SimpleNamespace(tables={SPEC.fqn: SPEC}, links=links)
+        return Side(reader=cast("Any", reader), is_replica=is_replica, may_leave_out=True)
+
+    for last_seq, replica_of, is_steady in ((2, "s", True), (3, "s", False), (3, "another", True)):
+        seqs[False] = {0: 9, 1: last_seq}
+        sides = side("s", is_replica=False), side(replica_of, is_replica=True)
+        (result,) = await verify_module._compare_servers(*sides, None, cast("Any", None))
+        assert (result.is_steady, result.is_equal) == (is_steady, True)

@@ -14,18 +14,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from replica_endpoint import replica_endpoint
 from torch import nn
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica import audit as audit_module
-from headrace.paramserver.replica.audit import _audit_tables, why_left_out
+from headrace.paramserver.replica.audit import LONGEST_HOLD_S, _spans, audit_copy, why_left_out
 from headrace.paramserver.replica.config import MemoryStorage, ReplicaConfig
 from headrace.paramserver.replica.endpoint_config import EndpointConfig
 from headrace.paramserver.replica.followed import Followed
 from headrace.paramserver.replica.memory_table import MemoryTable
 from headrace.paramserver.supervisor.launch import ServerProcess
-from headrace.schemas.errors import RequestError, UnavailableError, UnknownTableError
+from headrace.schemas.errors import ConfigError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
@@ -202,7 +203,9 @@ class _CopyAtSeqs:
         specs = {fqn: dataclasses.replace(spec, fqn=fqn) for fqn in seqs}
         self.generation = SimpleNamespace(
             tables={fqn: MemoryTable(spec) for fqn, spec in specs.items()},
-            tails=[SimpleNamespace(shard=0), SimpleNamespace(shard=1)],
+            tails=[SimpleNamespace(shard=0, visible_seq=2), SimpleNamespace(shard=1, visible_seq=1)],
+            table=lambda fqn: self.generation.tables[fqn],
+            visible=(0, -1),
         )
         self.reader = self
         self.shown: list[tuple[int, ...]] = []
@@ -213,7 +216,8 @@ class _CopyAtSeqs:
         self.shown.append(())
         yield
 
-    async def digest(self, fqn: str, **_: Any) -> TableDigest:
+    async def digest(self, fqn: str, *, timeout_s: float, **_: Any) -> TableDigest:
+        assert timeout_s < LONGEST_HOLD_S, "the message that names the shard comes first"
         spec = self.generation.tables[fqn].spec
         digest = TableDigest(spec=spec, columns=spec.whole)
         digest.seqs = dict(enumerate(self._seqs[fqn].pop(0)))
@@ -228,8 +232,8 @@ class _CopyAtSeqs:
 async def test_the_replica_is_taken_from_position_to_position() -> None:
     """Never back: a table of which one shard was later than the others', or not at one position, is compared again."""
     copy = _CopyAtSeqs({"a": [(2, 3)], "b": [(5, 1), (5, 4)], "c": [(2, 3)], "d": [(0, 0), (6, 6)], "e": [(3, 4)]})
-    audits = await _audit_tables(cast("Any", copy), list("abcde"))
-    assert [audit.fqn for audit in audits] == list("abcde")
+    report = await audit_copy(cast("Any", copy), ReplicaConfig(), None)
+    assert [audit.fqn for audit in report.tables] == list("abcde")
     assert copy.shown == [(), (2, 3), (3, 4), (), (5, 4), (), (6, 6)]
 
 
@@ -237,7 +241,7 @@ async def test_a_shard_that_is_stuck_does_not_hold_the_replica_up(monkeypatch: p
     """The range is given up, with the names of its tables, and what came meanwhile becomes visible."""
 
     class Stuck(_CopyAtSeqs):
-        async def digest(self, fqn: str, **_: Any) -> TableDigest:
+        async def digest(self, fqn: str, *, timeout_s: float, **_: Any) -> TableDigest:
             return await asyncio.Future()
 
         @contextlib.asynccontextmanager
@@ -248,16 +252,104 @@ async def test_a_shard_that_is_stuck_does_not_hold_the_replica_up(monkeypatch: p
                 self.shown.append((9, 9))
 
     copy = Stuck({"a": [], "b": [], "c": []})
-    monkeypatch.setattr(audit_module, "_HELD_TIMEOUT_S", 1e-3)
+    monkeypatch.setattr(audit_module, "LONGEST_HOLD_S", 1e-3)
     words = r"rows of 'a', 'b', 'c' were not compared within 0\.001 s, in which the replica stands still"
     with pytest.raises(UnavailableError, match=words):
-        await _audit_tables(cast("Any", copy), list("abc"))
+        await audit_copy(cast("Any", copy), ReplicaConfig(), None)
     assert copy.shown == [(9, 9)]
 
 
 def test_the_replica_is_held_for_less_than_it_may_be_behind() -> None:
-    """A range that is given up takes no readiness."""
-    assert audit_module._ANSWER_TIMEOUT_S < audit_module._HELD_TIMEOUT_S < EndpointConfig(server="h").max_lag_s
+    """A range that is given up takes no readiness; settings by which it would are refused."""
+    assert EndpointConfig(server="h", audit_interval_s=60.0).max_lag_s > LONGEST_HOLD_S
+    assert EndpointConfig(server="h", audit_interval_s=60.0, max_lag_s=0).max_lag_s == 0
+    assert EndpointConfig(server="h", max_lag_s=1.0).audit_interval_s is None
+    with pytest.raises(ConfigError, match=r"max_lag_s: an audit .* may hold the replica for 20 s"):
+        EndpointConfig(server="h", audit_interval_s=60.0, max_lag_s=20.0)
+
+
+async def test_what_came_while_a_range_was_given_up_is_shown(
+    server: ServerProcess, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that gives no digests holds nothing up for longer: also not where who asked for the audit gives up."""
+    answers = asyncio.Event()
+
+    async def never(*_: Any, **__: Any) -> TableDigest:
+        loop.call_soon_threadsafe(answers.set)
+        return await asyncio.Future()
+
+    loop = asyncio.get_running_loop()
+    replica = await asyncio.to_thread(EmbeddingReplica, server.address)
+    try:
+        monkeypatch.setattr(EmbeddingReader, "digest", never)
+        auditing = asyncio.ensure_future(asyncio.to_thread(replica.audit, timeout_s=1.0))
+        await answers.wait()
+        await asyncio.to_thread(training.step)
+        await asyncio.to_thread(training.streamer.flush)
+        with pytest.raises(UnavailableError, match="the audit has not ended in 1 s"):
+            await auditing
+        monkeypatch.undo()
+        await asyncio.to_thread(training.settle, replica)
+        assert (await asyncio.to_thread(replica.audit, timeout_s=WAIT_S)).is_equal
+    finally:
+        await asyncio.to_thread(replica.close)
+
+
+async def test_a_difference_is_told_though_not_all_could_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that goes away later takes nothing back, and what it left open is named. Without one it is an error."""
+
+    class Fails(_CopyAtSeqs):
+        differs = True
+
+        async def digest(self, fqn: str, *, timeout_s: float, **_: Any) -> TableDigest:
+            if fqn == "z":
+                raise UnavailableError("a shard is away")
+            digest = await super().digest(fqn, timeout_s=timeout_s)
+            if self.differs:
+                digest.add_rows(np.array([3]), [np.ones((1, 1), np.float32)])
+            return digest
+
+        async def get(self, fqn: str, ids: Any, **_: Any) -> Any:
+            raise UnavailableError("rows cannot be named")
+
+    monkeypatch.setattr(audit_module, "table_groups", lambda spans, **_: [[span] for span in spans])
+    copy = Fails({"a": [(2, 3)], "z": []})
+    report = await audit_copy(cast("Any", copy), ReplicaConfig(), None)
+    assert [(table.fqn, table.differing_buckets) for table in report.tables] == [("a", [0])]
+    assert set(report.left_out) == {"a", "z"}
+    assert report.left_out["z"] == "not all of it was compared: rows cannot be named"
+    copy = Fails({"a": [(2, 3)], "z": []})
+    copy.differs = False
+    with pytest.raises(UnavailableError, match="a shard is away"):
+        await audit_copy(cast("Any", copy), ReplicaConfig(), None)
+
+
+async def test_rows_that_come_all_the_time_end_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many attempts it says so, and does not hold the replica up again and again."""
+    monkeypatch.setattr(audit_module, "_MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(audit_module, "_FIRST_PAUSE_S", 1e-9)
+    monkeypatch.setattr(audit_module, "_LONGEST_PAUSE_S", 1e-9)
+    copy = _CopyAtSeqs({"a": [(0, 0)] * 4})
+    with pytest.raises(UnavailableError, match="rows of 'a' were not compared in 3 attempts: each time rows came"):
+        await audit_copy(cast("Any", copy), ReplicaConfig(), None)
+    assert copy.shown == [()] * 4
+
+
+async def test_records_before_what_is_visible_are_no_difference() -> None:
+    """A shard that was set back tells of older rows: following it finds that, and an audit asks again."""
+    copy = _CopyAtSeqs({"a": [(1, 9), (9, 0), (2, 1)]})
+    assert (await audit_copy(cast("Any", copy), ReplicaConfig(), None)).is_equal
+    assert copy.shown == [(), (), (), (2, 1)]
+
+
+@pytest.mark.parametrize(("dim", "num_rows_held"), [(1, 262_144), (1000, 131_072), (20_000, 65_536)])
+def test_wide_rows_are_held_up_in_smaller_numbers(dim: int, num_rows_held: int) -> None:
+    """A range takes a shard about a second, and as many tables are looked at together as have so many rows."""
+    spec = TableSpec(fqn="t", num_rows=300_000, dim=dim, dtype=DType.FLOAT32)
+    copy = SimpleNamespace(generation=SimpleNamespace(tables={"t": SimpleNamespace(spec=spec)}))
+    spans = list(_spans(cast("Any", copy), "t"))
+    assert spans[0].end_row == num_rows_held and spans[-1].end_row == 300_000
+    assert spans[0].num_rows() == 262_144
 
 
 def test_a_replica_that_lags_shows_what_the_store_has(server: ServerProcess, training: Training) -> None:
@@ -291,6 +383,23 @@ def test_what_cannot_be_compared_is_left_out_and_named(server: ServerProcess, tr
         for call in (replica.digest, lambda fqn: replica.audit(tables=[fqn], timeout_s=WAIT_S)):
             with pytest.raises(RequestError, match=r"'large\.weight' cannot be compared"):
                 call("large.weight")
+
+
+def test_a_process_tells_digests_of_several_shards(server: ServerProcess, training: Training, tmp_path: Path) -> None:
+    """All rows are in one reply's buckets, and its seq is the sum of the shards': any record that comes changes it."""
+    with replica_endpoint(tmp_path, server.address) as endpoint:
+
+        async def read() -> tuple[TableDigest, TableDigest]:
+            async with (
+                await EmbeddingReader.connect(server.address, timeout_s=WAIT_S) as one,
+                await EmbeddingReader.connect(endpoint.address, timeout_s=WAIT_S) as other,
+            ):
+                theirs = await one.digest("large.weight", only_weights=True)
+                return theirs, await other.digest("large.weight", only_weights=True)
+
+        theirs, ours = asyncio.run(read())
+        assert len(theirs.seqs) == 2 and ours.seqs == {0: sum(theirs.seqs.values())}
+        assert ours.buckets == theirs.buckets and len(ours.buckets) == 5
 
 
 def test_virtual_ids_cannot_be_compared() -> None:

@@ -248,6 +248,25 @@ def test_large_misses_are_read_by_several_threads(tmp_path: Path) -> None:
         assert table.gather(ids)[0].numpy().tobytes() == expected
 
 
+def test_an_inspection_leaves_no_trace(tmp_path: Path) -> None:
+    """An audit sees what look-ups see, hot rows and those on the disk, and drives no row from memory."""
+    with open_table(tmp_path / "copy", hot_bytes=64 * 60) as table:
+        everything = np.arange(2000)
+        _write(table, everything[:1500], 3)
+        for _ in range(3):
+            table.gather(everything[:32])
+        before, is_hot = table.stats, table._hot.has(everything)
+        assert before.hits and is_hot[:32].any() and not is_hot.all()
+        some_hot = int(np.flatnonzero(is_hot)[0])
+        table._hot._rows[table._hot._find(np.array([some_hot]))[0]] = np.zeros(1, table._hot._rows.dtype)
+        rows, missing = table.inspect(everything)
+        assert missing.tolist() == [False] * 1500 + [True] * 500
+        assert rows[some_hot].tolist() == [0.0] * 4, "a hot row that is wrong is seen"
+        assert (np.delete(rows[:1500].numpy(), some_hot, axis=0) == 3).all()
+        assert table.stats == before
+        assert (table._hot.has(everything) == is_hot).all()
+
+
 def test_a_failed_write_ends_the_copy(tmp_path: Path) -> None:
     """When a write has failed half way no row is shown any more, hot or not: it may be of another step."""
     with open_table(tmp_path / "copy") as table:

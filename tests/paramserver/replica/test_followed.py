@@ -118,6 +118,37 @@ async def test_what_is_shown_in_a_thread_is_shown_to_its_end(monkeypatch: pytest
     await copy.close()
 
 
+async def test_what_came_while_it_was_held_is_shown_whoever_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline that strikes while another thread still takes records leaves none of them unseen."""
+    copy, _ = followed()
+    shown: list[object] = []
+
+    def advance() -> bool:
+        shown.append(copy.generation.limits)
+        return False
+
+    monkeypatch.setattr(copy.generation, "advance", advance)
+
+    async def hold() -> None:
+        async with copy.held():
+            await copy._taking.acquire()  # as one that takes records does
+            is_taking.set()
+
+    is_taking = asyncio.Event()
+    holding = asyncio.create_task(hold())
+    await is_taking.wait()
+    copy._changed.clear()
+    for _ in range(3):
+        holding.cancel()
+        await asyncio.sleep(0)
+    assert not shown
+    copy._taking.release()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    assert shown == [None] and copy._changed.is_set()
+    await copy.close()
+
+
 async def test_what_is_written_to_disk_in_a_thread_is_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever closes a copy frees its tables next: nobody may be writing to them then."""
     copy, _ = followed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -39,12 +40,14 @@ class FakeReplica:
     def __init__(self, *outcomes: ReplicaAuditReport | Exception) -> None:
         self.outcomes = list(outcomes)
         self.timeouts: list[float] = []
+        self.asked: list[list[str] | None] = []
         self.is_at_last = asyncio.Event()
         self.let_go = threading.Event()
         self._loop = asyncio.get_running_loop()
 
-    def audit(self, *, timeout_s: float) -> ReplicaAuditReport:
+    def audit(self, *, tables: list[str] | None, timeout_s: float) -> ReplicaAuditReport:
         self.timeouts.append(timeout_s)
+        self.asked.append(tables)
         if not self.outcomes:
             self._loop.call_soon_threadsafe(self.is_at_last.set)
             self.let_go.wait()
@@ -53,6 +56,11 @@ class FakeReplica:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_audit, "_CONFIRM_PAUSE_S", 0.0)
 
 
 async def after(*outcomes: ReplicaAuditReport | Exception) -> tuple[SelfAudit, FakeReplica]:
@@ -70,7 +78,7 @@ async def after(*outcomes: ReplicaAuditReport | Exception) -> tuple[SelfAudit, F
 async def test_outcomes_are_counted_and_the_last_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """Equal, different and failed ones; what differed stays known while the server is away, and why it is not asked."""
     caplog.set_level(logging.INFO, logger=self_audit.__name__)
-    audit, replica = await after(EQUAL, EQUAL, DIFFERENT, UnavailableError("a shard is away"))
+    audit, replica = await after(EQUAL, EQUAL, DIFFERENT, DIFFERENT, UnavailableError("a shard is away"))
     assert (audit.num_equal, audit.num_different, audit.num_failed) == (2, 1, 1)
     assert (audit.report, audit.failure) == (DIFFERENT, "a shard is away")
     assert set(replica.timeouts) == {3600.0}
@@ -82,12 +90,33 @@ async def test_outcomes_are_counted_and_the_last_is_kept(caplog: pytest.LogCaptu
 
 async def test_a_difference_is_named_in_brief() -> None:
     """Four tables with bucket and row, and how many more: a line of a log, and a text on the wire, have an end."""
-    audit, _ = await after(DIFFERENT)
+    audit, _ = await after(DIFFERENT, DIFFERENT)
     assert audit.report is not None
     text = audit.report.difference
     assert text.startswith("t0: 9 rows, digest 0000000000000000; DIFFERENT in buckets 2: rows 131073; t1: ")
     assert text.endswith("; and 2 more tables") and "t4" not in text
     assert (audit.report.num_differing_buckets, EQUAL.difference) == (6, "")
+
+
+async def test_a_difference_is_looked_at_again_before_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One that passes is none; those that stay are told, also where the server is away by then."""
+    now = dataclasses.replace(EQUAL, tables=(*(dataclasses.replace(EQUAL.tables[0], fqn=f"t{n}") for n in range(6)),))
+    audit, replica = await after(DIFFERENT, now)
+    assert (audit.num_equal, audit.num_different, replica.asked[:2]) == (1, 0, [None, [f"t{n}" for n in range(6)]])
+    partly = dataclasses.replace(now, tables=(*now.tables[:5], DIFFERENT.tables[5]))
+    audit, _ = await after(DIFFERENT, partly)
+    assert audit.report is not None and audit.report.difference == str(DIFFERENT.tables[5])
+    audit, _ = await after(DIFFERENT, UnavailableError("away by now"))
+    assert (audit.report, audit.num_different) == (DIFFERENT, 1)
+    assert "a difference could not be looked at again" in caplog.text
+
+
+async def test_an_audit_of_nothing_is_no_equality() -> None:
+    """Where every table is left out it has failed, and says why; where some are, they are counted."""
+    nothing = ReplicaAuditReport(tables=(), left_out={"a": "it is kept in int8", "b": "it has virtual ids"})
+    audit, _ = await after(nothing)
+    assert (audit.num_equal, audit.num_failed) == (0, 1)
+    assert audit.failure == "no table can be compared: a: it is kept in int8, b: it has virtual ids"
 
 
 async def test_a_bug_ends_one_audit_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,19 +128,23 @@ async def test_a_bug_ends_one_audit_alone(caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_replicas_look_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look is at a random moment of the interval, those after it an interval after the one before."""
+    """The first look is at a random moment of the interval, those after it an interval after the one before.
+
+    After a difference the next one comes soon: it may be gone, and the alert with it.
+    """
     pauses: list[float] = []
 
     async def sleep(pause_s: float) -> None:
         pauses.append(pause_s)
-        if len(pauses) == 3:
+        if len(pauses) == 5:
             raise asyncio.CancelledError
 
-    replica = FakeReplica(EQUAL, EQUAL)
+    replica = FakeReplica(EQUAL, DIFFERENT, DIFFERENT, EQUAL)
     monkeypatch.setattr(self_audit.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         await SelfAudit(replica, interval_s=7200.0, random=lambda: 0.25).run()  # type: ignore[arg-type]
-    assert (pauses, replica.timeouts) == ([1800.0, 7200.0, 7200.0], [7200.0, 7200.0])
+    assert pauses == [1800.0, 7200.0, 0.0, 60.0, 7200.0]
+    assert set(replica.timeouts) == {7200.0}
 
 
 def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,14 +178,15 @@ def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixtur
         ({"ended_us": 0, "difference": None, "failure": None}, "Not compared with the server yet."),
         ({"ended_us": 0, "difference": None, "failure": "away"}, "server yet. The last audit failed: away"),
         ({"difference": "t[0]: rows 3", "failure": None}, "01:02:03 UTC: 70 rows, DIFFERENT: t[0]: rows 3."),
+        ({"difference": None, "failure": None, "num_left_out": 2}, "70 rows, equal. 2 tables were left out."),
     ],
-    ids=["not yet", "never", "different"],
+    ids=["not yet", "never", "different", "in part"],
 )
 def test_status_says_how_the_last_audit_went(
     audit: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A difference is named as it is, brackets too."""
     us = 1_700_010_123_000_000
-    told = idl.ReplicaAudit(**{"ended_us": us, "num_rows": 70, "num_differing_buckets": 1, **audit})
+    told = idl.ReplicaAudit(**{"ended_us": us, "num_rows": 70, "num_differing_buckets": 1, "num_left_out": 0, **audit})
     Console(width=200).print(_describe_audit(told))
     assert words in capsys.readouterr().out
