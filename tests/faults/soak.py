@@ -337,7 +337,8 @@ def summarize(soak: Soak, settled: Settled, served: list[Served]) -> str:
         calm, swapping = (_percentile_ms(times) for times in (one.calm_s, one.swapping_s))
         lines.append(
             f"{one.name}: {one.num_lookups} lookups, 99th percentile {calm} ms, during swaps {swapping} ms; "
-            f"freshness median {one.freshness_s * 1000:.0f} ms; {one.num_gone} rows seen to go"
+            f"freshness median {one.freshness_s * 1000:.0f} ms; {one.num_gone} rows seen to go; "
+            f"{one.num_audits} audits found no difference, {one.num_audits_given_up} were given up"
         )
         lines += [f"  {line}" for line in f"replica = store: {one.digest}".splitlines()]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ __all__ = ["BREAKAGES", "REPLICAS", "Served", "run_replicas"]
 
 _WAIT_S = 120.0
 _BATCH = 64
-_LOOKUP_PAUSE_S = 0.004
+_LOOKUP_PAUSE_S, _AUDIT_PAUSE_S = 0.004, 0.5
 _NUM_THREADS = 2
 _PRESENT = 1
 _MAX_PROBLEMS = 5
@@ -56,6 +56,9 @@ class Served:
         problems: What must not be, and lookups that failed; the first few.
         num_failed: Lookups that raised.
         num_gone: Rows that were seen to be deleted or expired.
+        num_audits: Audits beside all that, each of all tables, that found no difference.
+        num_audits_given_up: Those that came to no end: the server was away, another copy took this one's place, or by
+            step rows came all the time.
         calm_s: Seconds that lookups took.
         swapping_s: Of those that began during a swap.
         freshness_s: Median from the trainer's clock to visible, seconds: of each copy's, asked for after each deed.
@@ -67,6 +70,8 @@ class Served:
     problems: list[str] = field(default_factory=list)
     num_failed: int = 0
     num_gone: int = 0
+    num_audits: int = 0
+    num_audits_given_up: int = 0
     calm_s: array[float] = field(default_factory=lambda: array("f"))
     swapping_s: array[float] = field(default_factory=lambda: array("f"))
     freshness_s: float = 0.0
@@ -82,7 +87,8 @@ def run_replicas(address: str, directory: Path, seed: int, breakage: str, reques
     try:
         torch.set_num_threads(1)
         BREAKAGES[breakage]()
-        replicas = {name: _Replica(name, address, directory, seed + at) for at, name in enumerate(REPLICAS)}
+        audits = breakage == "none"  # else look-ups are to find it
+        replicas = {name: _Replica(name, address, directory, seed + at, audits) for at, name in enumerate(REPLICAS)}
         requests.send(("ready",))
         while True:
             match requests.recv():
@@ -103,9 +109,9 @@ def run_replicas(address: str, directory: Path, seed: int, breakage: str, reques
 
 
 class _Replica:
-    """One replica and the threads that look up in it."""
+    """One replica, the threads that look up in it, and one that audits it."""
 
-    def __init__(self, name: str, address: str, directory: Path, seed: int) -> None:
+    def __init__(self, name: str, address: str, directory: Path, seed: int, audits: bool) -> None:
         folders = {key: directory / name / key for key in ("disk", "snapshots")}
         for folder in folders.values():
             folder.mkdir(parents=True)
@@ -126,6 +132,8 @@ class _Replica:
             threading.Thread(target=self._look_up, args=(seed * 100 + at,), name=f"lookups-{name}-{at}", daemon=True)
             for at in range(_NUM_THREADS)
         ]
+        if audits:
+            self._threads.append(threading.Thread(target=self._audit, name=f"audits-{name}", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -199,6 +207,21 @@ class _Replica:
             self._served.calm_s += calm
             self._served.swapping_s += swapping
             self._served.num_lookups += len(calm) + len(swapping)
+
+    def _audit(self) -> None:
+        pause, served = threading.Event(), self._served
+        while not self._is_done:
+            try:
+                report = self._replica.audit(timeout_s=_WAIT_S)
+            except HeadraceError:
+                served.num_audits_given_up += 1
+            except Exception:
+                self._note(f"an audit failed: {traceback.format_exc()}")
+            else:
+                served.num_audits += report.is_equal
+                if not report.is_equal:
+                    self._note(f"an audit found differences: {report.difference}")
+            pause.wait(_AUDIT_PAUSE_S)
 
     def _look_up_once(self, rng: np.random.Generator) -> float:
         """Look up rows of one table, or of the pair, and check them; return the seconds of the lookup alone."""

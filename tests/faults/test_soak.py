@@ -24,6 +24,7 @@ def test_replica_store_and_trainer_are_equal(tmp_path: Path) -> None:
     assert {one.name for one in served} == {"latest", "step", "disk"}
     assert all(one.num_lookups > 500 and not one.num_failed and not one.problems for one in served)
     assert all(one.digest.startswith("EQUAL") and one.num_gone for one in served)
+    assert all(one.num_audits for one in served)
     assert soak.num_expired
     assert "0 failed of" in summarize(soak, settled, served)
 
