@@ -1,8 +1,13 @@
-"""Durations in messages, as people read them."""
+"""Durations as people write and read them."""
 
 from __future__ import annotations
 
-__all__ = ["format_seconds"]
+from collections.abc import Mapping
+
+__all__ = ["SECONDS_BY_UNIT", "format_seconds"]
+
+SECONDS_BY_UNIT: Mapping[str, float] = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+"""The units in which durations are given."""
 
 
 def format_seconds(duration_s: float) -> str:

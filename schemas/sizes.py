@@ -1,8 +1,13 @@
-"""Sizes in messages and tables, as people read them: in the units in which settings are given."""
+"""Sizes as people write and read them."""
 
 from __future__ import annotations
 
-__all__ = ["format_size"]
+from collections.abc import Mapping
+
+__all__ = ["BYTES_BY_UNIT", "format_size"]
+
+BYTES_BY_UNIT: Mapping[str, int] = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+"""The units in which sizes are given."""
 
 
 def format_size(size_bytes: float) -> str:

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from headrace.schemas.durations import SECONDS_BY_UNIT
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.sizes import BYTES_BY_UNIT
 
 __all__ = ["REQUIRED", "Kind", "Setting", "check", "flag_of", "merge", "setting", "settings_of", "show_default"]
 
@@ -27,8 +29,6 @@ REQUIRED: Any = dataclasses.MISSING
 
 _T = TypeVar("_T")
 _KEY = "headrace.setting"
-_BYTES_BY_UNIT = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SECONDS_BY_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"(?P<number>[0-9]{1,19}(?:\.[0-9]{1,19})?) ?(?P<unit>[A-Za-z]*)")
 # YAML knows whole numbers that no float can hold, and that Python does not print.
 _MAX_NUMBER = 2**100
@@ -245,12 +245,12 @@ def _parse_count(raw: Any) -> Any:
 
 
 def _parse_bytes(raw: Any) -> Any:
-    size = _parse_quantity(raw, _BYTES_BY_UNIT)
+    size = _parse_quantity(raw, BYTES_BY_UNIT)
     return int(size) if isinstance(size, float) and size.is_integer() else size
 
 
 def _parse_seconds(raw: Any) -> Any:
-    seconds = _parse_quantity(raw, _SECONDS_BY_UNIT)
+    seconds = _parse_quantity(raw, SECONDS_BY_UNIT)
     is_whole = isinstance(seconds, int) and not isinstance(seconds, bool)
     return float(seconds) if is_whole and abs(seconds) <= _MAX_NUMBER else seconds
 
@@ -327,6 +327,6 @@ def _out_of_bounds(known: Setting, value: float) -> str | None:
 
 def _show_bytes(size_bytes: float) -> str:
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size_bytes and size_bytes % _BYTES_BY_UNIT[unit] == 0:
-            return f"{size_bytes / _BYTES_BY_UNIT[unit]:g}{unit}"
+        if size_bytes and size_bytes % BYTES_BY_UNIT[unit] == 0:
+            return f"{size_bytes / BYTES_BY_UNIT[unit]:g}{unit}"
     return f"{size_bytes:.0f}"

@@ -30,15 +30,15 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.ingest.sessions import Sessions
+from headrace.schemas.durations import SECONDS_BY_UNIT
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.sizes import BYTES_BY_UNIT
 
 __all__ = ["ExpiryPolicy", "ExpiryRules", "Horizon", "RowFacts", "RunHorizon", "Verdict", "judge"]
 
 _Ids = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
 _LAST_STEP = 2**63 - 1  # nothing is above it
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)([A-Za-z]*)")
 
 
@@ -144,7 +144,7 @@ def _word(key: str, raw: str) -> str:
 
 
 _PARSERS = {
-    "ttl_s": _number(_SECONDS, float),
+    "ttl_s": _number(SECONDS_BY_UNIT, float),
     "clock": _word,
     "idle_steps": _number({"": 1}, int),
     "min_frequency": _number({"": 1}, float),
@@ -152,9 +152,9 @@ _PARSERS = {
     "min_l2_norm": _number({"": 1}, float),
     "match": _word,
     "max_rows": _number({"": 1}, int),
-    "interval_s": _number(_SECONDS, float),
+    "interval_s": _number(SECONDS_BY_UNIT, float),
     "trigger_rows": _number({"": 1}, int),
-    "trigger_bytes": _number(_BYTES, int),
+    "trigger_bytes": _number(BYTES_BY_UNIT, int),
 }
 assert set(_PARSERS) == {known.name for known in dataclasses.fields(ExpiryPolicy)}
 
