@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -99,7 +100,6 @@ _NUMBERS = (
     "num_refused",
     "num_rows_written",
 )
-_OF_WRITER = ("run", "client", "epoch", "step", "is_connected")
 
 
 def _to_json(shards: list[ShardAnswer]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _to_json(shards: list[ShardAnswer]) -> dict[str, Any]:
             }
             for spec, num_rows in _tables_of(shards)
         ],
-        "clients": [{name: getattr(writer, name) for name in _OF_WRITER} for writer in _writers_of(shards)],
+        "writers": [dataclasses.asdict(writer) for writer in _writers_of(shards)],
         "problems": [problem.to_json() for problem in find_problems([shard.state for shard in shards])],
         "replica": _replica_to_json(answered.replica) if answered and answered.replica else None,
     }

@@ -14,6 +14,7 @@ import pytest
 from hellos import hello_of_writer
 
 from headrace.cli import main
+from headrace.paramserver.metrics.metrics_sample import WriterSample
 from headrace.paramserver.metrics.status_client import ShardAnswer
 from headrace.paramserver.metrics.status_command import _tables_of
 from headrace.paramserver.reading.shard_link import Dial
@@ -61,7 +62,7 @@ def _status_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[in
 
 
 def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
-    """The JSON object has every shard, table and client."""
+    """The JSON object has every shard, table and writer."""
     exit_code, told = _status_json(capfd, server.address)
     assert exit_code == 0
     assert [shard["pid"] for shard in told["shards"]] == server.shard_pids
@@ -77,8 +78,9 @@ def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
             "num_rows_estimate": 0,
         }
     ]
-    (client,) = told["clients"]
-    assert (client["run"], client["client"], client["epoch"], client["step"]) == ("ctr-v7", "rank0", 3, -1)
+    (writer,) = told["writers"]
+    assert (writer["run"], writer["client"], writer["epoch"], writer["step"]) == ("ctr-v7", "rank0", 3, -1)
+    assert writer.keys() == {field.name for field in dataclasses.fields(WriterSample)}  # as the status page has them
 
 
 def test_screen(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
