@@ -18,7 +18,10 @@ import torch
 from torch import nn
 
 from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.near_names import first_of
 from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
 
 __all__ = ["STEP_FIGURES", "step_figures"]
 
@@ -89,6 +92,8 @@ def step_figures(device: torch.device, num_rounds: int) -> tuple[float, ...]:
             RawEmbeddingStreamer(server.address, run="bench", device_pipeline=True) as streamer,
         ):
             streamer.attach(model, optimizer)
+            if by_host := [table.spec.fqn for table in streamer.tables if not isinstance(table.dirty, DeviceDirtyRows)]:
+                raise UnavailableError(f"the host would gather {first_of(by_host)}: the log says why")
             train(_NUM_WARM_UPS)
             streamed_s = train(_NUM_STEPS)
             streamer.close(flush=False)

@@ -106,7 +106,9 @@ class CudaRuntime:
             device: A CUDA device with its index.
         """
         self.device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of a priority that nobody else asks for: torch deals out the 32 streams of each by turns, and a copy on the
+        # stream that somebody captures a graph on would become a part of the graph.
+        self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the device's memory, not in managed memory of FBGEMM (UVM)."""
@@ -179,7 +181,10 @@ def _is_managed(tensor: Tensor) -> bool:
     if "fbgemm_gpu" not in sys.modules:
         return False
     is_uvm = getattr(torch.ops.fbgemm, "is_uvm_tensor", None)
-    return is_uvm is not None and bool(is_uvm(tensor))
+    try:
+        return is_uvm is not None and bool(is_uvm(tensor))
+    except NotImplementedError:  # a build of FBGEMM for the CPU, beside a torch for GPUs: there is no such memory
+        return False
 
 
 def _first_line(exc: BaseException) -> str:

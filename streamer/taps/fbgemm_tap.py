@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.row_packing import to_device
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows
@@ -337,9 +338,9 @@ class _DeviceFeatures:
         if self._bitmap is not None:
             device = self._bitmap.runtime.device
             slots = [-1 if each is None else each.first_slot for each in on_device]
-            self._first_slots = torch.tensor(slots, dtype=torch.int64, device=device)
+            self._first_slots = to_device(torch.tensor(slots, dtype=torch.int64), device)
             num_rows = [0 if each is None else each.num_rows for each in on_device]
-            self._num_rows = torch.tensor(num_rows, dtype=torch.int64, device=device)
+            self._num_rows = to_device(torch.tensor(num_rows, dtype=torch.int64), device)
 
 
 class _Values:

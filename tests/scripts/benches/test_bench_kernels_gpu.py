@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.cli import main
+from headrace.kernels.cuda_module import KernelsUnavailableError
 from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import bench_kernels, bench_kernels_gpu
 from headrace.scripts.benches.bench_step_gpu import STEP_FIGURES
@@ -36,6 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     def refuse(device: torch.device, num_rounds: int) -> tuple[float, ...]:
         raise UnavailableError("the server did not start\nfor a reason")
 
+    monkeypatch.setattr(bench_kernels_gpu, "gpu_module", lambda family, device: None)
     monkeypatch.setattr(bench_kernels_gpu, "_seconds", seconds)
     monkeypatch.setattr(bench_kernels_gpu, "_floors", lambda *args: (1e9, 1e9))
     monkeypatch.setattr(bench_kernels_gpu, "step_figures", refuse)
@@ -62,6 +64,21 @@ def test_a_part_that_fails_costs_its_own_figures(
     assert missing - _UNPINNED == {"row_digests_share", *STEP_FIGURES}
     told = capsys.readouterr().err
     assert "Traceback" in told and "in stop" in told  # where it has failed, for whoever mends it
+
+
+def test_torchs_operations_are_not_measured_in_the_kernels_place(
+    small: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a family cannot be compiled there are no shares, and the reason is told; the bandwidths are there."""
+
+    def refuse(family: str, device: torch.device) -> None:
+        raise KernelsUnavailableError(f"{family}.cu does not compile")
+
+    monkeypatch.setattr(bench_kernels_gpu, "gpu_module", refuse)
+    measured = bench_kernels_gpu.measure_gpu(small, 1)
+    there = {name for name, figure in measured.figures.items() if figure is not None}
+    assert there == {"device", "device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"}
+    assert measured.failures["take_dirty_share"] == "KernelsUnavailableError: bitmap.cu does not compile"
 
 
 def test_an_interrupted_bench_ends(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,25 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
+from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches import bench_step_gpu
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.delivery import delivery
 from headrace.streamer.flush.flusher import Flusher
 
 
-@pytest.mark.slow
-def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each precision is measured in turns of both, the greater ratio counts, and nothing stays on disk or in torch."""
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have a small model, few steps, and the server's files in a folder of the test."""
     sizes = {"_NUM_TABLES": 3, "_NUM_ROWS": 500, "_BATCH": 16, "_HIDDEN": 8, "_NUM_STEPS": 4, "_NUM_WARM_UPS": 2}
     for name, size in sizes.items():
         monkeypatch.setattr(bench_step_gpu, name, size)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each precision is measured in turns of both, the greater ratio counts, and nothing stays on disk or in torch."""
     fake, now_s = FakeDevice(trains_at_once=True), 0.0
     monkeypatch.setattr(delivery, "Flusher", functools.partial(Flusher, runtime_of=lambda device: fake))
     streamers: list[RawEmbeddingStreamer] = []
@@ -41,7 +48,6 @@ def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(bench_step_gpu, "RawEmbeddingStreamer", Streamer)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(bench_step_gpu, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = torch.get_float32_matmul_precision()
     figures = dict(zip(bench_step_gpu.STEP_FIGURES, bench_step_gpu.step_figures(torch.device("cpu"), 1), strict=True))
     assert figures == {
@@ -54,3 +60,11 @@ def test_the_harder_precision_is_the_figure(monkeypatch: pytest.MonkeyPatch, tmp
     assert [streamer.stats().step for streamer in streamers] == [6, 6]
     assert torch.get_float32_matmul_precision() == before
     assert not list(tmp_path.glob("tmp*"))
+
+
+@pytest.mark.slow
+def test_the_hosts_way_is_not_measured_in_the_pipelines_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device cannot take the tables over there are no figures."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(UnavailableError, match=r"the host would gather tables\.0\.weight, .*: the log says why"):
+        bench_step_gpu.step_figures(torch.device("cpu"), 1)

@@ -49,6 +49,19 @@ def test_managed_memory_is_fbgemms(monkeypatch: pytest.MonkeyPatch, is_loaded: b
     assert len(asked) == is_loaded
 
 
+@pytest.mark.torchrec
+def test_fbgemm_for_the_cpu_has_no_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator is there, and has nothing for a GPU's tensors, nor for one of another kind: that is no error."""
+    import fbgemm_gpu  # noqa: F401
+
+    tensor = torch.eye(2).to_sparse()
+    with pytest.raises(NotImplementedError):
+        torch.ops.fbgemm.is_uvm_tensor(tensor)
+    runtime = object.__new__(device_runtime.CudaRuntime)
+    runtime.device = tensor.device
+    assert runtime.holds(tensor)
+
+
 class _FakeGpu:
     """What of torch a copy aside calls, and the rules that CUDA has for it.
 
@@ -85,7 +98,8 @@ class _FakeGpu:
         assert blocking
         return SimpleNamespace(record=lambda stream: self._call(f"record on {stream}"), synchronize=self._wait)
 
-    def Stream(self, device: torch.device) -> str:
+    def Stream(self, device: torch.device, *, priority: int) -> str:
+        assert priority, "one of the streams that a capture may be on"
         return "side"
 
     def current_stream(self, device: torch.device) -> str:
