@@ -13,7 +13,8 @@ from headrace.schemas.errors import ConfigError
 
 __all__ = ["check_run", "host_and_port", "step_number", "timeout_seconds"]
 
-_MAX_STEP = 2**63 - 1
+# Of 64 bits with a sign, and steps count on from it.
+_MAX_STEP = 2**62
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -211,8 +211,8 @@ class StreamerConfig:
         kind=Kind.SWITCH,
         help="Mark, cut and pack rows of tables on a CUDA device there, and copy them to the host aside: no step waits "
         "for the device. Takes 2 × `staging_bytes` of its memory, and as much pinned memory, of which torch rounds "
-        "each half up to a power of two. Off because it has never run on a GPU; what it cannot do the host gathers, and "
-        "the log says so.",
+        "each half up to a power of two. Off because it has never run on a GPU; what it cannot do is gathered by the "
+        "host, and the log says so.",
     )
     non_finite: str = setting(
         "accept",

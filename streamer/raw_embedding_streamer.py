@@ -199,13 +199,13 @@ class RawEmbeddingStreamer:
         Steps go on to be counted. `flush` and `close` send everything all the same.
         """
         with self._lock:
-            self._check_usable()
+            self._check_usable(passes_failure=self._config.on_error == "log")
             self._is_paused = True
 
     def resume(self) -> None:
         """Send again, from the next end of a step on."""
         with self._lock:
-            self._check_usable()
+            self._check_usable(passes_failure=self._config.on_error == "log")
             self._is_paused = False
 
     @property
@@ -320,6 +320,8 @@ class RawEmbeddingStreamer:
         them all. After a `flush` of all ranks a resumed run has the least to send.
         """
         with self._lock:
+            for tap in self._taps:
+                tap.sweep()  # what no hook saw is not acked, either
             self._delivery.settle()
             server_ids, stats, places = self._server_ids, self.stats(), self._delivery.sender.places
             is_drained = not stats.num_dirty_rows and not stats.num_inflight_flushes
@@ -372,6 +374,8 @@ class RawEmbeddingStreamer:
             if not self._taps:
                 raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
             self._inherited.clear()
+            for tap in self._taps:
+                tap.sweep()  # or the next step would: what loading has written would count as used after the evictions
             self._delivery.settle()
             self._step = max(self._step, resumption.step)
             server_ids = self._server_ids

@@ -229,6 +229,9 @@ class ResStandIn:
             self._end_step()
         return had_updates
 
+    def sweep(self) -> None:
+        """The module tells of each row: there is nothing else to look for."""
+
     def close(self) -> None:
         """Give the module its own streamer back; idempotent."""
         if self._replaced is not None:

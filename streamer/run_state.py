@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from headrace.schemas.errors import ConfigError
+from headrace.streamer.call_arguments import step_number
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Resumption", "RunState", "digest_of", "layout_of"]
@@ -112,7 +113,7 @@ class RunState:
             return cls(
                 run=str(state["run"]),
                 epoch=int(state["epoch"]),
-                step=int(state["step"]),
+                step=step_number(state["step"], after=-1),
                 acked_step=int(state["acked_step"]),
                 is_drained=bool(state["is_drained"]),
                 server_ids=tuple(map(str, state["server_ids"])),

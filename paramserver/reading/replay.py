@@ -206,7 +206,7 @@ class Replay:
         """Return what names this replay of a log: everything that decides which batches it makes."""
         wanted = self._source.wanted
         fields = [
-            *(_CUT_VERSION, log.log_id, log.first_seq, num_shards, max_bytes, self._salt),
+            *(_CUT_VERSION, log.log_id, log.first_seq, log.marks, num_shards, max_bytes, self._salt),
             *(wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)),
         ]
         return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]

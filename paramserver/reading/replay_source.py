@@ -176,6 +176,15 @@ class SourceLog:
         first_seq = self.first_seq if from_seq is None else from_seq
         return read_records(self._segments, first_seq, last_seq)
 
+    @property
+    def marks(self) -> list[int]:
+        """What tells the history of these records from another that began alike: the marks of their segments."""
+        return [
+            segment.header.mark
+            for segment in self._segments
+            if segment.first_seq <= self.last_seq and segment.last_seq >= self.first_seq
+        ]
+
     def read_before(self) -> Iterator[LogRecord]:
         """Yield the records before those that are looked at."""
         return self.read(self._begin, self.first_seq - 1)

@@ -13,6 +13,7 @@ import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -242,7 +243,7 @@ def _check(copy: Followed, config: ReplicaConfig, fqn: str) -> None:
 async def _audit_tables(copy: Followed, results: Mapping[str, ReplicaTableAudit], waiting: set[str]) -> None:
     """Compare tables, note what there is of each, and take it from those that wait when all of it was compared."""
     groups = list(table_groups([span for fqn in results for span in _spans(copy, fqn)], num_rows_of=_Span.num_rows))
-    for group, following in zip(groups, [*groups[1:], []], strict=True):
+    for group, following in pairwise([*groups, []]):
         for span in await _audit_spans(copy, group, results):
             await _audit_again(copy, span, results)
         # Of a table's ranges the last ones may be of the next group.

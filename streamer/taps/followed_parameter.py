@@ -96,12 +96,12 @@ class FollowedParameter:
     def made(self) -> dict[str, torch.Tensor]:
         """Return the row states that the optimizer has made so far, local ones."""
         state = self.optimizer.state.get(self.source.parameter, {})
-        return {name: local_tensor(state[name]) for name, _ in self.states if state.get(name) is not None}
+        return {name: local_tensor(state[name]) for name, _ in self.states if _is_rows(state.get(name))}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the weights, and the row states that the optimizer has made so far."""
         state = self.optimizer.state.get(self.source.parameter, {})
-        return [self.source.parameter, *(state[name] for name, _ in self.states if state.get(name) is not None)]
+        return [self.source.parameter, *(state[name] for name, _ in self.states if _is_rows(state.get(name)))]
 
     def snapshot(self) -> tuple[int, ...]:
         """Return numbers that differ after any of its tensors was written in place or replaced."""
@@ -168,3 +168,8 @@ def group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
     """Return the present settings of one parameter."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     return next((group for group in groups if any(each is parameter for each in group["params"])), None)
+
+
+def _is_rows(state: torch.Tensor | None) -> bool:
+    # A sparse one, as of momentum over sparse gradients, has no row for each of the table's: it is not streamed.
+    return state is not None and not state.is_sparse

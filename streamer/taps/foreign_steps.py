@@ -81,12 +81,16 @@ class ForeignSteps(Generic[_Table]):
         if self._began.pop(id(optimizer), None) != self._num_own_steps:
             return
         if written := self._written_beside(optimizer):
-            trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if found := [table for table in written if id(table.parameter) in trained]:
-                self._tell(found, type(optimizer).__name__)
+            self._tell(written, type(optimizer).__name__)
 
     def _written_beside(self, optimizer: torch.optim.Optimizer) -> list[_Table]:
-        return [table for table in self._tables if table.optimizer is not optimizer and table.is_written()]
+        """Return the tables of others that an optimizer trains too, and that were written since the last sweep."""
+        others = [table for table in self._tables if table.optimizer is not optimizer]
+        if not others:
+            return []
+        # No look at the rest: the optimizer may be another thread's, while these tables are amid a step or a flush.
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [table for table in others if id(table.parameter) in trained and table.is_written()]
 
 
 # A copy of the values is one atomic operation: others may come and go in other threads.

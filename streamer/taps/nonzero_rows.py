@@ -20,6 +20,8 @@ def changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool
         waits: As for `rows_with_any_bit`.
     """
     if gradient.is_sparse:
+        if not gradient._nnz():  # numpy's view of its indices would keep the next backward from growing them
+            return torch.empty(0, dtype=torch.int64)
         return gradient._indices()[0]  # a gradient may be sparse by its columns too
     if is_dtensor(gradient):
         # Every rank is here: the optimizer's step has just done the same.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.local_parts import local_tensor
@@ -42,7 +43,9 @@ def check_not_aliased(tables: Iterable[tuple[str, torch.nn.Parameter]], others: 
         UnsupportedModelError: One of them overlaps a table.
     """
     names = {id(parameter): name for name, parameter in tables}
-    spans = {id(other): _span(local_tensor(other)) for other in others if other.requires_grad}
+    # A lazy module's parameter has no memory before the first forward, and then its own.
+    trained = [each for each in others if each.requires_grad and not isinstance(each, UninitializedParameter)]
+    spans = {id(each): _span(local_tensor(each)) for each in trained}
     farthest, end = 0, 0  # of those that lie before, the parameter that ends last, and where
     for parameter, (first, own_end) in sorted(spans.items(), key=lambda item: item[1]):
         name = names.get(farthest) or names.get(parameter)

@@ -53,6 +53,9 @@ class Tap(Protocol):
             Whether `on_step` was called.
         """
 
+    def sweep(self) -> None:
+        """Mark, on the training thread, what was written to the tables and no hook has seen."""
+
     def close(self) -> None:
         """Remove every hook; the tables stay readable. Idempotent."""
 
@@ -151,7 +154,7 @@ class _ModelTap:
             self.counts_optimizer_steps = bool(optimizers)
             # After the taps: hooks run in the order of registration, and a boundary is told when all is marked.
             self._boundary = StepBoundary(
-                on_step, model=model, optimizers=optimizers, sweep=self._sweep, is_alone=_world_size() == 1
+                on_step, model=model, optimizers=optimizers, sweep=self.sweep, is_alone=_world_size() == 1
             )
             if selection.is_of_all:  # else the user has said which are the tables
                 self._left_out = LeftOut(bare, optimizers)
@@ -163,6 +166,10 @@ class _ModelTap:
 
     def end_step(self) -> bool:
         return self._boundary is not None and self._boundary.end_step()
+
+    def sweep(self) -> None:
+        for part in self._parts:
+            part.sweep()
 
     def close(self) -> None:
         if self._boundary is not None:
@@ -181,10 +188,6 @@ class _ModelTap:
     def _end_foreign_step(self) -> None:
         if self._boundary is not None:
             self._boundary.tell()
-
-    def _sweep(self) -> None:
-        for part in self._parts:
-            part.sweep()
 
 
 class _Sources:

@@ -75,7 +75,7 @@ class TorchOptimTap:
                 gradient.
         """
         parameters = list(parameters)
-        optimizers = list(optimizers)
+        self._optimizers = optimizers = list(optimizers)
         self._note_update, self._end_step = note_update, end_step
         self._handles: list[RemovableHandle | StepHooks] = []
         self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
@@ -154,6 +154,9 @@ class TorchOptimTap:
             written = self._followed  # somebody copies a model, and not each of its tables is looked at
         else:
             return
+        if followed.group() is None:  # its own optimizer has given it up: perhaps to one that is attached too
+            others = [each for each in self._optimizers if group_of(each, followed.parameter) is not None]
+            followed.usurper = type(others[0]).__name__ if others else followed.usurper
         for each in written:
             each.mark_all()
         self._note_update()

@@ -113,6 +113,9 @@ class _VirtualTap:
     def end_step(self) -> bool:
         return False
 
+    def sweep(self) -> None:
+        """The tables tell by themselves what changed."""
+
     def close(self) -> None:
         """There is no hook to remove."""
 

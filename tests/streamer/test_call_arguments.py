@@ -32,7 +32,7 @@ def test_what_is_no_integer_is_no_step(step: Any) -> None:
         step_number(step, after=0)
 
 
-@pytest.mark.parametrize("step", [6, -1, 2**63])
+@pytest.mark.parametrize("step", [6, -1, 2**62 + 1, 2**63])
 def test_steps_only_rise(step: int) -> None:
     """Below the last one, and beyond what a message can hold, there is no step."""
     with pytest.raises(ConfigError, match=f"step {step} after step 7: steps only rise"):

@@ -31,17 +31,21 @@ STRANGER = {"tls_certificate": TLS / "stranger.pem", "tls_key": TLS / "stranger.
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of two shards that asks for a certificate and a token."""
+    """A server of two shards that asks for a certificate and a token, and has a table."""
     folder = tmp_path_factory.mktemp("protected")
+    token = secret_file(folder / "token", SECRET)
     with ServerProcess.start(
         folder / "data",
         shards=2,
         tls_certificate=TLS / "server.pem",
         tls_key=TLS / "server.key.pem",
         tls_client_authority=TLS / "authority.pem",
-        token_file=secret_file(folder / "token", SECRET),
+        token_file=token,
         environ={name: value for name, value in os.environ.items() if name != "HEADRACE_TOKEN"},
     ) as running:
+        with streamer(running, **CLIENT, token_file=token) as writer:
+            model = torch.nn.ModuleDict({"rows": torch.nn.EmbeddingBag(100, 8, mode="sum", sparse=True)})
+            writer.attach(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
         yield running
 
 

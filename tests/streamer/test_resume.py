@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from evicting_training import read_rows
 from torch import nn
 
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RowRangeError, UnknownTableError
+from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
 
 
@@ -139,6 +141,8 @@ def test_resume_onto_another_store_sends_every_row(server: ServerProcess) -> Non
             streamer.load_state_dict({**streamer.state_dict(), "run": "other"})
         with pytest.raises(ConfigError, match="version 7"):
             streamer.load_state_dict({**streamer.state_dict(), "version": 7})
+        with pytest.raises(ConfigError, match=f"step {2**70} after"):
+            streamer.load_state_dict({**streamer.state_dict(), "step": 2**70})
         with pytest.raises(ConfigError, match="lacks 'epoch'"):
             streamer.load_state_dict({"version": 1, "run": "c"})
         assert streamer.load_state_dict({**streamer.state_dict(), "server_ids": ["x", "y"]}) == 70_000
@@ -170,3 +174,49 @@ def test_fetch_and_eviction_hooks(server: ServerProcess) -> None:
         handle.remove()
         streamer.notify_eviction("d.weight", torch.tensor([8]))
         assert seen == [("d.weight", [7], float(trainer.table.weight.detach()[7, 0]))]
+
+
+def test_what_no_hook_has_seen_is_not_drained(server: ServerProcess) -> None:
+    """A write by hand after the flush makes the checkpoint one of what the store lacks; a resumed run sends it."""
+    trainer = Trainer("f")
+    with RawEmbeddingStreamer(server.address, run="f") as streamer:
+        streamer.attach(trainer.model, trainer.optimizer)
+        trainer.step([1, 2, 3])
+        streamer.flush()
+        assert streamer.state_dict()["is_drained"]
+        with torch.no_grad():
+            trainer.table.weight.clamp_(-0.1, 0.1)
+        checkpoint, state = trainer.save(), streamer.state_dict()
+        assert not state["is_drained"]
+        streamer.close(flush=False)
+    resumed = Trainer("f")
+    resumed.load(checkpoint)
+    with RawEmbeddingStreamer(server.address, run="f") as streamer:
+        streamer.attach(resumed.model, resumed.optimizer)
+        assert streamer.load_state_dict(state) == 70_000
+        assert streamer.audit(only_present=False).is_equal
+
+
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_evicted_rows_stay_deleted_wherever_the_model_was_loaded(server: ServerProcess, loads_first: bool) -> None:
+    """Model and optimizer may be loaded before `attach` or after it: evicted rows do not come back."""
+    name = f"g{loads_first:d}"
+    first = Trainer(name)
+    with RawEmbeddingStreamer(server.address, run=name) as streamer:
+        streamer.attach(first.model, first.optimizer)
+        first.step(list(range(20)))
+        streamer.evict(f"{name}.weight", range(10))
+        streamer.flush()
+        checkpoint, state = first.save(), streamer.state_dict()
+    second = Trainer(name)
+    with RawEmbeddingStreamer(server.address, run=name) as streamer:
+        if loads_first:
+            second.load(checkpoint)
+        streamer.attach(second.model, second.optimizer)
+        if not loads_first:
+            second.load(checkpoint)
+        streamer.load_state_dict(state)
+        streamer.flush()
+        presence = read_rows(server.address, f"{name}.weight", range(20)).presence
+        assert presence.tolist() == [int(idl.RowPresence.DELETED)] * 10 + [int(idl.RowPresence.PRESENT)] * 10
+        assert streamer.audit().is_equal

@@ -49,6 +49,9 @@ class VirtualTap:
         self._on_step()
         return True
 
+    def sweep(self) -> None:
+        """The tables tell by themselves what changed."""
+
     def close(self) -> None:
         """There is no hook to remove."""
 

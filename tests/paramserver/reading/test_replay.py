@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -207,6 +208,22 @@ async def test_another_range_is_another_replay(
         assert (await _replay(path, port, ReplayRange(**first))).num_sent > 0
         other = await _replay(path, port, wanted)
     assert (other.num_sent, other.num_skipped) == (num_rows, 0)
+
+
+async def test_a_log_that_was_set_back_is_another_replay(tmp_path: Path) -> None:
+    """A directory that was put back to an older copy and has gone on makes other batches from there: all are sent."""
+    path, older = tmp_path / "source", tmp_path / "older"
+    async with serve_shards(path, 1) as ports:
+        await _Client(ports, epoch=1, seed=1).write(range(3))
+    shutil.copytree(path, older)
+    async with serve_shards(tmp_path / "target", 1) as (target,):
+        for epoch in (4, 5):
+            async with serve_shards(path, 1) as ports:
+                await _Client(ports, epoch=epoch, seed=epoch).write(range(epoch))
+            replay = await _replay(path, target)
+            assert (replay.num_sent, replay.num_skipped) == (ReplaySource(path, ReplayRange()).summarize().num_rows, 0)
+            shutil.rmtree(path)
+            shutil.copytree(older, path)
 
 
 async def test_newer_rows_stay(source: Any, tmp_path: Path) -> None:

@@ -385,6 +385,14 @@ def test_what_cannot_be_compared_is_left_out_and_named(server: ServerProcess, tr
                 call("large.weight")
 
 
+def test_where_nothing_can_be_compared_the_report_says_so(server: ServerProcess, training: Training) -> None:
+    """A replica whose tables are all of another precision has a report of what was left out, and of nothing else."""
+    with EmbeddingReplica(server.address, precision="int8", tables=["large.weight"]) as replica:
+        training.settle(replica)
+        report = replica.audit(timeout_s=WAIT_S)
+        assert report.tables == () and set(report.left_out) == {"large.weight"}
+
+
 def test_a_process_tells_digests_of_several_shards(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """All rows are in one reply's buckets, and its seq is the sum of the shards': any record that comes changes it."""
     with replica_endpoint(tmp_path, server.address) as endpoint:

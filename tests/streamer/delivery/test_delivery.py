@@ -32,6 +32,8 @@ def test_on_error_log_lets_training_go_on(store: FakeStore, training: Training) 
     for _ in range(5):
         training.step()
     streamer.step()
+    streamer.pause()
+    streamer.resume()
     streamer.close()
 
 

@@ -80,6 +80,36 @@ def test_a_table_that_is_given_to_another_optimizer_is_told() -> None:
     tap.close()
 
 
+def test_a_table_that_is_given_to_another_tables_optimizer_is_told() -> None:
+    """An optimizer that has a table of its own may well have written: the one that it was given is not passed over."""
+    model = nn.ModuleDict({"table": nn.Embedding(40, 4), "other": nn.Embedding(40, 4)})
+    tables = torch.optim.SGD(model["table"].parameters(), lr=0.1)
+    others = torch.optim.Adagrad(model["other"].parameters(), lr=0.1)
+    tap = tap_model(model, [tables, others], lambda: None)
+    tables.param_groups[0]["params"] = []
+    others.add_param_group({"params": list(model["table"].parameters())})
+    (model["table"](torch.tensor([1])) + model["other"](torch.tensor([1]))).sum().backward()
+    others.step()
+    tables.step()
+    with pytest.raises(UnsupportedModelError, match=TOLD):
+        [table.weights() for table in tap.tables]
+    tap.close()
+
+
+def test_an_optimizer_of_others_does_not_touch_a_table() -> None:
+    """It may step in another thread while the table is amid its own step: what was written is left to that one."""
+    model = Model()
+    tap, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model.table.weight.clamp_(-0.1, 0.1)
+    unrelated = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    unrelated.step()
+    assert tap.tables[0].dirty.is_empty
+    tap.sweep()
+    assert tap.tables[0].dirty.count == 40
+    tap.close()
+
+
 def test_a_new_optimizer_in_backward_is_told() -> None:
     """An optimizer that is applied in backward is one as well; those of the first time go on in silence."""
     model = Model()

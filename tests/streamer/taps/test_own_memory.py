@@ -70,3 +70,14 @@ def test_memory_shared_with_other_processes_is_refused() -> None:
         tap_model(model, optimizer, lambda: None)
     model = copy.deepcopy(model)
     tap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: None).close()
+
+
+def test_a_lazy_modules_parameter_has_no_memory_yet() -> None:
+    """A model may be attached before its lazy modules have run."""
+    model = nn.ModuleDict({"a": nn.Embedding(30, 4), "b": nn.LazyLinear(3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tap = tap_model(model, optimizer, lambda: None)
+    model["b"](model["a"](torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    assert len(tap.tables) == 1
+    tap.close()
