@@ -209,5 +209,9 @@ class TableSpec:
 
 
 def _check_name(what: str, name: str) -> None:
-    if not name or len(name.encode()) > _MAX_NAME_BYTES or min(name) < " ":
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError as exc:
+        raise RequestError(f"{what} {name[:40]!r} has half of a surrogate pair") from exc
+    if not name or num_bytes > _MAX_NAME_BYTES or min(name) < " ":
         raise RequestError(f"{what} {name[:40]!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")

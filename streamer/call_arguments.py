@@ -36,7 +36,8 @@ def check_run(run: str) -> None:
     """
     if not isinstance(run, str):
         raise ConfigError(f"run {run!r} is no text: give the run a name")
-    if not 1 <= len(run.encode()) <= MAX_NAME_BYTES or not run.isprintable():
+    # Half of a surrogate pair is not printable either, and cannot be encoded.
+    if not run.isprintable() or not 1 <= len(run.encode()) <= MAX_NAME_BYTES:
         raise ConfigError(f"run {run[:40]!r} is empty, over {MAX_NAME_BYTES} bytes or has control characters")
 
 

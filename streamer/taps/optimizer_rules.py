@@ -13,6 +13,7 @@ of rows without a gradient into zeros.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,14 +104,14 @@ def _reach_of_gradient(group: _Settings, dtype: torch.dtype, is_sparse: bool) ->
 
 
 def _reach_without_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
-    if group["weight_decay"] != 0 or _turns_zeros(group, is_sparse):
+    if group["weight_decay"] != 0 or _moves_zeros(group, is_sparse):
         return Reach.ALL
     return Reach.GRADIENT
 
 
 def _reach_with_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
     # A moment of 0 stays 0 without a gradient, and moves nothing.
-    if group["weight_decay"] != 0 or _turns_zeros(group, is_sparse):
+    if group["weight_decay"] != 0 or _moves_zeros(group, is_sparse):
         return Reach.ALL
     return Reach.TOUCHED
 
@@ -123,9 +124,13 @@ def _reach_of_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reac
     return (_reach_with_moments if has_moment else _reach_without_moments)(group, dtype, is_sparse)
 
 
-def _turns_zeros(group: _Settings, is_sparse: bool) -> bool:
-    """Return whether rows without a gradient have -0.0 turned into 0.0: the gradient's zeros are negated."""
-    return bool(group.get("maximize")) and not is_sparse
+def _moves_zeros(group: _Settings, is_sparse: bool) -> bool:
+    """Return whether a gradient of 0 changes a row."""
+    # Negated zeros turn -0.0 into 0.0, and a rate that is inf or NaN makes NaN of them. Of a tensor it is not asked: on
+    # a GPU that would wait.
+    rate = group["lr"]
+    is_finite = not isinstance(rate, float) or math.isfinite(rate)
+    return not is_sparse and (bool(group.get("maximize")) or not is_finite)
 
 
 _ADAM = Rule(states=_adam_states, refuse=_refuse_small_eps, reach=_reach_with_moments, scalars=("step",))

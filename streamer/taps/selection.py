@@ -28,8 +28,8 @@ class Selection:
         Raises:
             ConfigError: There are none, they are one string, or not all are strings.
         """
-        if isinstance(patterns, str):
-            raise ConfigError(f"tables {patterns!r} is one string: give a list of names or patterns")
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable | None):
+            raise ConfigError(f"tables {patterns!r} is no list: give a list of names or patterns")
         listed = None if patterns is None else list(patterns)
         if not all(isinstance(pattern, str) for pattern in listed or ()):
             raise ConfigError(f"tables {listed} are not all names: give a list of names or patterns")

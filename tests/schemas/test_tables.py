@@ -51,6 +51,7 @@ def test_every_field_counts(change: dict[str, Any]) -> None:
         {"fqn": "a\x1fb"},
         {"fqn": "x" * 1025},
         {"fqn": "é" * 513},
+        {"fqn": "half\ud800"},
         {"num_rows": -1},
         {"num_rows": 2**63},
         {"dim": 0},

@@ -84,11 +84,20 @@ def test_a_timeout_is_a_number_of_seconds(store: FakeStore, training: Training, 
             streamer.flush()
 
 
+@pytest.mark.parametrize("run", ["", "x" * 2000, "two\nlines", "half\ud800", 3])
+def test_a_run_has_a_name_that_can_be_printed_and_sent(run: Any) -> None:
+    """Anything else is refused before anybody is called."""
+    with pytest.raises(ConfigError, match=r"^run "):
+        RawEmbeddingStreamer("127.0.0.1:1", run=run)
+
+
 def test_names_of_tables_are_text(store: FakeStore, training: Training) -> None:
     """A number among them is refused, and nothing is attached."""
     with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
         with pytest.raises(ConfigError, match=r"tables \['user\.weight', 3\] are not all names"):
             streamer.attach(training.model, training.optimizer, tables=["user.weight", 3])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match="tables 3 is no list"):
+            streamer.attach(training.model, training.optimizer, tables=3)  # type: ignore[arg-type]
         assert not streamer.tables
 
 

@@ -20,10 +20,12 @@ from headrace.streamer.taps.tap import tap_model
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), {"weight_decay": 0.1}),
         (lambda p: torch.optim.Adagrad(p, lr=0.1), {"weight_decay": 0.1}),
         (lambda p: torch.optim.Adam(p, lr=0.1), {"weight_decay": 0.1}),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"lr": float("inf")}),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), {"lr": float("nan")}),
     ],
 )
 def test_settings_that_a_schedule_changes_widen_the_dirty_set(make: Make, changed: dict[str, float]) -> None:
-    """Weight decay that comes and goes is followed: all rows while it is on, and what it has left behind after it."""
+    """What comes and goes is followed, a decay as a rate of inf: all rows while it is on, what it has left after it."""
     model = TwoKinds(sparse=False)
     optimizer = make(model.parameters())
     mirror = Mirror()

@@ -64,7 +64,7 @@ def test_names_and_patterns(tables: list[str] | None, found: list[str]) -> None:
         (["user.weight"], r"no table is named or matches 'user.weight'; the nearest are 'users.weight'"),
         (["users.weight", "x*"], r"matches 'x\*'; there are 'films.weight', 'users.weight'"),
         ([], "tables is empty"),
-        ("users.weight", "is one string"),
+        ("users.weight", "is no list"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(tables: list[str], message: str) -> None:
