@@ -4,13 +4,15 @@ To add a command, add an entry to `_COMMANDS`. Its target is a plain function wh
 `typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code. Or it is a `typer.Typer` with
 commands of its own.
 
-Exit codes: 0 done, 1 a `HeadraceError`, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone, as in
-`headrace status | head -1`, 143 told to end as a container's process 1. A failure is one line on stderr, the last
-three are silent. With `HEADRACE_DEBUG=1` in the environment failures and interruptions end in a traceback instead.
+Exit codes: 0 done, 1 a `HeadraceError` or a path that the system refuses, 2 wrong usage, 130 interrupted, 141 the
+reader of the output has gone, as in `headrace status | head -1`, 143 told to end as a container's process 1. A failure
+is one line on stderr, the last three are silent. With `HEADRACE_DEBUG=1` in the environment failures and interruptions
+end in a traceback instead.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -37,6 +39,10 @@ _EXIT_BROKEN_PIPE = 141
 _EXIT_TERMINATED = 143
 # What runs in a container without an init is its first process.
 _FIRST_PROCESS = 1
+# What a path of the user's may meet wherever it is looked at. Any other error of the system is ours to have foreseen.
+_PATH_ERRORS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOENT, errno.ENOTDIR}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +199,18 @@ def _missing_dependency(module: str, entry: _Entry) -> str:
     return f"`headrace {entry.name}` needs {module}, which is not installed: {hint}"
 
 
+def _path_refused(exc: OSError) -> str | None:
+    """Return the line that says which path the system has refused, and why; None of an error that is no path's."""
+    if exc.errno in _PATH_ERRORS and isinstance(exc.filename, str | bytes | os.PathLike):
+        return f"{os.fsdecode(exc.filename)}: {exc.strerror}"
+    if isinstance(exc, FileNotFoundError):  # a path that is relative to what is gone has no name to be told
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory is gone: change to another one"
+    return None
+
+
 def _has_reader_gone() -> bool:
     """Say whether nobody reads our output any more. A broken pipe may also be a socket, and that one must be seen."""
     poll = select.poll()
@@ -228,6 +246,10 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
 def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
     """Run the command and turn the errors that are no bugs of ours into one line and an exit code."""
     is_debug = os.environ.get("HEADRACE_DEBUG") == "1"
+    for argument in arguments:
+        # Bytes that are no text come as lone surrogates, which no message, file of ours or request can hold.
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            return _fail(f"argument {argument!r} is not UTF-8", _EXIT_USAGE)
     try:
         return _run(arguments, entries)
     except typer.TyperException as exc:
@@ -242,6 +264,11 @@ def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
         if is_debug:
             raise
         return _fail(str(exc), _EXIT_ERROR)
+    except OSError as exc:
+        refused = _path_refused(exc)
+        if is_debug or refused is None:
+            raise
+        return _fail(refused, _EXIT_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         if is_debug:
             raise

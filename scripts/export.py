@@ -271,7 +271,10 @@ def _parse_rows(text: str | None) -> tuple[int, int | None]:
     first, sign, end = text.partition(":")
     if not sign or not (first + end).isdecimal():
         raise ConfigError(f"--rows {text!r}: not A:B, such as 0:1000 or 1000:")
-    return int(first or "0"), int(end) if end else None
+    try:
+        return int(first or "0"), int(end) if end else None
+    except ValueError as exc:  # more digits than Python makes a number of
+        raise ConfigError(f"--rows {text[:20]}…: row ids end below 2^63") from exc
 
 
 def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:

@@ -180,7 +180,10 @@ def _parse_time(flag: str, text: str) -> int:
         when = datetime.fromisoformat(text)
     except ValueError as exc:
         raise ConfigError(f"{flag} {text!r}: neither ISO 8601, such as 2026-05-01T12:30:00Z, nor seconds") from exc
-    return round(when.timestamp() * 1e6)  # local time, where it says no zone
+    try:
+        return round(when.timestamp() * 1e6)  # local time, where it says no zone
+    except (ValueError, OverflowError) as exc:  # of the years 1 and 9999, where a zone may lead out of the calendar
+        raise ConfigError(f"{flag} {text!r}: too far from 1970") from exc
 
 
 def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:

@@ -27,6 +27,7 @@ from headrace.paramserver.replica.freshness import Freshness
 from headrace.paramserver.replica.self_audit import SelfAudit
 from headrace.paramserver.replica.table import ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.rpc_dispatch import handler_name
 from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
 from headrace.paramserver.rpc.security import role_name
 from headrace.schemas.errors import (
@@ -210,6 +211,16 @@ class ReplicaService:
         if replica is None:
             raise UnavailableError(f"this replica has not begun to serve: {self._readiness.why_not_begun}")
         return replica
+
+
+async def _refuse(service: ReplicaService, call: Call, request: Any) -> Any:
+    raise UnauthorizedError(f"this is a replica: {call.method} is for the parameter server")
+
+
+for _method in idl.ParameterServer.thrift_services:
+    # To a client, a method that is not there is one of a server that is older.
+    if not hasattr(ReplicaService, handler_name(_method)):
+        setattr(ReplicaService, handler_name(_method), _refuse)
 
 
 def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, _Ids]]) -> tuple[list[dict[str, Any]], int]:

@@ -26,7 +26,7 @@ from headrace.schemas.messages import (
     encode_message,
 )
 
-__all__ = ["Call", "Dispatcher", "Peer", "RefusalLog", "Request", "ServerStats", "Service"]
+__all__ = ["Call", "Dispatcher", "Peer", "RefusalLog", "Request", "ServerStats", "Service", "handler_name"]
 
 _log = logging.getLogger(__name__)
 
@@ -329,10 +329,15 @@ class Dispatcher:
             self._refusals.warn("storage", peer.address, f"{name}: {error}")
 
 
+def handler_name(method: str) -> str:
+    """Return how the IDL's method is called in a `Service`."""
+    return re.sub("[A-Z]", lambda match: "_" + match[0].lower(), method)
+
+
 def _methods_of(service: Service) -> list[_Method]:
     methods = []
     for name in idl.ParameterServer.thrift_services:
-        handler = getattr(service, re.sub("[A-Z]", lambda match: "_" + match[0].lower(), name), None)
+        handler = getattr(service, handler_name(name), None)
         if handler is not None:
             args = getattr(idl.ParameterServer, f"{name}_args")
             result = getattr(idl.ParameterServer, f"{name}_result")

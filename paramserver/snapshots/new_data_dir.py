@@ -179,11 +179,18 @@ async def _begin_log(path: Path, header: dict[str, Any]) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Check that a directory can be made whole in one step.
+    """Check that a directory can be made whole in one step: another one is renamed to it.
 
     Raises:
-        ConfigError: There is something already, or nowhere to make it.
+        ConfigError: There is something already, or nowhere to make it, or it is what no rename may replace.
     """
+    if target.is_symlink():
+        raise ConfigError(f"--data {target}: a symbolic link, which cannot be replaced: name what it points to")
+    if os.path.ismount(target):
+        raise ConfigError(f"--data {target}: a mount point, which cannot be replaced: name a directory below it")
+    # Replaced, it would be gone under the feet of the shell. By stat: a name for what is gone already there is not.
+    if target.is_dir() and target.samefile("."):
+        raise ConfigError(f"--data {target}: the working directory, which is in use: name a new directory below it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
             f"--data {target}: there is something already; a server's directory is made whole, where nothing is yet: "

@@ -8,8 +8,10 @@ are asked again, for a step further on. Nothing has to stop for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,9 +161,12 @@ async def fetch_snapshot(
                     f"{files.folder_of(manifest.name)} is another snapshot of that name: remove it, or fetch elsewhere"
                 )
             return published
-        await asyncio.to_thread(_check_room, files, manifest)
+        folder = files.new_folder(manifest.name)
+        with _mapped_errors(folder):
+            await asyncio.to_thread(_check_room, files, manifest)
         await _fetch_files(link, manifest, files, on_progress)
-        await asyncio.to_thread(files.publish, manifest)
+        with _mapped_errors(folder):
+            await asyncio.to_thread(files.publish, manifest)
         return manifest
     finally:
         await link.close()
@@ -309,8 +314,8 @@ async def _fetch_file(
         count(counted_bytes - before)
 
     for attempt in range(2):
-        await asyncio.to_thread(_make_folder, target.parent)
-        try:
+        with _mapped_errors(target):
+            await asyncio.to_thread(_begin_in, target.parent)
             async with aiofiles.open(target, "ab") as file:
                 if size_bytes := await file.tell():
                     count_to(size_bytes)
@@ -321,15 +326,13 @@ async def _fetch_file(
                     await file.write(reply.data)
                     size_bytes += len(reply.data)
                     count_to(size_bytes)
-        except OSError as exc:
-            raise StorageError(f"{target}: {exc.strerror or exc}") from exc
-        try:
-            await asyncio.to_thread(_settle, target, expected)
-            return
-        except CorruptionError:
-            if attempt:
-                raise
-            await asyncio.to_thread(target.unlink)
+            try:
+                await asyncio.to_thread(_settle, target, expected)
+                return
+            except CorruptionError:
+                if attempt:
+                    raise
+                await asyncio.to_thread(target.unlink)  # somebody may have, and the folder with it
 
 
 async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:
@@ -356,17 +359,21 @@ def _check_room(files: SnapshotFiles, manifest: SnapshotManifest) -> None:
     check_room(files.path, lacking_bytes, what=f"the rest of snapshot {manifest.name!r}")
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise StorageError(f"{path}: {exc.strerror or exc}") from exc
+def _begin_in(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Else a sweep takes a fetch that goes on after a day, whose files that are whole are only read, for a left one.
+    os.utime(folder)
 
 
 def _settle(path: Path, expected: SnapshotFile) -> None:
     check_file(path, expected)
+    fsync_path(path)
+    fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
     try:
-        fsync_path(path)
-        fsync_path(path.parent)
+        yield
     except OSError as exc:
         raise StorageError(f"{path}: {exc.strerror or exc}") from exc

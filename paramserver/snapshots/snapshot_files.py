@@ -11,6 +11,7 @@ Published means: the directory has its name, and everything in it and the name i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import time
@@ -48,7 +49,7 @@ __all__ = [
 _NEW, _GONE = ".new-", ".gone-"
 # Files of rows: RocksDB writes them once. All others are copied, as it may append to them.
 _ROW_FILES = ".sst"
-# What lies about unpublished for longer than this was left by somebody who is gone.
+# What lies about unpublished and unchanged for longer than this was left by somebody who is gone.
 _STALE_S = 86_400.0
 
 
@@ -215,7 +216,7 @@ class SnapshotFiles:
             raise GoneError(f"there is no snapshot {name!r} in {self.path}") from exc
 
     def sweep(self) -> tuple[str, ...]:
-        """Remove what interrupted removals, and attempts of more than a day ago, have left, and what nobody reads.
+        """Remove what interrupted removals, and attempts without a change for a day, have left, and what nobody reads.
 
         Returns:
             Names of the snapshots that were removed because their lease had run out.
@@ -226,8 +227,7 @@ class SnapshotFiles:
         with _mapped_errors(self.path):
             for path in self.path.iterdir() if self.path.is_dir() else ():
                 with contextlib.suppress(FileNotFoundError):  # somebody else removes it
-                    is_stale = path.name.startswith(_NEW) and _idle_s(path) > _STALE_S
-                    if is_stale or path.name.startswith(_GONE):
+                    if path.name.startswith(_GONE) or (path.name.startswith(_NEW) and _is_stale(path)):
                         shutil.rmtree(path, ignore_errors=True)
         expired = []
         for manifest in self.list()[0]:
@@ -410,6 +410,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def _idle_s(path: Path) -> float:
     return time.time() - path.stat().st_mtime
+
+
+def _is_stale(new_folder: Path) -> bool:
+    # Bytes that come change the times of their file alone: not those of the folders above.
+    changed_s = (path.lstat().st_mtime for path in itertools.chain((new_folder,), new_folder.rglob("*")))
+    return all(time.time() - at_s > _STALE_S for at_s in changed_s)
 
 
 def _by_age(manifests: Iterable[SnapshotManifest]) -> list[SnapshotManifest]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 _FLOATS = {"fp32": DType.FLOAT32, "fp16": DType.FLOAT16}
 _INT8_EXTRA_BYTES = 8  # scale and bias of each row
+_MAX_NAME_BYTES = 255  # of Linux's file systems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,8 +244,16 @@ _TO_FLOAT32: dict[DType, Callable[[_Array], _Array]] = {
 """How weights become float32, by what they are."""
 
 
-def file_name_of(spec: TableSpec) -> str:
-    """Return a file's name for a table: letters, digits, `.`, `_` and `-` stay, and all else is written as %XX."""
+def file_name_of(spec: TableSpec, suffix: str) -> str:
+    """Return a file's name for a table: letters, digits, `.`, `_` and `-` stay, and all else is written as %XX.
+
+    What file systems have no room for is cut off, and a hash of the whole comes in its place, after a `~`, which no
+    other name has.
+    """
     kept = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     name = "".join(chr(byte) if byte in kept else f"%{byte:02X}" for byte in spec.fqn.encode())
-    return name if name[0] != "." else f"%2E{name[1:]}"
+    name = name if name[0] != "." else f"%2E{name[1:]}"
+    if len(name) + len(suffix) > _MAX_NAME_BYTES:
+        end = f"~{hashlib.blake2b(spec.fqn.encode(), digest_size=16).hexdigest()}"
+        name = re.sub("%.?$", "", name[: _MAX_NAME_BYTES - len(end) - len(suffix)]) + end
+    return name + suffix

@@ -37,7 +37,7 @@ def write_parquet(path: Path, tables: list[ExportTable], *, on_rows: Callable[[i
         schema = _schema_of(table)
         group_rows = max(1, min(_GROUP_BYTES // table.row_bytes, _MAX_GROUP_ROWS))
         with pq.ParquetWriter(
-            path / f"{file_name_of(table.spec)}.parquet",
+            path / file_name_of(table.spec, ".parquet"),
             schema,
             compression="none",
             use_dictionary=False,

@@ -70,6 +70,8 @@ def dense_tables(
         target = None if known is None else known.get(table.spec.fqn)
         if target is not None:
             table = _fit(source, table, target, zero_states=zero_states)
+        elif not table.spec.num_rows and source.notes is None:  # it would be a table of virtual ids
+            raise SpecMismatchError(f"{source.path}: {table.name!r} has no rows, a new table has one or more")
         tables.append(_ready(table, versions))
     if not tables:
         raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
@@ -133,7 +135,11 @@ def _guessed(
             weights.setdefault(name, name)
     if unused := sorted(mapped.keys() - weights.keys()):
         raise ConfigError(f"--map: a state of {unused[0]!r} is mapped, and no tensor is its weights")
+    for name in sorted(set(wanted or ()) - weights.keys()):
+        if name in source.columns and naming.target_of(name) is None:
+            _check_two_dimensions(source, name)
     if not weights:
+        check_wanted(wanted, candidates, str(source.path))
         names = ", ".join(sorted(candidates)[:6]) or "none"
         raise ConfigError(
             f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
@@ -152,10 +158,8 @@ def _guessed(
 def _guess(
     source: TensorSource, fqn: str, name: str, states: Mapping[str, Column], identities: Column | None
 ) -> _Dense:
-    weights = source.columns[name]
-    if len(weights.shape) != 2:
-        raise SpecMismatchError(f"{source.path}: {name!r} has {len(weights.shape)} dimensions, weights have two")
-    specs = []
+    _check_two_dimensions(source, name)
+    weights, specs = source.columns[name], []
     for state, column in states.items():
         is_pointwise = column.shape == weights.shape
         width = column.shape[1] if len(column.shape) == 2 else 1
@@ -178,6 +182,11 @@ def _guess(
     table = _Dense(name=name, spec=spec, first_row=0, weights=weights, states=dict(states), identities=identities)
     _check(source, table, part_of_rows=False)
     return table
+
+
+def _check_two_dimensions(source: TensorSource, name: str) -> None:
+    if len(shape := source.columns[name].shape) != 2:
+        raise SpecMismatchError(f"{source.path}: {name!r} has shape {list(shape)}, weights have two dimensions")
 
 
 def _fit(source: TensorSource, table: _Dense, target: TableSpec, *, zero_states: bool) -> _Dense:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -9,7 +10,8 @@ import signal
 import subprocess
 import sys
 import types
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import pytest
 import typer
@@ -37,6 +39,8 @@ def _wind(turns: Annotated[int, typer.Option(help="How many turns.", min=1)] = 3
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
     if turns == 16:
         raise ModuleNotFoundError("No module named 'headrace.gone'", name="headrace.gone")
+    if turns == 17:
+        os.stat("g" * 300)
     print(f"wound {turns} turns")
 
 
@@ -217,7 +221,67 @@ def test_interrupt_exits_130_in_silence(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("turns", "error"), [("13", HeadraceError), ("14", KeyboardInterrupt)])
+def test_path_that_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A path that is too long, wherever a command looks at it, is one line that names it."""
+    assert _run("wind", "--turns", "17") == 1
+    assert capsys.readouterr() == ("", f"headrace: error: {'g' * 300}: File name too long\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", Path("gate")), "gate: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", b"gate"), "gate: Read-only file system"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "gate"), "gate: No such file"),
+    ],
+)
+def test_errors_of_paths(
+    error: OSError, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each kind of path that an error can carry is told."""
+    monkeypatch.setitem(sys.modules["fake_commands"].__dict__, "count", lambda: _raise(error))
+    assert _run("count") == 1
+    assert capsys.readouterr().err == f"headrace: error: {says}\n"
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+@pytest.mark.parametrize("arguments", [["log", "inspect"], ["snapshot", "list"], ["replay", "--dry-run"]], ids=" ".join)
+def test_commands_tell_a_path_that_is_too_long(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Real commands, too, end in one line."""
+    assert cli.main([*arguments, "g" * 300]) == 1
+    assert re.fullmatch(r"headrace: error: .*g{300}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error", "gate"), FileNotFoundError(2, "No such")])
+def test_other_errors_of_the_system_stay_tracebacks(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails, or an error that names no path, is not dressed up as the user's mistake."""
+    monkeypatch.setitem(sys.modules["fake_commands"].__dict__, "count", lambda: _raise(error))
+    with pytest.raises(OSError, match=error.strerror):
+        _run("count")
+
+
+def test_working_directory_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that is run where there is no directory any more says so."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["snapshot", "restore", "monday", "--data", "data"]) == 1
+    assert capsys.readouterr().err == "headrace: error: the working directory is gone: change to another one\n"
+
+
+@pytest.mark.parametrize("arguments", [["expire", "--table", "b\udcff"], ["snapshot", "fetch", "--name=b\udcff"]])
+def test_argument_that_is_no_text_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes that are not UTF-8 are wrong usage, before anything is done."""
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr() == ("", f"headrace: error: argument {arguments[-1]!r} is not UTF-8\n")
+
+
+@pytest.mark.parametrize(("turns", "error"), [("13", HeadraceError), ("14", KeyboardInterrupt), ("17", OSError)])
 def test_debug_lets_the_traceback_through(
     turns: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

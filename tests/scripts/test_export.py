@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts import export as export_module
+from headrace.scripts.backfill import BackfillConfig
 from headrace.scripts.benches.bench_tables import snapshot_of
 from headrace.scripts.table_sinks import written_aside as written_aside_module
 from headrace.scripts.table_sinks.export_table import ExportConfig, file_name_of
@@ -314,6 +316,7 @@ def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) ->
         (["--format", "npz", "--rows", "9:9"], "no rows are in there"),
         (["--format", "npz", "--rows", "0:501"], "has 500 rows"),
         (["--format", "npz", "--rows", f"0:{2**64}"], "row ids end below 2^63"),
+        (["--format", "npz", "--rows", f"0:{'9' * 5000}"], "--rows 0:999999999999999999…: row ids end below 2^63"),
         (["--format", "npz", "--table", "nowhere"], "no such table in the snapshot"),
         (["--format", "npz", "--dtype", "fp8"], "fp32, fp16 or int8"),
         (["--format", "npz", "--since-step", "3"], "goes with --format parquet"),
@@ -413,7 +416,19 @@ def test_tensors_of_one_name_are_refused(tmp_path: Path, name: str, capsys: pyte
 def test_names_of_tables_are_no_paths() -> None:
     """Whatever a table is called, its file lies in the directory that was asked for."""
     for fqn in ("../../etc/passwd", ".hidden", "a/b", "..", "naïve table", "plain.weight"):
-        name = file_name_of(TableSpec(fqn=fqn, num_rows=1, dim=1, dtype=DType.FLOAT32))
+        name = file_name_of(TableSpec(fqn=fqn, num_rows=1, dim=1, dtype=DType.FLOAT32), ".parquet")
         assert Path(name).name == name
         assert name[0] != "."
-    assert file_name_of(ITEMS) == ITEMS.fqn
+    assert file_name_of(ITEMS, ".parquet") == f"{ITEMS.fqn}.parquet"
+
+
+def test_tables_of_long_names_have_files(tmp_path: Path) -> None:
+    """A name that no file can have is cut, amid no escape, told apart by a hash, and comes back whole."""
+    fqns = ["n" * 247, "n" * 248, *(f"{'a' * shift}{'é' * 500}" for shift in range(6)), "é" * 499 + "e"]
+    specs = [TableSpec(fqn=fqn, num_rows=4, dim=2, dtype=DType.FLOAT32) for fqn in fqns]
+    folder, out = snapshot(tmp_path, {spec: chunk_of(spec, range(4)) for spec in specs}), tmp_path / "out"
+    _export(folder, out, "parquet")
+    names = sorted(file.name for file in out.iterdir())
+    assert len(names) == len(fqns) and "n" * 247 + ".parquet" in names
+    assert all(re.fullmatch(r"([an]|%C3|%A9)+(~[0-9a-f]{32})?\.parquet", name) for name in names)
+    assert {table.spec.fqn for table in BackfillConfig().open(out, None).tables} == set(fqns)

@@ -189,6 +189,7 @@ def _no_such_host(*_: object, **__: object) -> NoReturn:
         (["{source}", "--server", "no-such-host.invalid"], "no connection to no-such-host.invalid:7601: "),
         (["{source}", "--data", "{source}/copy"], "that is where the log to replay lies"),
         (["{source}", "--dry-run", "--since", "yesterday"], "--since 'yesterday': neither ISO 8601"),
+        (["{source}", "--dry-run", "--since", "0001-01-01"], "--since '0001-01-01': too far from 1970"),
         (["{source}", "--dry-run", "--from-seq", "90"], "nothing to replay"),
         (
             ["{source}", "--dry-run", "--table", "item.weight"],

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hellos import hello_of_nobody
-from replica_answers import HALF, IDS, OTHER, SPEC, call, read, write
+from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, read, write
 from replica_endpoint import Endpoint, replica_endpoint
 
+from headrace import cli
 from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.errors import (
     HeadraceError,
@@ -170,6 +172,33 @@ def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
     )
     with pytest.raises(UnauthorizedError):
         call(endpoint.address, "set_embeddings", batch)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("fetch_updates", {"server_id": "s", "from_seq": 1, "wait_ms": 0, "max_bytes": 1}),
+        ("create_snapshot", {"name": "one", "epoch": 0, "min_step": -1, "wait_ms": 0}),
+        ("finish_snapshot", {"name": "one"}),
+        ("fetch_snapshot", {"name": "one", "path": "", "offset": 0, "max_bytes": 1}),
+        ("expire_rows", {"fqn": "", "is_dry_run": True, "wait_ms": 0}),
+    ],
+)
+async def test_what_only_a_server_does_is_refused(endpoint: Endpoint, method: str, fields: dict[str, Any]) -> None:
+    """Whoever takes a replica for a server is told so, and not that it is older than he is."""
+    kind = getattr(idl, f"{method.title().replace('_', '')}Request")
+    async with await connected(endpoint.address) as client:
+        with pytest.raises(UnauthorizedError, match=r"^this is a replica: [a-zA-Z]+ is for the parameter server"):
+            await getattr(client, method)(kind(**fields), timeout_s=WAIT_S)
+
+
+def test_a_replica_s_address_in_a_server_s_place(
+    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that reads from the server alone ends in one line that says what is there."""
+    assert cli.main(["snapshot", "fetch", endpoint.address, "--to", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "this is a replica: fetchSnapshot is for the parameter server" in told and told.count("\n") == 1
 
 
 def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:

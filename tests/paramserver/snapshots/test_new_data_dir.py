@@ -10,7 +10,7 @@ import pytest
 from open_files import files_open_in
 
 from headrace.paramserver.snapshots import new_data_dir
-from headrace.paramserver.snapshots.new_data_dir import NewDataDir
+from headrace.paramserver.snapshots.new_data_dir import NewDataDir, check_target
 from headrace.schemas.errors import ConfigError, StorageError
 
 
@@ -22,6 +22,36 @@ def test_one_process_makes_it(tmp_path: Path) -> None:
             NewDataDir(tmp_path / "data", num_shards=1, work="restore")
         assert (first.shard_path(0) / "a").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_rename_replaces_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link, a mount point and the working directory are refused before any work, each with what to name instead."""
+    target, link, dangling = tmp_path / "data", tmp_path / "link", tmp_path / "dangling"
+    target.mkdir()
+    link.symlink_to(target)
+    dangling.symlink_to(tmp_path / "nowhere")
+    for path in (link, dangling):
+        with pytest.raises(ConfigError, match=rf"--data {path}: a symbolic link, .*: name what it points to"):
+            check_target(path)
+    monkeypatch.chdir(target)
+    for path in (target, Path.cwd(), Path(), tmp_path / "data" / ".." / "data"):
+        with pytest.raises(ConfigError, match=r"the working directory, .*: name a new directory below it"):
+            check_target(path)
+    monkeypatch.chdir(tmp_path)
+    check_target(target)
+    monkeypatch.setattr(new_data_dir.os.path, "ismount", lambda path: path == target)
+    with pytest.raises(ConfigError, match=rf"--data {target}: a mount point, .*: name a directory below it"):
+        check_target(target)
+    assert sorted(tmp_path.iterdir()) == [dangling, target, link]
+
+
+def test_a_working_directory_that_is_gone_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a directory that was removed, one can be made elsewhere by its whole name."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    check_target(tmp_path / "data")
 
 
 def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

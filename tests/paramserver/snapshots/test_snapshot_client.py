@@ -6,6 +6,8 @@ import asyncio
 import errno
 import itertools
 import math
+import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from headrace.paramserver.snapshots.snapshot_client import (
     _fetch_files,
     _fetch_manifest,
     create_snapshot,
+    fetch_snapshot,
 )
 from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles
 from headrace.schemas.errors import (
@@ -260,6 +263,59 @@ async def test_a_file_that_cannot_be_synced_is_an_error_of_storage(
     link, file = _Pieces(b"abcd", size_bytes=4), SnapshotFile(name="CURRENT", size_bytes=4, crc32c=crc32c(b"abcd"))
     with pytest.raises(StorageError, match="shard-0000/CURRENT: Input/output error"):
         await _fetch_file(link, "one", "shard-0000/CURRENT", file, tmp_path)  # type: ignore[arg-type]
+
+
+async def test_a_fetch_that_goes_on_is_not_swept(tmp_path: Path) -> None:
+    """One of days ago, all of whose bytes are there and only read, is at work again from its first moment."""
+    files, link = SnapshotFiles(tmp_path), _Pieces(b"abcd", size_bytes=4)
+    await _fetch_files(link, _manifest(["CURRENT"]), files, None)  # type: ignore[arg-type]
+    target = files.new_folder("one") / "shard-0000" / "CURRENT"
+    for path in (target, *target.parents[:2]):
+        os.utime(path, (0, 0))
+    await _fetch_files(link, _manifest(["CURRENT"]), files, lambda *_: files.sweep())  # type: ignore[arg-type]
+    assert target.read_bytes() == b"abcd"
+    assert link.offsets == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["", "shard-0000", "shard-0000/CURRENT"])
+async def test_a_fetch_whose_files_somebody_removes_is_an_error_of_storage(tmp_path: Path, name: str) -> None:
+    """Whatever of it is gone when its bytes have come, it is told of as any failure of the disk."""
+    files, link = SnapshotFiles(tmp_path), _Pieces(b"abcd", size_bytes=4)
+    path = files.new_folder("one") / name
+
+    def remove(done: int, total: int) -> None:
+        if done == total:
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+
+    with pytest.raises(StorageError, match="shard-0000/CURRENT: No such file or directory"):
+        await _fetch_files(link, _manifest(["CURRENT"]), files, remove)  # type: ignore[arg-type]
+
+
+async def test_a_fetch_whose_folder_is_gone_at_the_end_is_an_error_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when that is found by what gives the copy its name."""
+    data = _manifest(["CURRENT"]).encode()
+    link = SimpleNamespace(address="somewhere:1", pieces_moved_s=-math.inf)
+
+    async def nothing() -> None:
+        pass
+
+    async def piece(request: Any) -> Any:
+        piece = b"abcd" if request.path else data
+        return idl.FetchSnapshotReply(name="one", data=memoryview(piece), size_bytes=len(piece))
+
+    def publish(files: SnapshotFiles, manifest: SnapshotManifest) -> None:
+        shutil.rmtree(files.new_folder(manifest.name))
+        files.new_folder(manifest.name).rename(files.folder_of(manifest.name))
+
+    link.refresh = link.close = nothing
+    link.fetch_snapshot = piece
+    monkeypatch.setattr(snapshot_client, "ShardLink", lambda *_: link)
+    monkeypatch.setattr(SnapshotFiles, "publish", publish)
+    dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=1.0)
+    with pytest.raises(StorageError, match=r"\.new-one: No such file or directory"):
+        await fetch_snapshot("somewhere:1", tmp_path, dial=dial)
 
 
 class _Running:

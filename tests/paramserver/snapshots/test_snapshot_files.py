@@ -214,12 +214,24 @@ def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
     files.sweep()
     assert [path.name for path in tmp_path.iterdir()] == [".new-c"]  # young: somebody may be at it
     files.publish(make(files, "d"))
-    for path in tmp_path.iterdir():
+    for path in tmp_path.rglob("*"):
         os.utime(path, (0, 0))
     files.sweep()
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
     with pytest.raises(ConfigError):
         verify_snapshot(tmp_path / "nothing")
+
+
+def test_a_fetch_of_days_is_not_swept(tmp_path: Path) -> None:
+    """An attempt into one of whose files bytes have come lately is at work, however old its folders are."""
+    files = SnapshotFiles(tmp_path)
+    make(files, "a")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, 0))
+    with open(files.new_folder("a") / "shard-0001" / "000001.sst", "ab") as file:
+        file.write(b"more")
+    files.sweep()
+    assert files.new_folder("a").is_dir()
 
 
 def test_what_nobody_reads_is_removed_when_its_lease_has_run_out(tmp_path: Path) -> None:
