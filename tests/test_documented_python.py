@@ -16,13 +16,7 @@ import pytest
 from documented_blocks import blocks_of
 
 import headrace
-from headrace import (
-    EmbeddingReader,
-    EmbeddingReplica,
-    RawEmbeddingStreamer,
-    ReplicaConfig,
-    StreamerConfig,
-)
+from headrace import EmbeddingReader, EmbeddingReplica, RawEmbeddingStreamer, ReplicaConfig, StreamerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -106,8 +106,8 @@ class CudaRuntime:
             device: A CUDA device with its index.
         """
         self.device = device
-        # Of a priority that nobody else asks for: torch deals out the 32 streams of each by turns, and a copy on the
-        # stream that somebody captures a graph on would become a part of the graph.
+        # Of a priority that graphs are not captured at by default: torch deals out the 32 streams of each by turns, and
+        # a copy on the stream of a capture would become a part of its graph.
         self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: Tensor) -> bool:

@@ -3,117 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from fake_copies import WAIT_S, FakeBuilder, FakeCopy, made, switch, until
 
-from headrace.paramserver.ingest.sessions import Sessions
 from headrace.paramserver.replica import copies as copies_module
 from headrace.paramserver.replica.copies import Copies
 from headrace.paramserver.replica.followed import Followed
-from headrace.paramserver.replica.generation import Generation
-from headrace.paramserver.replica.memory_table import MemoryTable
-from headrace.paramserver.replica.shard_tail import ShardTail
-from headrace.paramserver.store.catalog import Catalog
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, SetBackError, StorageError
-from headrace.schemas.tables import DType, TableSpec
-
-WAIT_S = 20.0
-SPEC = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
-
-
-class FakeCopy:
-    """A copy that follows nothing: the test says where it is."""
-
-    def __init__(
-        self, *, server_id: str = "s", seq: int = 0, target_seq: int = 0, visible: Any = (1, 1), tables: bool = True
-    ) -> None:
-        self.tail = ShardTail(0, seq=seq, catalog=Catalog({}), sessions=Sessions({}))
-        self.generation = Generation(server_id, [self.tail], is_by_step=False, make_table=MemoryTable)
-        if tables:
-            self.generation.add_tables([SPEC])
-        self.generation.visible = visible
-        self.target_seqs = (target_seq,)
-        self.lost: HeadraceError | None = None
-        self.num_closed = 0
-        self.closing = asyncio.Event()
-        self.may_close = asyncio.Event()
-        self.may_close.set()
-        self.beside: list[Any] = []
-        self._changed = asyncio.Event()
-        self.on_lost: Callable[[Any, HeadraceError], None] = lambda *_: None
-
-    async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            self._changed.clear()
-            await self._changed.wait()
-            if self.lost is not None:
-                raise self.lost
-
-    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[Any]) -> None:
-        self.beside = list(beside)
-        await self.wait_until(is_so)
-        self.generation.is_shown = True
-
-    def move(self, seq: int, visible: Any) -> None:
-        self.tail.seq = self.tail.visible_seq = seq
-        self.generation.visible = visible
-        self._changed.set()
-
-    def lose(self, why: HeadraceError | None = None) -> None:
-        self.lost = why or GoneError("its place is gone")
-        self._changed.set()
-        self.on_lost(self, self.lost)
-
-    async def close(self) -> None:
-        self.closing.set()
-        await self.may_close.wait()
-        self.num_closed += 1
-
-
-class FakeBuilder:
-    """Gives the copies, or raises the errors, that the test has put there."""
-
-    def __init__(self, *results: FakeCopy | Exception) -> None:
-        self.results = list(results)
-        self.given: list[FakeCopy] = []
-        self.held_bytes: list[int] = []
-        self.num_cleared = 0
-        self.on_progress: Callable[[], None] = lambda: None
-
-    async def build(self, snapshot: Path | None, *, held_bytes: int, on_lost: Any, **_: Any) -> Followed:
-        self.held_bytes.append(held_bytes)
-        result = self.results.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        result.on_lost = on_lost
-        self.given.append(result)
-        return cast("Followed", result)
-
-    async def remove_old_snapshots(self) -> None:
-        self.num_cleared += 1
+from headrace.schemas.errors import ConfigError, SetBackError, StorageError
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies_module, "_FIRST_PAUSE_S", 1e-9)
-
-
-def made(*results: FakeCopy | Exception) -> tuple[Copies, FakeBuilder]:
-    builder = FakeBuilder(*results)
-    return Copies(cast("Any", builder)), builder
-
-
-async def switch(copies: Copies, *, keep_previous: bool = True, timeout_s: float = WAIT_S) -> None:
-    await copies.switch(None, keep_previous=keep_previous, timeout_s=timeout_s)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not is_so():  # noqa: ASYNC110 (what is waited for belongs to the code under test)
-            await asyncio.sleep(0)
 
 
 async def test_a_copy_that_is_lost_while_the_old_one_is_closed_is_replaced() -> None:
@@ -397,94 +300,6 @@ async def test_one_copy_is_begun_at_a_time() -> None:
     assert builder.held_bytes == [0, first.generation.size_bytes] and first.generation.size_bytes > 0
     await copies.close()
     assert first.num_closed == second.num_closed == 1
-
-
-@pytest.mark.parametrize(
-    ("seq", "step", "loss"),
-    [(60, 4, GoneError("the log ends at record 60")), (120, 5, SetBackError("record 100 is another"))],
-    ids=["its log ends before", "it has overtaken"],
-)
-async def test_a_server_that_was_set_back_is_taken_up(seq: int, step: int, loss: HeadraceError) -> None:
-    """It may never come to the records and the step that lookups see, which are gone there: what it has is enough."""
-    first = FakeCopy(seq=100, visible=(5, 100))
-    copies, builder = made(first, FakeCopy(seq=50, target_seq=seq, visible=(step, 10)))
-    await switch(copies)
-    first.lose(loss)
-    await until(lambda: len(builder.given) == 2)
-    assert copies.current is first.generation
-    second = builder.given[1]
-    second.move(seq, (step, 20))
-    await until(lambda: copies.current is second.generation)
-    await copies.close()
-
-
-async def test_what_the_old_copy_shows_meanwhile_is_waited_for() -> None:
-    """The old copy goes on after the server was asked how far it is: that is no server that was set back."""
-    first = FakeCopy(seq=100, visible=(5, 100))
-    copies, builder = made(first, FakeCopy(seq=50, target_seq=100, visible=(5, 50)))
-    await switch(copies)
-    switching = asyncio.create_task(switch(copies))
-    await until(lambda: len(builder.given) == 2)
-    second = builder.given[1]
-    first.move(110, (5, 110))
-    second.move(100, (5, 100))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert copies.current is first.generation
-    second.move(110, (5, 110))
-    await switching
-    assert copies.current is second.generation
-    await copies.close()
-
-
-async def test_a_server_that_goes_on_is_waited_for() -> None:
-    """Where the log has what lookups see, no lookup goes back behind it."""
-    first = FakeCopy(seq=100, visible=(5, 100))
-    copies, builder = made(first, FakeCopy(seq=50, target_seq=100, visible=(5, 50)))
-    await switch(copies)
-    first.lose()
-    await until(lambda: len(builder.given) == 2)
-    second = builder.given[1]
-    second.move(100, (5, 99))
-    await asyncio.sleep(0)
-    assert copies.current is first.generation
-    second.tail.visible_seq = 99  # a row that the first one shows may be in the last record
-    second.generation.visible = (5, 100)
-    second._changed.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert copies.current is first.generation
-    second.move(100, (5, 100))
-    await until(lambda: copies.current is second.generation)
-    await copies.close()
-
-
-async def test_another_store_takes_over_once_it_has_what_lookups_find() -> None:
-    """An empty server at the address takes nothing from lookups; one with the tables and a step that was ended does."""
-    first = FakeCopy(server_id="one", seq=9, visible=(1, 9))
-    copies, builder = made(first, FakeCopy(server_id="two", visible=(0, -1), tables=False))
-    await switch(copies)
-    first.lose()
-    await until(lambda: "has no table 't' yet" in str(copies.failure))
-    second = builder.given[1]
-    second.generation.add_tables([SPEC])
-    second.move(1, (1, -1))
-    await until(lambda: "has no step that is ended yet" in str(copies.failure))
-    assert copies.current is first.generation
-    second.move(2, (1, 1))
-    await until(lambda: copies.current is second.generation)
-    assert copies.failure is None
-    await copies.close()
-
-
-async def test_another_store_without_any_run_takes_over_at_once() -> None:
-    """One that was filled from files has no step, and none to wait for."""
-    first, second = FakeCopy(server_id="one", seq=9, visible=(1, 9)), FakeCopy(server_id="two", visible=(0, -1))
-    copies, _ = made(first, second)
-    await switch(copies)
-    first.lose()
-    await until(lambda: copies.current is second.generation)
-    await copies.close()
 
 
 async def test_a_copy_that_failed_gives_its_disk_back_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
