@@ -1,7 +1,6 @@
 """Headrace streams embedding-table updates from PyTorch trainers to a sharded parameter server.
 
-The public names are loaded when they are first used: `import headrace` costs nothing, and works on a server
-where torch is not installed.
+Public names are imported on first use, so `import headrace` is cheap and works on a server without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
         ReplicaEmbeddingBagCollection,
     )
     from headrace.paramserver.rpc.security import client_tls_context, load_token
-    from headrace.paramserver.supervisor.launch import ServerProcess
+    from headrace.paramserver.shard.launch import ServerProcess
     from headrace.schemas.errors import HeadraceError
     from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 
@@ -50,7 +49,7 @@ _HOME_BY_NAME = {
     "RawEmbeddingStreamer": "headrace.streamer",
     "ReplicaConfig": "headrace.paramserver.replica",
     "ReplicaEmbeddingBagCollection": "headrace.paramserver.replica",
-    "ServerProcess": "headrace.paramserver.supervisor.launch",
+    "ServerProcess": "headrace.paramserver.shard.launch",
     "StreamerConfig": "headrace.streamer",
     "client_tls_context": "headrace.paramserver.rpc.security",
     "load_token": "headrace.paramserver.rpc.security",
@@ -67,7 +66,7 @@ def __getattr__(name: str) -> Any:
         if exc.name != "torch":
             raise
         raise ImportError(f"headrace.{name} needs PyTorch: pip install 'headrace[torch]'", name="torch") from exc
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # later uses do not call this function
     return value
 
 

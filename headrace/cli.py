@@ -1,13 +1,13 @@
-"""The console command `headrace`: the front door, which loads the one command that is asked for.
+"""The console command `headrace`, which imports only the command that is run.
 
-To add a command, add an entry to `_COMMANDS`. Its target is a plain function whose parameters carry
-`typer.Option` or `typer.Argument` in `Annotated`; it returns None, or its exit code. Or it is a `typer.Typer` with
-commands of its own.
+To add a command, add it to `_COMMANDS` and to `scripts/commands/`: a plain function of the same name whose parameters
+carry `typer.Option` or `typer.Argument` in `Annotated`, and which returns None or its exit code; or a `typer.Typer`
+with commands of its own.
 
 Exit codes: 0 done, 1 a `HeadraceError` or a path that the system refuses, 2 wrong usage, 130 interrupted, 141 the
-reader of the output has gone, as in `headrace status | head -1`, 143 told to end as a container's process 1. A failure
-is one line on stderr, the last three are silent. With `HEADRACE_DEBUG=1` in the environment failures and interruptions
-end in a traceback instead.
+reader of the output has gone, as in `headrace status | head -1`, 143 terminated as process 1 of a container. A failure
+prints one line on stderr; the last three print nothing. With `HEADRACE_DEBUG=1` in the environment, failures and
+interruptions end in a traceback instead.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ import typer.core
 
 from headrace import __version__
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.lazy_command import LazyCommand
+from headrace.scripts.commands.lazy import LazyCommand
 
 __all__ = ["main"]
 
 _EXIT_ERROR = 1
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
-# What a shell shows of a tool that SIGPIPE has ended. The signal itself stays ignored: servers write to sockets.
+# What a shell shows after SIGPIPE and SIGTERM. SIGPIPE itself stays ignored, because servers write to sockets.
 _EXIT_BROKEN_PIPE = 141
-# The same for SIGTERM.
 _EXIT_TERMINATED = 143
-# What runs in a container without an init is its first process.
+# In a container without an init, the command is this process.
 _FIRST_PROCESS = 1
-# What a path of the user's may meet wherever it is looked at. Any other error of the system is ours to have foreseen.
+# Errors that a user's path can cause anywhere. Any other system error should have been handled where it occurs.
 _PATH_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOENT, errno.ENOTDIR}
 )
@@ -55,84 +54,29 @@ class _Entry:
     extras: tuple[str, ...] = ()
 
 
-# Listed in this order by `headrace --help`. The help stands here, so that the list imports none of them.
+def _command(name: str, help: str, *extras: str) -> _Entry:
+    return _Entry(name=name, target=f"headrace.scripts.commands.{name}:{name}", help=help, extras=extras)
+
+
+# In the order of `headrace --help`. The help texts are here, so that the list imports no command.
 _COMMANDS = (
-    _Entry(
-        name="serve",
-        target="headrace.paramserver.supervisor.serve_command:serve",
-        help="Run a parameter server: a supervisor and one process a shard.",
-    ),
-    _Entry(
-        name="status",
-        target="headrace.paramserver.metrics.status_command:status",
-        help="Show what a running server holds.",
-    ),
-    _Entry(
-        name="top",
-        target="headrace.scripts.top:top",
-        help="Watch a running server: problems, shards, rates.",
-    ),
-    _Entry(
-        name="doctor",
-        target="headrace.scripts.doctor:doctor",
-        help="Check machine, configuration and a server, and say what to do.",
-    ),
-    _Entry(
-        name="replica",
-        target="headrace.paramserver.replica.replica_command:replica",
-        help="Serve look-ups from a copy that follows a running server.",
-        extras=("torch",),
-    ),
-    _Entry(
-        name="snapshot",
-        target="headrace.scripts.snapshot:snapshot",
-        help="Make, list, check, fetch, restore and remove snapshots of a server.",
-    ),
-    _Entry(
-        name="expire",
-        target="headrace.scripts.expire:expire",
-        help="Delete rows of a running server that its policies let go, or say which.",
-    ),
-    _Entry(
-        name="log",
-        target="headrace.scripts.log_command:log",
-        help="Look into an update log and check it.",
-    ),
-    _Entry(
-        name="replay",
-        target="headrace.scripts.replay:replay",
-        help="Reapply what update logs hold to a server or a new directory.",
-    ),
-    _Entry(
-        name="backfill",
-        target="headrace.scripts.backfill:backfill",
-        help="Bring rows of checkpoints and files into a server or a new directory.",
-    ),
-    _Entry(
-        name="export",
-        target="headrace.scripts.export:export",
-        help="Write a server's tables at one step to files of common formats.",
-    ),
-    _Entry(
-        name="verify",
-        target="headrace.scripts.verify:verify",
-        help="Compare what a server holds with another server or saved digests.",
-    ),
-    _Entry(
-        name="bench",
-        target="headrace.scripts.benches.bench:bench",
-        help="Measure Headrace on this machine, beside limits and peers.",
-        extras=("torchrec", "bench"),
-    ),
-    _Entry(
-        name="demo",
-        target="headrace.scripts.demo:demo",
-        help="Train a real model, stream it, and compare every row with the server's.",
-        extras=("torchrec", "bench"),
-    ),
+    _command("serve", "Run a parameter server: a supervisor and one process a shard."),
+    _command("status", "Show what a running server holds."),
+    _command("top", "Watch a running server: problems, shards, rates."),
+    _command("doctor", "Check machine, configuration and a server, and say what to do."),
+    _command("replica", "Serve lookups from a copy that follows a running server.", "torch"),
+    _command("snapshot", "Make, list, check, fetch, restore and remove snapshots of a server."),
+    _command("expire", "Delete rows of a running server that its policies let go, or say which."),
+    _command("log", "Look into an update log and check it."),
+    _command("replay", "Reapply what update logs hold to a server or a new directory."),
+    _command("backfill", "Bring rows of checkpoints and files into a server or a new directory."),
+    _command("export", "Write a server's tables at one step to files of common formats."),
+    _command("verify", "Compare what a server holds with another server or saved digests."),
+    _command("bench", "Measure Headrace on this machine, beside limits and peers.", "torchrec", "bench"),
+    _command("demo", "Train a real model, stream it, and compare every row with the server's.", "torchrec", "bench"),
 )
 
-# Modules that come with an extra. Any other missing module is our bug and stays a traceback.
+# Modules installed by extras. Any other missing module is a bug of ours and stays a traceback.
 _OPTIONAL_MODULES = frozenset(
     {
         "fbgemm_gpu",
@@ -164,17 +108,16 @@ def _front_door(
     ] = False,
 ) -> None:
     """Stream embedding updates from PyTorch trainers to a sharded parameter server."""
-    del version  # its callback has done the work
+    del version  # its callback did the work
     if context.invoked_subcommand is None:
-        text = context.get_help()  # with rich it is printed already, and nothing is left to print
+        text = context.get_help()  # empty with rich, which prints it itself
         if text:
             typer.echo(text)
         raise typer.Exit(_EXIT_USAGE)
 
 
 def _build(entries: Sequence[_Entry]) -> Any:
-    """Return the click group of all commands."""
-    # No shell completion: its two options would crowd a help page of three commands.
+    # No shell completion, because its two options would crowd the help page.
     app = typer.Typer(add_completion=False, invoke_without_command=True)
     app.callback()(_front_door)
     group = typer.main.get_command(app)
@@ -185,25 +128,23 @@ def _build(entries: Sequence[_Entry]) -> Any:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    """Print the message as one line on stderr and return the exit code."""
     print(f"headrace: error: {' '.join(line.strip() for line in message.splitlines())}", file=sys.stderr)
     return exit_code
 
 
 def _missing_dependency(module: str, entry: _Entry) -> str:
-    """Return the line that says how to get what the command needs."""
     hint = f"pip install 'headrace[{','.join(entry.extras)}]'"
     if "torchrec" in entry.extras:
-        # An extra cannot say --no-deps, and with its dependencies torchrec asks for the CUDA build of fbgemm.
+        # An extra cannot use --no-deps, and the dependencies of torchrec include the CUDA build of fbgemm.
         hint += ", then pip install --no-deps torchrec==1.8.0"
     return f"`headrace {entry.name}` needs {module}, which is not installed: {hint}"
 
 
 def _path_refused(exc: OSError) -> str | None:
-    """Return the line that says which path the system has refused, and why; None of an error that is no path's."""
+    """Return a line with the refused path and the reason; None if the error is not about a path."""
     if exc.errno in _PATH_ERRORS and isinstance(exc.filename, str | bytes | os.PathLike):
         return f"{os.fsdecode(exc.filename)}: {exc.strerror}"
-    if isinstance(exc, FileNotFoundError):  # a path that is relative to what is gone has no name to be told
+    if isinstance(exc, FileNotFoundError):  # the error of a relative path has no file name then
         try:
             os.getcwd()
         except FileNotFoundError:
@@ -212,21 +153,21 @@ def _path_refused(exc: OSError) -> str | None:
 
 
 def _has_reader_gone() -> bool:
-    """Say whether nobody reads our output any more. A broken pipe may also be a socket, and that one must be seen."""
+    """Return whether nobody reads stdout any more; a broken pipe may also be a socket, an error to report."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are told unasked
+    poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
     return bool(poll.poll(0))
 
 
 def _drop_stdout() -> None:
-    """Send to nowhere what is buffered: the interpreter would try again on its way out, and complain."""
+    """Discard buffered output, because the interpreter would try to write it at exit, and complain."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
-    """Parse the arguments and run the command, letting every error through but a missing extra."""
+    """Parse the arguments and run the command; of all errors, map only a missing extra."""
     group = _build(entries)
     try:
         with group.make_context("headrace", arguments) as context:
@@ -244,18 +185,18 @@ def _run(arguments: list[str], entries: Sequence[_Entry]) -> int:
 
 
 def _run_with_exit_code(arguments: list[str], entries: Sequence[_Entry]) -> int:
-    """Run the command and turn the errors that are no bugs of ours into one line and an exit code."""
+    """Run the command, and turn errors that are no bugs of ours into one line and an exit code."""
     is_debug = os.environ.get("HEADRACE_DEBUG") == "1"
     for argument in arguments:
-        # Bytes that are no text come as lone surrogates, which no message, file of ours or request can hold.
+        # Bytes that are no text arrive as lone surrogates, which messages, our files and requests cannot hold.
         if any("\ud800" <= character <= "\udfff" for character in argument):
             return _fail(f"argument {argument!r} is not UTF-8", _EXIT_USAGE)
     try:
         return _run(arguments, entries)
     except typer.TyperException as exc:
-        # Of a value that is none of a choice pydantic says first that there is an error.
+        # For a value outside of a choice, pydantic adds this prefix.
         message = exc.format_message().rstrip(".").replace(": Value error, ", ": ", 1)
-        if not message:  # a group without a command: its help is printed already
+        if not message:  # a group without a command has printed its help
             return exc.exit_code
         context = getattr(exc, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
@@ -279,16 +220,16 @@ def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] =
     """Run the command line.
 
     Args:
-        arguments: What follows the program's name; None takes it from `sys.argv`.
+        arguments: Arguments after the program's name; None takes them from `sys.argv`.
 
     Returns:
         The exit code.
     """
-    _heed_sigterm()
+    _handle_sigterm()
     try:
         exit_code = _run_with_exit_code(list(sys.argv[1:] if arguments is None else arguments), _entries)
     except SystemExit as exc:
-        # Rich answers a broken pipe in this way, having sent stdout to nowhere.
+        # Rich raises it after a broken pipe, and has discarded stdout.
         if not isinstance(exc.__context__, BrokenPipeError):
             raise
         return _EXIT_BROKEN_PIPE
@@ -300,19 +241,19 @@ def main(arguments: Sequence[str] | None = None, *, _entries: Sequence[_Entry] =
     return _flush(exit_code)
 
 
-def _heed_sigterm() -> None:
-    """Have SIGTERM end the first process of a container too, as it does any other.
+def _handle_sigterm() -> None:
+    """Make SIGTERM end the first process of a container, too.
 
-    The kernel drops a signal to that process as long as no handler is there. Until a server or replica has set its own,
-    an order to stop would be lost, and the container be killed at the end of its grace period.
+    The kernel drops a signal to that process without a handler. Until a server or replica sets its own, an order to
+    stop would be lost, and the container killed at the end of its grace period.
     """
     if os.getpid() == _FIRST_PROCESS:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(_EXIT_TERMINATED))
 
 
 def _flush(exit_code: int) -> int:
-    """Write what is buffered, here, where a failure can still be told; return the exit code that comes of it."""
-    if sys.stdout is None:  # closed by whoever has started us
+    """Flush stdout while a failure can still be reported, and return the exit code."""
+    if sys.stdout is None:  # closed by the parent process
         return exit_code
     try:
         sys.stdout.flush()

@@ -1,5 +1,1 @@
-"""Operations on rows: mark dirty, compact, gather and pack, quantize.
-
-Each has a plain PyTorch reference, which says what the right answer is, and faster paths that are tested
-against it.
-"""
+"""Operations on rows: mark dirty rows, drain, pack, digest, quantize; each with a plain PyTorch reference."""

@@ -1,26 +1,26 @@
-"""The errors that Headrace raises, one tree, the same on both sides of the wire.
+"""The errors that Headrace raises: one tree, the same on both sides of the wire.
 
     HeadraceError
-    ├── ConfigError             a flag, setting, file or environment is wrong; the user mends it
+    ├── ConfigError             a flag, setting, file or environment is wrong; the user fixes it
     ├── UnsupportedModelError   a model or optimizer cannot be streamed exactly
-    ├── RequestError            the request is wrong; nothing was changed by it
+    ├── RequestError            the request is wrong; it changed nothing
     │   ├── UnknownTableError
-    │   ├── SpecMismatchError   fingerprint, dim, dtype or state differs from what the table is
+    │   ├── SpecMismatchError   fingerprint, dim, dtype or state differs from the table's
     │   ├── RowRangeError       a row id is negative or beyond the table
     │   └── NonFiniteError      NaN or Inf under the policy `reject`
     ├── SequenceGapError        a batch arrived out of order; `expected_seq` is accepted next
     ├── FencedError             a newer epoch holds the run; this client must stop
-    ├── OverloadedError         retriable: a bound is reached; wait `retry_after_s`
+    ├── OverloadedError         retriable: a limit is reached; wait `retry_after_s`
     ├── UnavailableError        retriable: no connection, a deadline, a shard that is stopping
     ├── UnauthorizedError       wrong or missing credentials, or a role that may not do this
     ├── ProtocolError           bytes that are not a message; the connection is closed
     ├── ProtocolMismatchError   the peers speak different protocol versions
-    ├── GoneError               what was asked for has been removed (a log range, a snapshot)
+    ├── GoneError               a log range or a snapshot has been removed
     │   └── SetBackError        the server was set back to an older copy of itself
-    └── StorageError            the disk failed, or holds what it should not
+    └── StorageError            the disk failed or holds wrong data
         └── CorruptionError     a checksum or an invariant on disk does not hold
 
-A `HeadraceError` is one readable line: it names what and where, and it is shown to users as it is.
+Users see the message of a `HeadraceError` as it is: one line that says what is wrong and where.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ __all__ = [
     "UnavailableError",
     "UnknownTableError",
     "UnsupportedModelError",
-    "error_from_code",
 ]
 
 # ON THE WIRE: never renumber (`ErrorCode` in paramserver.thrift).
@@ -55,11 +54,11 @@ _INTERNAL = 1
 
 
 class HeadraceError(Exception):
-    """Root of every error that Headrace raises on purpose.
+    """The root of all errors that Headrace raises on purpose.
 
     Attributes:
-        retriable: The same call may succeed later without a change by the caller.
-        code: `ErrorCode` that stands for this class on the wire.
+        retriable: The same call may succeed later, unchanged.
+        code: `ErrorCode` of this class on the wire.
     """
 
     retriable: ClassVar[bool] = False
@@ -75,7 +74,7 @@ class UnsupportedModelError(HeadraceError):
 
 
 class RequestError(HeadraceError):
-    """The request is wrong; nothing was changed by it."""
+    """The request is wrong; it changed nothing."""
 
     code = 2
 
@@ -87,7 +86,7 @@ class UnknownTableError(RequestError):
 
 
 class SpecMismatchError(RequestError):
-    """Values are laid out for another table than the registered one."""
+    """Values have another layout than the registered table."""
 
     code = 4
 
@@ -122,7 +121,7 @@ class FencedError(HeadraceError):
     """A newer epoch holds the run.
 
     Attributes:
-        epoch: The epoch that holds it.
+        epoch: The epoch that holds the run.
     """
 
     code = 8
@@ -133,7 +132,7 @@ class FencedError(HeadraceError):
 
 
 class OverloadedError(HeadraceError):
-    """A bound is reached; nothing was changed.
+    """A limit is reached; nothing changed.
 
     Attributes:
         retry_after_s: Wait at least this long, seconds, ≥ 0.
@@ -170,13 +169,13 @@ class ProtocolMismatchError(HeadraceError):
 
 
 class GoneError(HeadraceError):
-    """What was asked for existed and has been removed."""
+    """The requested data existed and has been removed."""
 
     code = 13
 
 
 class SetBackError(GoneError):
-    """The server was set back to an older copy of itself: its log is another one than what was taken of it."""
+    """The server restarted from an older copy of itself, so its log differs from what the client has read."""
 
 
 class ProtocolError(HeadraceError):
@@ -184,57 +183,8 @@ class ProtocolError(HeadraceError):
 
 
 class StorageError(HeadraceError):
-    """The disk failed, or holds what it should not."""
+    """The disk failed or holds wrong data."""
 
 
 class CorruptionError(StorageError):
     """A checksum or an invariant on disk does not hold; the message names file and offset."""
-
-
-_PLAIN_BY_CODE: dict[int, type[HeadraceError]] = {
-    cls.code: cls
-    for cls in (
-        RequestError,
-        UnknownTableError,
-        SpecMismatchError,
-        RowRangeError,
-        NonFiniteError,
-        UnavailableError,
-        UnauthorizedError,
-        ProtocolMismatchError,
-        GoneError,
-    )
-}
-
-
-def error_from_code(
-    code: int,
-    message: str,
-    *,
-    expected_seq: int | None = None,
-    retry_after_s: float | None = None,
-    epoch: int | None = None,
-    is_set_back: bool | None = None,
-) -> HeadraceError:
-    """Return the error that a peer reported by its wire code.
-
-    Args:
-        code: `ErrorCode` of the reply.
-        message: One line for the user.
-        expected_seq: With SEQUENCE_GAP.
-        retry_after_s: With OVERLOADED, seconds.
-        epoch: With FENCED.
-        is_set_back: With GONE.
-
-    Returns:
-        An instance of the class that stands for `code`; plain `HeadraceError` for a code unknown here.
-    """
-    if code == SequenceGapError.code and expected_seq is not None:
-        return SequenceGapError(message, expected_seq=expected_seq)
-    if code == FencedError.code and epoch is not None:
-        return FencedError(message, epoch=epoch)
-    if code == SetBackError.code and is_set_back:
-        return SetBackError(message)
-    if code == OverloadedError.code:
-        return OverloadedError(message, retry_after_s=retry_after_s or 0.0)
-    return _PLAIN_BY_CODE.get(code, HeadraceError)(message)

@@ -1,7 +1,7 @@
-"""The interface definition, loaded once, and conversions between its structs and our own types.
+"""The interface definition, loaded once, and conversions between its structs and our types.
 
-thriftpy2 makes the classes of `paramserver.thrift` at import; `idl` holds them. They are typed as `Any`: the IDL is the
-one place that says what they hold.
+At import, thriftpy2 makes a class for each struct of `paramserver.thrift`; `idl` holds them. They are typed as `Any`,
+because only the IDL defines their fields.
 """
 
 from __future__ import annotations
@@ -14,19 +14,39 @@ import thriftpy2
 
 from headrace.schemas.errors import (
     FencedError,
+    GoneError,
     HeadraceError,
+    NonFiniteError,
     OverloadedError,
+    ProtocolMismatchError,
     RequestError,
+    RowRangeError,
     SequenceGapError,
     SetBackError,
-    error_from_code,
+    SpecMismatchError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownTableError,
 )
 from headrace.schemas.messages import MAX_TEXT_BYTES
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["PROTOCOL_VERSION", "error_from_idl", "error_to_idl", "idl", "spec_from_idl", "spec_to_idl", "wire_text"]
+__all__ = [
+    "MAX_NAME_BYTES",
+    "PROTOCOL_VERSION",
+    "error_from_idl",
+    "error_to_idl",
+    "idl",
+    "spec_from_idl",
+    "spec_to_idl",
+    "wire_text",
+]
 
-_CUT_TEXT_BYTES = MAX_TEXT_BYTES - len("…".encode())
+_PLAIN_BY_CODE: dict[int, type[HeadraceError]] = {
+    **{cls.code: cls for cls in (RequestError, UnknownTableError, SpecMismatchError, RowRangeError, NonFiniteError)},
+    **{cls.code: cls for cls in (UnavailableError, UnauthorizedError, ProtocolMismatchError, GoneError)},
+}
+_TRUNCATED_BYTES = MAX_TEXT_BYTES - len("…".encode())
 
 
 def _load() -> ModuleType:
@@ -36,6 +56,8 @@ def _load() -> ModuleType:
 
 idl: Any = _load()
 PROTOCOL_VERSION: int = idl.PROTOCOL_VERSION
+MAX_NAME_BYTES = 256
+"""Longest name of a run or a client in a hello, in bytes of UTF-8."""
 
 
 def spec_to_idl(spec: TableSpec) -> Any:
@@ -55,7 +77,7 @@ def spec_from_idl(struct: Any) -> TableSpec:
     """Return the spec of an IDL `TableSpec` struct.
 
     Raises:
-        RequestError: A field is out of range, or the fingerprint is of another spec.
+        RequestError: A field is out of range, or the fingerprint does not match the fields.
     """
     try:
         states = tuple(
@@ -74,13 +96,13 @@ def spec_from_idl(struct: Any) -> TableSpec:
     )
     if struct.fingerprint is not None and struct.fingerprint != spec.fingerprint:
         raise RequestError(
-            f"table {struct.fqn!r}: fingerprint {struct.fingerprint} was sent, the fields make {spec.fingerprint}"
+            f"table {struct.fqn!r}: fingerprint {struct.fingerprint} was sent, but the fields give {spec.fingerprint}"
         )
     return spec
 
 
 def error_to_idl(error: HeadraceError) -> Any:
-    """Return the IDL's `ServerError` exception of an error, its message cut where it is too long for one."""
+    """Return the IDL's `ServerError` for an error; a message that is too long is truncated."""
     wire = idl.ServerError(code=error.code, message=wire_text(str(error)))
     if isinstance(error, SequenceGapError):
         wire.expected_seq = error.expected_seq
@@ -94,20 +116,21 @@ def error_to_idl(error: HeadraceError) -> Any:
 
 
 def error_from_idl(wire: Any) -> HeadraceError:
-    """Return the error that an IDL `ServerError` reports."""
-    retry_after_s = None if wire.retry_after_ms is None else wire.retry_after_ms / 1000
-    return error_from_code(
-        wire.code,
-        wire.message,
-        expected_seq=wire.expected_seq,
-        retry_after_s=retry_after_s,
-        epoch=wire.epoch,
-        is_set_back=wire.is_set_back,
-    )
+    """Return the error that an IDL `ServerError` reports; a plain `HeadraceError` for an unknown code."""
+    code, message = wire.code, wire.message
+    if code == SequenceGapError.code and wire.expected_seq is not None:
+        return SequenceGapError(message, expected_seq=wire.expected_seq)
+    if code == FencedError.code and wire.epoch is not None:
+        return FencedError(message, epoch=wire.epoch)
+    if code == SetBackError.code and wire.is_set_back:
+        return SetBackError(message)
+    if code == OverloadedError.code:
+        return OverloadedError(message, retry_after_s=(wire.retry_after_ms or 0) / 1000)
+    return _PLAIN_BY_CODE.get(code, HeadraceError)(message)
 
 
 def wire_text(text: str) -> str:
-    """Return a text that a message can carry: cut where it is too long, and escaped where it is no Unicode."""
-    # A path may have bytes that are no text, which Python keeps as what UTF-8 has no code for.
+    """Return a text that fits into a message: truncated if too long, escaped where it is not valid Unicode."""
+    # A path may hold bytes that are not text; Python keeps them as surrogates, which UTF-8 cannot encode.
     data = text.encode("utf-8", "backslashreplace")
-    return data.decode() if len(data) <= MAX_TEXT_BYTES else data[:_CUT_TEXT_BYTES].decode(errors="ignore") + "…"
+    return data.decode() if len(data) <= MAX_TEXT_BYTES else data[:_TRUNCATED_BYTES].decode(errors="ignore") + "…"

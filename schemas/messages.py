@@ -1,11 +1,11 @@
 """Thrift messages in the strict binary protocol, with bulk columns as views.
 
-The codec walks the struct specifications that thriftpy2 derives from the IDL. Decoding returns `binary` fields as views
-into the given buffer, never as copies; encoding returns a list of segments in which long columns are the caller's own
-buffers. Nothing here touches a socket.
+The codec follows the struct specifications that thriftpy2 derives from the IDL. Decoding returns `binary` fields as
+views into the given buffer, never as copies; encoding returns a list of segments in which long columns are the caller's
+own buffers. Nothing here touches a socket.
 
-Safe against any byte: each length is checked against what is left, containers are capped by count and depth, texts by
-length, a known field of another type than the IDL's is refused, an unknown field is skipped. Whatever is wrong raises
+The decoder is safe against any bytes. It checks each length against the remaining bytes, limits containers by count and
+depth and texts by length, refuses a known field of the wrong type, and skips unknown fields. Every violation raises
 `ProtocolError`.
 
 Source: "Thrift Binary protocol encoding" in the Apache Thrift specification (doc/specs/thrift-binary-protocol.md).
@@ -38,19 +38,19 @@ CALL, REPLY, EXCEPTION = 1, 2, 3
 _VERSION_1 = 0x8001
 _STOP, _BOOL, _BYTE, _DOUBLE, _I16, _I32, _I64, _STRING = 0, 2, 3, 4, 6, 8, 10, 11
 _STRUCT, _MAP, _SET, _LIST = 12, 13, 14, 15
-# thriftpy2 tells `binary` from `string` by a type of its own, which is never sent.
+# thriftpy2's own type for `binary`, to distinguish it from `string`; it is never sent.
 _SPEC_BINARY = 18
 
 _MAX_DEPTH = 16
-# Elements of a message's containers and its unknown fields, together: far above any real message, far below what would
-# fill memory with small objects or hold up the loop.
+# Limit for elements of all containers plus unknown fields of a message: far above any real message, far below what
+# would fill memory with small objects or block the loop.
 _MAX_ELEMENTS = 65_536
 _MAX_NAME_BYTES = 128
 MAX_TEXT_BYTES = 65_536
-"""Longest text of a message, in UTF-8. Errors quote names, escaped: of one as long as a frame that takes seconds."""
-# JSON that names every file of a store.
+"""Longest text of a message, in UTF-8. Errors quote and escape names, which takes seconds for a frame-long name."""
+# JSON that lists every file of a store.
 _LONG_TEXTS = frozenset({"CreateSnapshotReply.part", "FinishSnapshotRequest.manifest"})
-# Below this a copy into the neighbouring bytes costs less than a segment of its own.
+# Below this size, copying a field costs less than an extra segment.
 _BULK_BYTES = 2048
 
 Segment = bytes | memoryview
@@ -74,13 +74,13 @@ _LENGTH = struct.Struct(">i")
 
 @dataclass(frozen=True, slots=True)
 class MessageHeader:
-    """What precedes a message's struct.
+    """The header that precedes a message's struct.
 
     Attributes:
-        name: Method.
+        name: Method name.
         kind: CALL, REPLY or EXCEPTION.
-        seqid: Number by which a reply finds its call.
-        body_offset: Where the struct begins in the frame.
+        seqid: Number that matches a reply to its call.
+        body_offset: Offset of the struct in the frame.
     """
 
     name: str
@@ -109,15 +109,15 @@ def decode_header(frame: memoryview) -> MessageHeader:
 
 
 def decode_struct(cls: type[Any], frame: memoryview, offset: int) -> Any:
-    """Return the struct that ends a frame.
+    """Return the struct at the end of a frame.
 
     Args:
-        cls: Class that thriftpy2 made for the struct.
+        cls: thriftpy2's class for the struct.
         frame: uint8 view; the result's `binary` fields are views into it.
-        offset: Where the struct begins.
+        offset: Offset of the struct.
 
     Raises:
-        ProtocolError: Truncated, a length out of bounds, a wrong type, a missing field, or bytes left over.
+        ProtocolError: Truncated input, a length out of bounds, a wrong type, a missing field, or trailing bytes.
     """
     decoder = _Decoder(frame)
     try:
@@ -130,14 +130,14 @@ def decode_struct(cls: type[Any], frame: memoryview, offset: int) -> Any:
 
 
 def encode_message(name: str, kind: int, seqid: int, body: Any) -> list[Segment]:
-    """Return a message's bytes as segments to be written one after the other, without the frame's length.
+    """Return a message as consecutive segments, without the frame's length.
 
     Args:
-        name: Method.
+        name: Method name.
         kind: CALL, REPLY or EXCEPTION.
         seqid: −2³¹ to 2³¹ − 1.
-        body: Struct of a class made by thriftpy2. A long `binary` field becomes a segment that is a view of the field's
-            own buffer: it must not change until it is written.
+        body: Struct of a thriftpy2 class. A long `binary` field becomes a segment that is a view of the field's own
+            buffer, which must not change until it is written.
 
     Raises:
         ProtocolError: A required field is None or a value does not fit its type.
@@ -153,7 +153,7 @@ def encode_message(name: str, kind: int, seqid: int, body: Any) -> list[Segment]
 
 
 def size_of_segments(segments: Sequence[Segment]) -> int:
-    """Return the bytes in all segments together."""
+    """Return the total number of bytes of all segments."""
     return sum(segment.nbytes if isinstance(segment, memoryview) else len(segment) for segment in segments)
 
 
@@ -173,8 +173,6 @@ class _Field:
 
 
 class _Plan:
-    """A struct's specification, compiled once into readers and writers."""
-
     def __init__(self, cls: type[Any]) -> None:
         self.by_number: dict[int, _Field] = {}
         for number, spec in sorted(cls.thrift_spec.items()):
@@ -219,7 +217,7 @@ def _codec_of(ttype: int, detail: Any) -> tuple[_Read, _Write]:
             lambda decoder, pos, depth: decoder.read_list(wire_type, read, pos, depth),
             lambda encoder, values: encoder.write_list(wire_type, write, values),
         )
-    raise NotImplementedError(f"the IDL uses Thrift type {ttype}, which the codec does not know")
+    raise NotImplementedError(f"the codec does not support Thrift type {ttype}, which the IDL uses")
 
 
 def _fixed_codec(ttype: int) -> tuple[_Read, _Write]:
@@ -287,13 +285,13 @@ class _Decoder:
         start = pos + 4
         end = start + size
         if size < 0 or end > len(self.frame):
-            raise ProtocolError(f"a field of {size} bytes where {len(self.frame) - start} are left")
+            raise ProtocolError(f"a field has {size} bytes where only {len(self.frame) - start} are left")
         return self.frame[start:end], end
 
     def read_text(self, pos: int, depth: int) -> tuple[str, int]:
         (size,) = _I32_AT(self.frame, pos)
         if size > MAX_TEXT_BYTES:
-            raise ProtocolError(f"a text of {size} bytes, the longest is {MAX_TEXT_BYTES}")
+            raise ProtocolError(f"a text has {size} bytes; the maximum is {MAX_TEXT_BYTES}")
         return self.read_long_text(pos, depth)
 
     def read_long_text(self, pos: int, depth: int) -> tuple[str, int]:
@@ -301,13 +299,12 @@ class _Decoder:
         return str(view, "utf-8"), end
 
     def spend(self, count: int, bytes_left: int) -> None:
-        # Every element takes at least one byte, so a count beyond the bytes left is a lie.
+        # Every element takes at least one byte, so the count cannot exceed the remaining bytes.
         self.elements_left -= count
         if count < 0 or count > bytes_left or self.elements_left < 0:
-            raise ProtocolError(f"a container of {count} elements where {bytes_left} bytes are left")
+            raise ProtocolError(f"a container has {count} elements where only {bytes_left} bytes are left")
 
     def skip(self, wire_type: int, pos: int, depth: int) -> int:
-        """Return the position after a value that the IDL does not know."""
         if depth > _MAX_DEPTH:
             raise ProtocolError(f"values nest deeper than {_MAX_DEPTH}")
         if wire_type in _FIXED_BYTES:
@@ -372,7 +369,7 @@ class _Encoder:
     def write_text(self, value: str) -> None:
         data = value.encode()
         if len(data) > MAX_TEXT_BYTES:
-            raise ProtocolError(f"the text {value[:40]!r}… has {len(data)} bytes, the longest is {MAX_TEXT_BYTES}")
+            raise ProtocolError(f"the text {value[:40]!r}… has {len(data)} bytes; the maximum is {MAX_TEXT_BYTES}")
         self.small += _LENGTH.pack(len(data)) + data
 
     def write_long_text(self, value: str) -> None:
@@ -383,7 +380,7 @@ class _Encoder:
         view = memoryview(value)
         self.small += _LENGTH.pack(view.nbytes)
         if view.nbytes < _BULK_BYTES:
-            # `tobytes` also takes what `cast` refuses: a view with a zero in its shape.
+            # `tobytes` also accepts a view with a zero in its shape, which `cast` refuses.
             self.small += view.tobytes()
         else:
             self.flush()

@@ -1,7 +1,7 @@
 /**
  * Headrace's one interface definition. Any Thrift client (framed transport, strict binary protocol) can speak it.
  *
- * Columns travel as `binary`: little-endian, contiguous, row-major, one element after the other with no padding.
+ * Columns travel as `binary`: little-endian, contiguous, row-major, without padding.
  * ON THE WIRE: never renumber a field, an enum value or a method; add new optional fields with new numbers.
  */
 namespace py headrace_rpc
@@ -25,7 +25,7 @@ enum DType {
 enum StateKind {
   /** As wide as the weights of the same column shard. */
   POINTWISE = 1,
-  /** `width` elements a row; belongs to the row, so each column shard carries its own copy. */
+  /** `width` elements per row; belongs to the row, so each column shard carries its own copy. */
   ROWWISE = 2,
 }
 
@@ -45,27 +45,27 @@ enum ErrorCode {
   GONE = 13,
 }
 
-/** What a client is allowed to do. */
+/** A client's permissions. */
 enum Role {
   READER = 1,
   WRITER = 2,
   ADMIN = 3,
 }
 
-/** What a record of the update log is. */
+/** The kind of a record of the update log. */
 enum UpdateKind {
-  /** A batch: `body` is the `setEmbeddings` call as it came, a whole Thrift message. */
+  /** A batch: `body` is the `setEmbeddings` call as received, a whole Thrift message. */
   BATCH = 1,
-  /** A writer's hello: tables and sessions, all in `header`; no body. */
+  /** A writer's hello: `header` has its tables and session; there is no body. */
   HELLO = 2,
 }
 
-/** What a shard knows of a row. */
+/** Whether a shard has a row. */
 enum RowPresence {
   /** Never written, or forgotten. */
   MISSING = 0,
   PRESENT = 1,
-  /** Deleted by an update that the shard remembers: its version is returned, its columns are zero. */
+  /** Deleted by an update that the shard remembers: the reply has its version, and zeros in its columns. */
   DELETED = 2,
 }
 
@@ -78,7 +78,7 @@ exception ServerError {
   4: optional i64 retry_after_ms,
   /** With FENCED: the epoch that holds the run now. */
   5: optional i64 epoch,
-  /** With GONE: the log ends before what was asked for, as that of a server which was set back to an older copy does. */
+  /** With GONE: the log ends before the requested seq, because the server was set back to an older copy of itself. */
   6: optional bool is_set_back,
 }
 
@@ -86,11 +86,11 @@ struct StateSpec {
   1: required string name,
   2: required StateKind kind,
   3: required DType dtype,
-  /** Elements a row of a ROWWISE state; 0 for POINTWISE. */
+  /** Elements per row of a ROWWISE state; 0 for POINTWISE. */
   4: required i32 width,
 }
 
-/** One embedding table, whole: how it is sharded over trainers is no part of it. */
+/** One whole embedding table; it does not say how trainers shard it. */
 struct TableSpec {
   1: required string fqn,
   /** Rows of the unsharded table; 0 when ids are virtual and unbounded. */
@@ -99,7 +99,7 @@ struct TableSpec {
   4: required DType dtype,
   5: required list<StateSpec> states,
   6: required bool has_identities,
-  /** Told by the server, for a client that does not compute it; from a client it is optional, and checked. */
+  /** The server sends it, for clients that do not compute it; from a client it is optional, and checked. */
   7: optional i64 fingerprint,
 }
 
@@ -112,44 +112,44 @@ struct ShardAddress {
 struct Limits {
   /** Longest frame, in bytes, that the shard reads. */
   1: required i64 max_frame_bytes,
-  /** Bytes of requests that one client may have unanswered. */
+  /** Bytes of unanswered requests that one client may have. */
   2: required i64 max_inflight_bytes,
-  /** Requests that one client may have unanswered. */
+  /** Number of unanswered requests that one client may have. */
   3: required i32 max_inflight_requests,
 }
 
 struct HelloRequest {
   1: required i32 protocol_version,
   2: required Role role,
-  /** Name that groups the trainer's ranks and its restarts; empty for a reader. */
+  /** Name shared by the trainer's ranks and restarts; empty for a reader. */
   3: required string run,
   /** Name of this client within the run, the same after a restart; empty for a reader. */
   4: required string client,
-  /** The run's epoch; 0 asks for nothing but the reply. */
+  /** The run's epoch; 0 only requests the reply. */
   5: required i64 epoch,
   6: required i32 rank,
-  /** Ranks of the run; 0, with rank 0, for a client that is no trainer: its batches all have a `version_epoch`. */
+  /** Number of ranks; 0, with rank 0, for a client that is not a trainer: all its batches have a `version_epoch`. */
   7: required i32 world_size,
   /** Tables that this client will write. */
   8: required list<TableSpec> tables,
   9: optional string token,
   /**
-   * Said by a starting trainer to shard 0, which gives each epoch to one trainer only: FENCED when it has been given, with
-   * the highest epoch so far.
+   * A starting trainer claims its epoch at shard 0, which gives each epoch to one trainer only. FENCED, with the highest
+   * epoch so far, if it was given before.
    */
   10: optional bool claims_epoch,
 }
 
 struct HelloReply {
   1: required i32 protocol_version,
-  /** Identity of the data directory: another value means another store. */
+  /** Identity of the data directory; another value means another store. */
   2: required string server_id,
   3: required i32 shard,
   4: required list<ShardAddress> shards,
   5: required Limits limits,
   /** Highest epoch that this shard has seen, of any run. */
   6: required i64 highest_epoch,
-  /** Last client seq of (run, client, epoch) that is durable; 0 when none is. */
+  /** Last durable client seq of (run, client, epoch); 0 if there is none. */
   7: required i64 last_client_seq,
   8: required list<TableSpec> tables,
 }
@@ -162,7 +162,7 @@ struct StateColumn {
   4: required binary data,
 }
 
-/** A value kept once a table (an optimizer's `iter`), not once a row. */
+/** A value of a table, not of a row, such as an optimizer's `iter`. */
 struct TableScalar {
   1: required string name,
   2: required DType dtype,
@@ -172,11 +172,11 @@ struct TableScalar {
 /** New values for rows of one table, or of one column shard of it. */
 struct TableDelta {
   1: required string fqn,
-  /** `TableSpec` fingerprint: the shard refuses values laid out for another table. */
+  /** The `TableSpec`'s fingerprint: the shard refuses values with another table's layout. */
   2: required i64 fingerprint,
   /** First column that `weights` holds. */
   3: required i32 column_offset,
-  /** Columns that `weights` holds: the table's dim when it is not split by columns. */
+  /** Columns that `weights` holds: the table's dim if it is not split by columns. */
   4: required i32 width,
   /** int64[n], each at most once. */
   5: required binary row_ids,
@@ -188,7 +188,7 @@ struct TableDelta {
   /** int64[k] rows to delete; disjoint from `row_ids`. */
   9: optional binary deleted_row_ids,
   10: optional list<TableScalar> scalars,
-  /** Opaque to Headrace, n equal parts; what RES calls runtime meta. */
+  /** Opaque to Headrace, n equal parts; RES calls it runtime meta. */
   11: optional binary runtime_meta,
 }
 
@@ -202,14 +202,14 @@ struct SetEmbeddingsRequest {
   5: required i64 step,
   /** Trainer's wall clock at that step, microseconds since 1970. */
   6: required i64 time_us,
-  /** Everything that this client has for this shard up to `step` has now been sent. */
+  /** This client has now sent everything that it has for this shard up to `step`. */
   7: required bool ends_step,
   /** With `ends_step`: no value newer than `step` was sent, so the shard's copy is the cut at `step`. */
   8: required bool is_exact_cut,
   9: required list<TableDelta> deltas,
   /**
-   * Set by replay and backfill, whose batches do not come in the order of training: the rows' versions are
-   * (version_epoch, step), and a row is written only where the shard has no version of it as new.
+   * Set by replay and backfill, whose batches do not come in the order of training. The rows' version is
+   * (version_epoch, step), and a row is written only if the shard has no newer version of it.
    */
   10: optional i64 version_epoch,
 }
@@ -221,7 +221,7 @@ struct SetEmbeddingsReply {
   2: required bool is_duplicate,
 }
 
-/** Rows of one more table. */
+/** A request for rows of one more table. */
 struct RowsWanted {
   1: required string fqn,
   /** int64[n] */
@@ -234,11 +234,11 @@ struct GetEmbeddingsRequest {
   2: required binary row_ids,
   3: required bool with_states,
   4: required bool with_versions,
-  /** Asks for as much of further tables. A server that does not know it answers without `more`: ask again for these. */
+  /** Requests the same of further tables. A server that does not know this field answers without `more`. */
   5: optional list<RowsWanted> more,
 }
 
-/** Of one more table, as the fields of the same name in `GetEmbeddingsReply`. */
+/** Rows of one more table, with the fields of `GetEmbeddingsReply`. */
 struct RowsFound {
   1: required binary presence,
   2: required binary weights,
@@ -255,39 +255,39 @@ struct GetEmbeddingsReply {
   /** dtype[n, dim]; zeros where the row is not present. */
   2: required binary weights,
   3: required list<StateColumn> states,
-  /** int64[n], with versions: 0 where missing. */
+  /** int64[n], if versions were requested; 0 where missing. */
   4: optional binary epochs,
   5: optional binary steps,
   6: optional binary times_us,
-  /** int64[n], when the table has identities. */
+  /** int64[n], if the table has identities. */
   7: optional binary identities,
   /** Every batch acked up to this seq is in the answer. */
   8: required i64 seq,
-  /** As `more` of the request, in its order, all as of the same moment. */
+  /** For `more` of the request, in its order, all as of the same moment. */
   9: optional list<RowsFound> more,
 }
 
 struct FindRowsRequest {
   /** A table with identities. */
   1: required string fqn,
-  /** int64[n]: raw ids, any value; -1 is none. */
+  /** int64[n]: raw ids, any value; -1 stands for none. */
   2: required binary identities,
 }
 
 struct FindRowsReply {
-  /** int64[n]: the row of this shard that has the identity; -1 where none has. */
+  /** int64[n]: the row of this shard that has the identity; -1 if none has. */
   1: required binary row_ids,
   /** Every batch acked up to this seq is in the answer. */
   2: required i64 seq,
   /**
-   * int64[n]: version of the last update that wrote a row of this shard with the identity, 0 where none did; also where
-   * that row has it no more. Of several shards the one with the highest (epoch, step) is right.
+   * int64[n]: version of the last update that wrote a row of this shard with the identity, even if that row does not have
+   * it any more; 0 if none did. Of several shards, the one with the newest (epoch, step) is right.
    */
   3: required binary epochs,
   4: required binary steps,
 }
 
-/** A table's scalar as this shard has it; the shard with the highest (epoch, step) has the newest. */
+/** A table's scalar as this shard has it; the shard with the newest (epoch, step) has the newest value. */
 struct StoredScalar {
   1: required TableScalar scalar,
   2: required i64 epoch,
@@ -296,7 +296,7 @@ struct StoredScalar {
 
 struct TableStatus {
   1: required TableSpec spec,
-  /** As RocksDB estimates it: overwritten rows may count more than once. */
+  /** RocksDB's estimate: overwritten rows may count more than once. */
   2: required i64 num_rows_estimate,
   3: optional list<StoredScalar> scalars,
 }
@@ -315,62 +315,62 @@ struct ClientStatus {
   9: optional i64 exact_step,
   /** The batch that ended `step`; 0 before the first. */
   10: optional i64 ended_client_seq,
-  /** The trainer's clock at `step`, microseconds since 1970: tells two ends of one step apart. */
+  /** The trainer's clock at `step`, microseconds since 1970; it distinguishes two ends of one step. */
   11: optional i64 time_us,
 }
 
-/** How far behind its server a replica is in what one of the server's shards has. */
+/** How far a replica is behind one shard of its server. */
 struct ReplicaShardStatus {
   1: required i32 shard,
   /** Last seq of the shard's log that reads of the replica see. */
   2: required i64 visible_seq,
-  /** Last durable seq, as the shard last told. */
+  /** Last durable seq that the shard has reported. */
   3: required i64 last_seq,
-  /** Steps that have come from the shard and are not visible. */
+  /** Steps that have arrived from the shard and are not visible. */
   4: required i64 lag_steps,
-  /** From the trainer's clock to being visible, of each record since the replica began; absent before the first. */
+  /** Time from the trainer's clock until a record is visible, over all since the replica began; absent before the first. */
   5: optional double delay_p50_s,
   6: optional double delay_p99_s,
 }
 
-/** What the last audit of a replica has found, which compares its rows with the server's. */
+/** The result of a replica's last audit, which compares its rows with the server's. */
 struct ReplicaAudit {
-  /** When rows were compared last, microseconds since 1970; 0 before the first time. */
+  /** When rows were last compared, microseconds since 1970; 0 before the first time. */
   1: required i64 ended_us,
   2: required i64 num_rows,
   /** Buckets of 65536 rows that differed. */
   3: required i64 num_differing_buckets,
-  /** Which tables differed, and in what; absent when none did. */
+  /** Which tables differed, and how; absent if none did. */
   4: optional string difference,
-  /** Why rows could not be compared since; absent when they could. */
+  /** Why rows could not be compared since; absent if they could. */
   5: optional string failure,
-  /** Tables that were not compared, or not whole. */
+  /** Tables that were skipped, or compared only in part. */
   6: required i32 num_left_out,
 }
 
-/** What a replica says of itself; a shard of the server says nothing of the kind. */
+/** A replica's state; absent from a shard of the server. */
 struct ReplicaStatus {
-  /** It may be sent reads: it is up to date, or behind by less than its bound. */
+  /** It accepts reads: it is up to date, or behind by less than its limit. */
   1: required bool is_ready,
-  /** How long the oldest update has been known to it that is not visible, seconds; 0 when there is none. */
+  /** How long it has known the oldest update that is not visible, seconds; 0 if there is none. */
   2: required double lag_s,
   3: required i64 lag_steps,
   /** Run and step up to which everything is visible; 0 and -1 before the first. */
   4: required i64 visible_epoch,
   5: required i64 visible_step,
   6: required list<ReplicaShardStatus> shards,
-  /** Why it is not ready, or not kept up to date; absent when all is well. */
+  /** Why it is not ready, or not kept up to date; absent if all is well. */
   7: optional string failure,
-  /** Absent when it does not audit itself. */
+  /** Absent if it does not audit itself. */
   8: optional ReplicaAudit audit,
 }
 
-/** What a shard's expiry of rows has done since its process began. */
+/** A shard's expiry passes since its process began. */
 struct ExpiryStatus {
-  /** A run is on its way, and has looked at `scanned` rows. */
+  /** A pass is running, and has looked at `scanned` rows. */
   1: required bool is_running,
   2: required i64 scanned,
-  /** Runs that have ended, dry ones left out; rows that they have looked at and deleted; how many ended in an error. */
+  /** Passes that have ended, except dry ones; rows that they scanned and deleted; how many of them failed. */
   3: required i64 num_runs,
   4: required i64 num_rows_scanned,
   5: required i64 num_rows_expired,
@@ -396,31 +396,31 @@ struct StatusReply {
   12: required i64 num_rows_written,
   13: required list<TableStatus> tables,
   14: required list<ClientStatus> clients,
-  /** Longest time that the shard's event loop was away in the last minute, milliseconds. */
+  /** Longest pause of the shard's event loop in the last minute, milliseconds. */
   15: optional double worst_loop_pause_ms,
-  /** Last seq that has been given out, durable or not: `clients` is as it has left them. */
+  /** Last seq that was assigned, durable or not; `clients` is the state after it. */
   16: optional i64 accepted_seq,
-  /** Said by a replica, which answers as one shard; `log_seq` and `applied_seq` are the least of its shards' then. */
+  /** From a replica, which answers as one shard; its `log_seq` and `applied_seq` are the lowest of its shards'. */
   17: optional ReplicaStatus replica,
   18: optional ExpiryStatus expiry,
 }
 
 struct FetchUpdatesRequest {
-  /** `server_id` of the hello: the seqs of another store mean nothing here. */
+  /** `server_id` of the hello, because seqs of another store mean nothing here. */
   1: required string server_id,
   /** First seq wanted, 1 or more. */
   2: required i64 from_seq,
   /** Bytes of records in the reply, about; the shard may send less. */
   3: required i64 max_bytes,
-  /** How long to wait when there is no such record yet, milliseconds; the shard may answer sooner, with none. */
+  /** How long to wait for such a record, milliseconds; the shard may answer sooner, without one. */
   4: required i32 wait_ms,
-  /** Name of a follower that `from_seq` on is kept for, within the server's bound; not kept without one. */
+  /** Name of a follower for which records from `from_seq` on are kept, within the server's limit; none are without it. */
   5: optional string follower,
-  /** How long it is kept after this call, milliseconds. */
+  /** How long they are kept after this call, milliseconds. */
   6: optional i64 lease_ms,
-  /** Where to go on in the body of record `from_seq`, whose first part has come already. */
+  /** Where to continue in the body of record `from_seq`, whose first part was sent before. */
   7: optional i64 body_offset,
-  /** Tells followers of one name apart, as copies of one replica are: each has a lease of its own. */
+  /** Distinguishes followers of one name, such as copies of one replica; each has its own lease. */
   8: optional string copy_id,
 }
 
@@ -432,35 +432,35 @@ struct UpdateRecord {
   /** The record's header in the log: a msgpack map. */
   4: required binary header,
   5: required binary body,
-  /** Present when `body` is not all of it, or not its beginning: length of the whole. */
+  /** Length of the whole body; present if `body` is only a part of it. */
   6: optional i64 body_size_bytes,
 }
 
 struct FetchUpdatesReply {
-  /** In order, without gaps, from `from_seq` on; empty when there was none in time. */
+  /** In order, without gaps, from `from_seq` on; empty if there was none in time. */
   1: required list<UpdateRecord> records,
-  /** Oldest seq that can be asked for. */
+  /** Oldest seq that can be requested. */
   2: required i64 first_seq,
   /** Last seq that is durable. */
   3: required i64 last_seq,
   /**
-   * Tells the record before `from_seq`; absent when the log has none there. Another value than the one that came with
-   * that record as `mark`: the server was set back to an older copy of itself, and what the follower has is not what
-   * the server has.
+   * Nonce of the segment that has the record before `from_seq`; absent if the log does not have that record. If it differs
+   * from the `mark` that came with that record, the server was set back to an older copy of itself, and the follower has
+   * other records than the server.
    */
   4: optional i64 mark_before,
-  /** Tells the last of `records`: each start of the server writes under others. Absent when there are none. */
+  /** Nonce of the segment that has the last of `records`, which each start of the server draws anew; absent without records. */
   5: optional i64 mark,
 }
 
 struct CreateSnapshotRequest {
   /** Letters, digits, `.`, `_` and `-`; the same for every shard. */
   1: required string name,
-  /** Epoch of the run whose step the cut is at; 0 for a cut at no step, now. */
+  /** Epoch of the run whose consistent cut is taken; 0 for a cut at no step, now. */
   2: required i64 epoch,
-  /** The cut is at the first step not below this one at which the run stands exactly. */
+  /** The cut is at the run's first exact step that is not below this one. */
   3: required i64 min_step,
-  /** Give up, as UNAVAILABLE, when the run has not come to such a step by then, milliseconds. */
+  /** Fail with UNAVAILABLE if the run does not reach such a step in this time, milliseconds. */
   4: required i32 wait_ms,
 }
 
@@ -494,57 +494,57 @@ struct FetchSnapshotRequest {
 struct FetchSnapshotReply {
   1: required string name,
   2: required binary data,
-  /** Of the whole file. */
+  /** Size of the whole file. */
   3: required i64 size_bytes,
 }
 
 struct DigestRowsRequest {
   1: required string fqn,
-  /** First row looked at. */
+  /** First row of the range. */
   2: required i64 first_row,
-  /** End of the rows looked at, exclusive; the table's end, or 2^63 - 1, when it is beyond. */
+  /** End of the range, exclusive; limited by the table's end, or 2^63 - 1. */
   3: required i64 end_row,
-  /** Columns: weights and pointwise states are cut to them; rowwise states count only when these are all. */
+  /** Columns of weights and pointwise states; rowwise states count only with all columns. */
   4: required i32 column_offset,
   5: required i32 width,
-  /** Buckets in the reply, at most; the shard may send fewer. */
+  /** Limit for the buckets in the reply; the shard may send fewer. */
   6: required i32 max_buckets,
-  /** Say which rows are there. */
+  /** Include which rows are present. */
   7: required bool with_presence,
-  /** Weights alone count, and no states: what a replica has too. */
+  /** Digest only weights, which a replica has too, and no states. */
   8: optional bool only_weights,
 }
 
-/** Digests as schemas/row_digest.py defines them, of the rows that are present, deleted ones left out. */
+/** Digests, defined in schemas/row_digest.py, of the present rows. */
 struct DigestRowsReply {
-  /** int64[m]: row id / 65536, ascending; those that have rows here. */
+  /** int64[m]: row id / 65536, ascending, of buckets that have rows here. */
   1: required binary buckets,
   /** uint64[m]: sum of the rows' digests. */
   2: required binary digests,
-  /** int64[m]: rows. */
+  /** int64[m]: number of rows. */
   3: required binary counts,
-  /** uint8[m][8192], when asked for: a bit a row, lowest first. */
+  /** uint8[m][8192], if requested: one bit per row, lowest first. */
   4: optional binary presence,
-  /** First row that was not looked at; `end_row` or more when all were. */
+  /** First row that is not included; `end_row` or more at the end. */
   5: required i64 next_row,
-  /** All acked batches up to here, and none beyond, are in the digests. A replica tells the sum of its shards'. */
+  /** The digests include all acked batches up to this seq, and none beyond. A replica sends the sum of its shards' seqs. */
   6: required i64 seq,
 }
 
 struct ExpireRowsRequest {
-  /** Tables: a name, or a pattern with `*`, `?` or `[…]`; empty for all that have a policy. */
+  /** Tables: a name, or a pattern with `*`, `?` or `[…]`; empty for all tables with a policy. */
   1: required string fqn,
-  /** Find out what would go, and delete nothing. */
+  /** Count what would be deleted, and delete nothing. */
   2: required bool is_dry_run,
-  /** How long to wait for the run's end, milliseconds, at most a minute; the reply says whether it has come. */
+  /** How long to wait for the end of the pass, milliseconds, at most a minute; the reply says whether it ended. */
   3: required i32 wait_ms,
-  /** Ask after this run, and begin none. */
+  /** Report on this pass instead of beginning one. */
   4: optional i64 run_number,
-  /** Go by this policy, as in `ttl_s=7d, max_rows=1000000`, and not by the server's. */
+  /** Use this policy, such as `ttl_s=7d, max_rows=1000000`, instead of the server's. */
   5: optional string policy,
 }
 
-/** Rows that one policy of a table has named; several policies may name the same row. */
+/** Number of rows that one policy of a table selects; several policies may select the same row. */
 struct PolicyCount {
   1: required string policy,
   2: required i64 num_rows,
@@ -552,58 +552,58 @@ struct PolicyCount {
 
 struct TableExpiry {
   1: required string fqn,
-  /** Rows of this shard that were looked at, deleted ones too. */
+  /** Rows of this shard that were scanned, including tombstones. */
   2: required i64 scanned,
-  /** Rows that were there. */
+  /** Rows that were present. */
   3: required i64 live,
-  /** Rows that were deleted, or would be. */
+  /** Rows that were deleted, or would be in a dry pass. */
   4: required i64 expired,
-  /** Rows that the policy names, but that training may be writing yet. */
+  /** Rows that the policy selects, but that training may still be writing. */
   5: required i64 spared,
   6: required list<PolicyCount> by_policy,
-  /** Why nothing can expire. */
+  /** Why no row can expire. */
   7: optional string note,
 }
 
 struct ExpireRowsReply {
-  /** Number of the run, to ask after it. */
+  /** Number of the pass, to request a report on it. */
   1: required i64 run_number,
   2: required bool is_done,
-  /** So far, or in all. */
+  /** So far, or in total. */
   3: required i64 scanned,
   4: required i64 expired,
-  /** Tables that are done. */
+  /** Finished tables. */
   5: required list<TableExpiry> tables,
-  /** Why the run has ended before its end. */
+  /** Why the pass stopped early. */
   6: optional string error,
 }
 
 service ParameterServer {
-  /** First call on a connection. Registers tables, resumes a client, tells limits and the shard map. */
+  /** First call on a connection: registers tables, resumes a client, returns limits and the shard map. */
   HelloReply hello(1: HelloRequest request) throws (1: ServerError error),
   /** Answered when the batch is durable. */
   SetEmbeddingsReply setEmbeddings(1: SetEmbeddingsRequest request) throws (1: ServerError error),
-  /** Sees every acked batch. */
+  /** Reflects every acked batch. */
   GetEmbeddingsReply getEmbeddings(1: GetEmbeddingsRequest request) throws (1: ServerError error),
   StatusReply status() throws (1: ServerError error),
   /**
-   * Waits for and returns durable records of the update log. GONE when they have been removed, were never there, or
-   * belong to another store: the follower has to start over.
+   * Waits for and returns durable records of the update log. GONE if they were removed, never existed, or belong to another
+   * store: then the follower has to start over.
    */
   FetchUpdatesReply fetchUpdates(1: FetchUpdatesRequest request) throws (1: ServerError error),
-  /** Makes one shard's part of a snapshot, beside those that are published. */
+  /** Makes one shard's part of a snapshot, without publishing it. */
   CreateSnapshotReply createSnapshot(1: CreateSnapshotRequest request) throws (1: ServerError error),
-  /** Publishes a snapshot of all shards, or drops it; any shard does it for all. */
+  /** Publishes a snapshot of all shards, or drops it; any shard can do it. */
   FinishSnapshotReply finishSnapshot(1: FinishSnapshotRequest request) throws (1: ServerError error),
-  /** Reads a piece of a published snapshot; any shard has it whole. GONE when it has been removed. */
+  /** Reads a piece of a published snapshot, which any shard can do. GONE if it was removed. */
   FetchSnapshotReply fetchSnapshot(1: FetchSnapshotRequest request) throws (1: ServerError error),
-  /** Adds up digests of rows as they are at one position of the log. */
+  /** Sums digests of rows as of one position of the log. */
   DigestRowsReply digestRows(1: DigestRowsRequest request) throws (1: ServerError error),
   /**
-   * Deletes rows by the policies for expiry, or asks after a run that does. OVERLOADED while another run is on its way,
-   * GONE when the shard does not know the run.
+   * Begins an expiry pass, or reports on one. OVERLOADED while another pass runs, GONE if the shard does not know the
+   * pass.
    */
   ExpireRowsReply expireRows(1: ExpireRowsRequest request) throws (1: ServerError error),
-  /** Says which rows have identities; sees every acked batch. BAD_REQUEST for a table without identities. */
+  /** Returns which rows have identities; reflects every acked batch. BAD_REQUEST for a table without identities. */
   FindRowsReply findRows(1: FindRowsRequest request) throws (1: ServerError error),
 }

@@ -1,18 +1,18 @@
-"""Row digests: 64 bits that stand for a row's id, weights and states, and sums of them that stand for many rows.
+"""Row digests: 64 bits that stand for a row's id, weights and states, and sums of them for many rows.
 
-Trainer, store and replica compute the same digest from the same bits, in any order and in any parts: the digest of a
-set of rows is the sum of its rows' digests modulo 2⁶⁴. Equal sets have equal digests. Sets that differ by accident have
-equal ones with a chance of about 2⁻⁶⁴; it is no protection against somebody who means to deceive.
+Trainer, store and replica compute the same digest from the same bits, in any order and in any parts, because the digest
+of a set of rows is the sum of its rows' digests modulo 2⁶⁴. Equal sets have equal digests. Sets that differ by accident
+have equal digests with a chance of about 2⁻⁶⁴. Digests do not protect against deliberate deception.
 
-A column of `w` bytes a row is read as little-endian words of 4, 2 or 1 bytes, the longest that divides `w`. Then
+A column of `w` bytes per row is read as little-endian words of 4, 2 or 1 bytes, the longest that divides `w`. Then
 
-    h(row)      = Σ  x × K(column, i)                      over the words x, i of all columns
+    h(row)      = Σ  x × K(column, i)                      over all columns and their words x with number i
     digest(row) = mix(h(row) + mix(row id + G))
 
-with all arithmetic modulo 2⁶⁴, `mix` the finalizer of splitmix64, G its increment, and the odd keys
-K(column, i) = mix(mix((column + 1) × G) + (i + 1) × G) | 1. Column 0 holds the weights, the following ones the states
-in the spec's order. Words are no longer than half a key: the top bit of a word of 64 bits, such as the sign of an
-element, would come to 2⁶³ times any key, and vanish wherever two of them change.
+modulo 2⁶⁴, where `mix` is the finalizer of splitmix64, G its increment, and
+K(column, i) = mix(mix((column + 1) × G) + (i + 1) × G) | 1 are odd keys. Column 0 holds the weights; the others hold
+the states in the spec's order. Words have at most half the bits of a key. The top bit of a 64-bit word, such as an
+element's sign, would contribute 2⁶³ whatever the key, so two changed signs would cancel out.
 
 Source: the multilinear family in D. Lemire and O. Kaser, "Strongly Universal String Hashing is Fast", The Computer
 Journal 57 (2014); G. L. Steele, D. Lea and C. H. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.schemas.routing import GOLDEN, mix
+
 __all__ = ["BUCKET_ROWS", "bucket_digests", "digest_rows"]
 
 # ON THE WIRE, and in saved digests: never change.
 BUCKET_ROWS = 65_536
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-# Rows looked at in one pass are about this long, so that they and what is made of them stay in the cache.
+# Rows are digested in pieces of about this size, so that input and intermediate values stay in the cache.
 _PASS_BYTES = 256 * 2**10
 
 _Words = npt.NDArray[np.uint64]
@@ -45,7 +45,7 @@ def digest_rows(row_ids: _Ids, columns: Sequence[npt.NDArray[Any]]) -> _Words:
 
     Args:
         row_ids: int64[n], global.
-        columns: Weights, then the states in the spec's order: each `[n, width]`, contiguous along a row, any type.
+        columns: Weights, then the states in the spec's order: each `[n, width]` of any type, contiguous along a row.
     """
     hashed = np.zeros(row_ids.size, np.uint64)
     for number, column in enumerate(columns):
@@ -55,16 +55,16 @@ def digest_rows(row_ids: _Ids, columns: Sequence[npt.NDArray[Any]]) -> _Words:
         for first in range(0, row_ids.size, step):
             some = words[first : first + step].astype(np.uint64, copy=False)
             hashed[first : first + step] += np.einsum("ij,j->i", some, keys)
-    hashed += _mix(row_ids.view(np.uint64) + _GOLDEN)
-    return _mix(hashed)
+    hashed += mix(row_ids.view(np.uint64) + GOLDEN)
+    return mix(hashed)
 
 
 def bucket_digests(row_ids: _Ids, digests: _Words) -> tuple[_Ids, _Words, _Ids]:
-    """Return the buckets that rows lie in, ascending, with the digest and the number of each one's rows.
+    """Return (buckets, digests, row counts) of the buckets that have some of the rows, ascending.
 
     Args:
         row_ids: int64[n], any order.
-        digests: uint64[n], of the rows.
+        digests: uint64[n], digests of the rows.
     """
     buckets = row_ids // BUCKET_ROWS
     if buckets.size > 1 and np.any(buckets[1:] < buckets[:-1]):
@@ -90,14 +90,5 @@ def _words_of(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 @functools.lru_cache(maxsize=256)
 def _keys(column: int, count: int) -> _Words:
     with np.errstate(over="ignore"):
-        seed = _mix(np.array([column + 1], np.uint64) * _GOLDEN)
-        return _mix(seed + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
-
-
-def _mix(values: _Words) -> _Words:
-    mixed = values ^ (values >> np.uint64(30))
-    mixed *= _MIX_1
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= _MIX_2
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+        seed = mix(np.array([column + 1], np.uint64) * GOLDEN)
+        return mix(seed + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN) | np.uint64(1)

@@ -1,11 +1,11 @@
-"""Row keys: where a row of a column shard of a table lies in the store.
+"""Row keys: the store's key of a row of one column shard of a table.
 
     byte  0      4        6       8                16
           table  offset   width   row id
           u32    u16      u16     u64      all big-endian, so that keys sort by table, column shard, row id
 
-Table ids are numbered from 1 by each shard's catalog; table id 0 is the store's own metadata. Offset 65535 with width 0
-is no column shard: such keys are of the table's index of identities (`identity_claims.py`).
+Each shard's catalog numbers tables from 1; table 0 is the store's own metadata. Keys with offset 65535 and width 0,
+which no column shard has, hold the table's identity claims (`row_records.py`).
 """
 
 from __future__ import annotations
@@ -28,38 +28,32 @@ _KEY = np.dtype([("prefix", f"V{_PREFIX_BYTES}"), ("row", ">u8")])
 
 
 def encode_keys(table_id: int, shard: ColumnShard, row_ids: npt.NDArray[np.int64]) -> list[bytes]:
-    """Return the keys of rows of one column shard, 16 bytes each, in the order of `row_ids`.
-
-    Args:
-        table_id: Number of the table in the shard's catalog, ≥ 1.
-        shard: Columns that the record holds.
-        row_ids: int64[n], ≥ 0.
-    """
+    """Return the keys of rows, int64[n], of one column shard of a table, 16 bytes each, in their order."""
     return encode_keys_of([key_prefix(table_id, shard)], [row_ids.size], row_ids)
 
 
 def encode_keys_of(prefixes: Sequence[bytes], sizes: Sequence[int], row_ids: npt.NDArray[np.int64]) -> list[bytes]:
-    """Return the keys of rows of several column shards, one's behind the other's.
+    """Return the keys of rows of several column shards, one shard after the other.
 
     Args:
-        prefixes: Of each column shard, see `key_prefix`.
-        sizes: How many of the rows are of each.
+        prefixes: `key_prefix` of each column shard.
+        sizes: Number of rows of each column shard.
         row_ids: int64[n], ≥ 0.
     """
     keys = np.empty(row_ids.size, _KEY)
     keys["prefix"] = np.repeat(np.frombuffer(b"".join(prefixes), f"V{_PREFIX_BYTES}"), sizes)
     keys["row"] = row_ids.view(np.uint64)
-    # An unstructured void array turns into a list of `bytes` in one pass, with no Python loop over rows.
+    # An unstructured void array becomes a list of `bytes` in one pass, without a Python loop over rows.
     return cast("list[bytes]", keys.view(f"V{KEY_BYTES}").tolist())
 
 
 def decode_row_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Return the row ids of keys made by `encode_keys`, int64[n]."""
+    """Return the row ids, int64[n], of keys made by `encode_keys`."""
     return np.frombuffer(b"".join(keys), _KEY)["row"].astype(np.int64)
 
 
 def key_prefix(table_id: int, shard: ColumnShard | None = None) -> bytes:
-    """Return the bytes that every key of a table, or of one of its column shards, begins with."""
+    """Return the prefix of all keys of a table, or of one of its column shards."""
     prefix = table_id.to_bytes(4, "big")
     if shard is None:
         return prefix

@@ -1,11 +1,24 @@
-"""Row records: the value that the store keeps for a row of a column shard.
+"""Row records: the store's value of a row of one column shard.
 
     byte  0      1        2          4      8      16       24 (or 32)
           flags  version  frequency  epoch  step   time_us  [identity]  weights  state 0  state 1 …
           u8     u8       u16        u32    i64    i64      i64         all little-endian
 
-The layout of what follows the header is the table's, not the row's. A deleted row is the header alone, with the flag
-DELETED: its version keeps older updates from bringing the row back.
+The table, not the row, decides the layout behind the header. A deleted row is the header alone with the flag DELETED: a
+tombstone, whose version keeps older updates from bringing the row back.
+
+Identity claims: in a table with identities, the store also keeps which row last took each identity.
+
+    key    byte  0      4        6       8                16
+                 table  0xFFFF   0       identity
+                 u32    u16      u16     u64, two's complement; all big-endian
+    value  byte  0      1        2          4      8      16       24
+                 flags  version  frequency  epoch  step   time_us  row
+                 u8     u8       u16        u32    i64    i64      i64; all little-endian
+
+A claim's key is a row key (`row_keys.py`) whose column shard no row can have. Its value begins with the header of a row
+record and the version of the update that wrote the row with the identity. A claim may be out of date, because the row
+took another identity since or was deleted. It counts only while the row is present and has the identity.
 """
 
 from __future__ import annotations
@@ -20,24 +33,26 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
+from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, TableSpec
 
 __all__ = [
+    "CLAIMS",
+    "CLAIMS_SHARD",
     "DELETED",
     "FLAG_DELETED",
     "HEADER_FIELDS",
-    "MAX_EPOCH",
     "MISSING",
+    "NO_IDENTITY",
     "PRESENT",
     "RECORD_VERSION",
     "RecordLayout",
+    "in_key_order",
 ]
 
 # ON DISK: never renumber.
 RECORD_VERSION = 1
 FLAG_DELETED = 1
 MISSING, PRESENT, DELETED = 0, 1, 2  # ON THE WIRE: never renumber; `RowPresence` in paramserver.thrift
-MAX_EPOCH = 2**32 - 1
 HEADER_FIELDS = [
     ("flags", "u1"),
     ("version", "u1"),
@@ -56,7 +71,7 @@ class _Column:
     name: str
     dtype: DType
     width: int
-    size_bytes: int  # of one row; not asked of `dtype` for each delta
+    size_bytes: int  # of one row; cached, because deltas need it often
 
     @classmethod
     def of(cls, name: str, dtype: DType, width: int) -> _Column:
@@ -64,21 +79,23 @@ class _Column:
 
 
 class RecordLayout:
-    """How the records of one column shard of one table are laid out.
+    """The layout of records of one column shard of one table.
 
-    Arrays of records are structured numpy arrays of `dtype`: the fields of the header, `weights`, and one field a state
-    named `state:` and the state's name. Columns are opaque bytes (`V` types) in them, so that gathering and scattering
-    rows is one `memcpy` a row for every element type.
+    Arrays of records are structured numpy arrays of `dtype`: the header's fields, `weights`, and one field per state,
+    `state:` plus its name. Columns are opaque bytes (`V` types), so gathering or scattering a row is one `memcpy` for
+    every element type.
 
     Attributes:
+        shard: Columns of the records.
         dtype: numpy type of a whole record.
-        header_dtype: numpy type of the header alone, which is a whole record for a deleted row.
-        columns: Element type and width of `weights` and each state, by field name.
-        fields_of_states: Field name of each state, by the state's own.
+        header_dtype: numpy type of the header alone, which is the whole record of a deleted row.
+        columns: Element type and width of `weights` and of each state, by field name.
+        fields_of_states: Field name of each state, by state name.
+        size_bytes: Size of a whole record.
     """
 
     def __init__(self, spec: TableSpec, shard: ColumnShard) -> None:
-        """Lay out the records of `shard` of the table `spec`."""
+        """Lay out the records of the columns `shard` of a table."""
         columns = {"weights": _Column.of("weights", spec.dtype, shard.width)}
         columns |= {f"state:{s.name}": _Column.of(s.name, s.dtype, s.width_in(shard)) for s in spec.states}
         header = [*HEADER_FIELDS, ("identity", "<i8")] if spec.has_identities else HEADER_FIELDS
@@ -86,7 +103,7 @@ class RecordLayout:
 
     @classmethod
     def without_columns(cls, shard: ColumnShard, fields: Sequence[tuple[str, str]]) -> Self:
-        """Return a layout of records that are no table's rows: the header, then fields with numpy's names of types."""
+        """Return the layout of records that are not rows: the header, then (name, numpy type) fields."""
         layout = cls.__new__(cls)
         layout._lay_out(shard, HEADER_FIELDS, {}, fields)
         return layout
@@ -104,17 +121,17 @@ class RecordLayout:
         self.header_dtype: np.dtype[Any] = np.dtype([*header])
         self.dtype: np.dtype[Any] = np.dtype([*header, *fields])
         self.size_bytes = self.dtype.itemsize
-        # Of small deltas, to ask `dtype` for its fields would be a third of what their views cost.
+        # Looking the fields up in `dtype` would take a third of the time of `views` for small deltas.
         self._column_dtypes = [(field, self.dtype[field]) for field in columns]
 
     def views(self, columns: Mapping[str, Any]) -> dict[str, _Array]:
         """Return each column as an array of opaque rows, without a copy.
 
         Args:
-            columns: For `weights` and each `state:` field, contiguous bytes of `n × width` elements.
+            columns: Contiguous bytes of `n × width` elements for `weights` and each `state:` field.
 
         Raises:
-            ValueError: A column is not a whole number of rows; its caller should have checked.
+            ValueError: A column is not a whole number of rows; the caller should have checked.
         """
         return {
             # `frombuffer` refuses an empty buffer.
@@ -131,15 +148,7 @@ class RecordLayout:
         time_us: int | _Array,
         identities: npt.NDArray[np.int64] | None = None,
     ) -> list[bytes]:
-        """Return one record a row.
-
-        Args:
-            columns: For `weights` and each `state:` field, contiguous bytes of `n × width` elements.
-            epoch: Epoch of all rows, or uint32[n].
-            step: Step of all rows, or int64[n].
-            time_us: Wall clock of all rows, microseconds since 1970, or int64[n].
-            identities: int64[n] where the table has identities.
-        """
+        """Return one value per row: columns as for `views`, header as for `set_header`, identities int64[n] if any."""
         views = self.views(columns)
         records = np.zeros(views["weights"].size, self.dtype)
         self.set_header(records, ..., epoch=epoch, step=step, time_us=time_us)
@@ -159,15 +168,15 @@ class RecordLayout:
         time_us: int | _Array,
         flags: int | _Array = 0,
     ) -> None:
-        """Write all of the header but the identity of records in place.
+        """Write the headers of records in place, except for the identity.
 
         Args:
             records: `dtype[n]` or `header_dtype[n]`.
-            at: Index of the records to write, as numpy takes it.
-            epoch: Epoch of all rows, or one a row.
-            step: Step of all rows, or one a row.
-            time_us: Wall clock of all rows, microseconds since 1970, or one a row.
-            flags: 0 or FLAG_DELETED, or one a row.
+            at: numpy index of the records to write.
+            epoch: Epoch of all rows, or one per row.
+            step: Step of all rows, or one per row.
+            time_us: Wall clock of all rows, microseconds since 1970, or one per row.
+            flags: 0 or FLAG_DELETED, or one per row.
         """
         records["flags"][at] = flags
         records["version"][at] = RECORD_VERSION
@@ -177,12 +186,8 @@ class RecordLayout:
         records["time_us"][at] = time_us
 
     def values_of(self, records: _Array) -> list[bytes]:
-        """Return the values that keep records, in their order: a deleted row's header alone, else all of it.
-
-        Args:
-            records: `dtype[n]`, contiguous.
-        """
-        # An unstructured void array turns into a list of `bytes` in one pass, with no Python loop over rows.
+        """Return the stored value of each record, `dtype[n]`, contiguous: a deleted row's header, else the whole."""
+        # An unstructured void array becomes a list of `bytes` in one pass, without a Python loop over rows.
         values = cast("list[bytes]", records.view(f"V{self.size_bytes}").tolist())
         for row in np.flatnonzero(records["flags"] & FLAG_DELETED).tolist():
             values[row] = values[row][: self.header_dtype.itemsize]
@@ -192,10 +197,10 @@ class RecordLayout:
         """Return (records, presence) of values read from the store.
 
         Args:
-            values: One value a row; None where the store has none.
+            values: One value per row; None where the store has none.
 
         Returns:
-            Structured `dtype[n]`, zero where missing and zero beyond the header where deleted, and `RowPresence`,
+            Structured `dtype[n]`, zero where missing and zero behind the header where deleted; and `RowPresence` as
             uint8[n].
 
         Raises:
@@ -208,7 +213,7 @@ class RecordLayout:
         sizes = set(map(len, full))
         if not sizes <= {size, header_size}:
             odd = min(sizes - {size, header_size})
-            raise CorruptionError(f"a stored row has {odd} bytes where its table's records have {size}")
+            raise CorruptionError(f"a stored row has {odd} bytes; its table's records have {size}")
         is_header = np.zeros(len(full), bool)
         if header_size in sizes:
             is_header = np.fromiter((len(value) == header_size for value in full), bool, len(full))
@@ -223,3 +228,18 @@ class RecordLayout:
             raise CorruptionError(f"a stored row has {header_size} bytes and is not marked as deleted")
         presence[is_deleted] = DELETED
         return records, presence
+
+
+# ON DISK: never renumber. No row's columns begin at MAX_DIM, and every row has columns.
+CLAIMS_SHARD = ColumnShard(offset=MAX_DIM, width=0)
+# The same for every table.
+CLAIMS = RecordLayout.without_columns(CLAIMS_SHARD, [("row", "<i8")])
+# ON THE WIRE: the identity of a row that no raw id is mapped to.
+NO_IDENTITY = -1
+
+
+def in_key_order(identities: npt.NDArray[np.int64]) -> npt.NDArray[np.intp] | None:
+    """Return the order of ascending identities, int64[n], in which their keys ascend; None if it is the same."""
+    num_negative = int(np.searchsorted(identities, 0))
+    # Keys compare as unsigned numbers, so negative identities come after the others.
+    return np.roll(np.arange(identities.size), -num_negative) if num_negative else None

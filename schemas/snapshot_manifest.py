@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what it is a copy of, and every file with size and checksum. No I/O.
+"""The manifest of a snapshot: its cut, its tables, and every file with size and checksum. No I/O.
 
-A manifest is JSON with sorted keys and two spaces of indentation, so that equal manifests are equal bytes. Its last
-check is its own: `crc32c` over the same JSON without that field. `docs/snapshots.md` has an example.
+A manifest is JSON with sorted keys and an indentation of two spaces, so equal manifests are equal bytes. Its own
+checksum is the field `crc32c`, over the same JSON without that field. `docs/snapshots.md` has an example.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ __all__ = [
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "headrace-snapshot"
-# Starts with a letter or digit: what starts with a dot is not published.
+# The first character is a letter or digit: a name that starts with a dot is not published.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def check_snapshot_name(name: str) -> str:
-    """Return the name of a snapshot.
+    """Return a snapshot's name if it is valid.
 
     Raises:
-        RequestError: It is none.
+        RequestError: It is not.
     """
     if not _NAME.fullmatch(name):
-        raise RequestError(f"snapshot name {name!r}: 1 to 100 letters, digits, '.', '_' or '-', the first no sign")
+        raise RequestError(
+            f"snapshot name {name!r}: 1 to 100 letters, digits, '.', '_' or '-', the first a letter or digit"
+        )
     return name
 
 
@@ -57,9 +59,9 @@ class SnapshotFile:
     """One file of a shard's part.
 
     Attributes:
-        name: In the shard's folder.
-        size_bytes: Its length.
-        crc32c: Of all its bytes.
+        name: Name in the shard's folder.
+        size_bytes: Length.
+        crc32c: Checksum of the whole file.
     """
 
     name: str
@@ -72,14 +74,14 @@ class ShardPart:
     """One shard's copy: its RocksDB with exactly the batches up to `seq`.
 
     Attributes:
-        shard: Index.
-        server_id: Identity of the store.
-        seq: Last record of the update log that is in; following goes on at `seq + 1`.
-        epoch: Epoch of the run that the cut is of; 0 for none.
-        step: Step at which the run stood exactly; -1 for a cut at no step.
+        shard: Index of the shard.
+        server_id: Identity of the data directory.
+        seq: Last record of the update log that is included; a follower continues at `seq + 1`.
+        epoch: Epoch of the run whose cut it is; 0 for none.
+        step: Step of the consistent cut; -1 for a cut at no step.
         tables: Registered tables.
-        files: All of the shard's folder, by name.
-        mark: Tells record `seq` from others that a log may have there (`UpdateLog.mark_of`); None where none is known.
+        files: All files of the shard's folder, by name.
+        mark: Nonce of record `seq` (`UpdateLog.nonce_of`); None if not known. ON DISK under this name.
     """
 
     shard: int
@@ -92,7 +94,7 @@ class ShardPart:
     mark: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a form that `json` can write."""
+        """Return the part as JSON values."""
         values = {
             "shard": self.shard,
             "server_id": self.server_id,
@@ -106,10 +108,10 @@ class ShardPart:
 
     @classmethod
     def from_json(cls, values: Any) -> ShardPart:
-        """Return what `to_json` was made of.
+        """Return the part of values made by `to_json`.
 
         Raises:
-            CorruptionError: It is something else.
+            CorruptionError: They are something else.
         """
         try:
             files = tuple(SnapshotFile(**file) for file in values["files"])
@@ -120,15 +122,15 @@ class ShardPart:
                 mark=values.get("mark"),
             )
             if any(not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..") for file in files):
-                raise ValueError("a file's name is none")
+                raise ValueError("a file name is invalid")
             if not all(isinstance(n, int) for n in (part.shard, part.seq, part.epoch, part.step, part.mark or 0)):
-                raise ValueError("a number is none")
+                raise ValueError("a field is not an integer")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a shard's part of a snapshot: {exc}") from exc
         return part
 
     def encode(self) -> str:
-        """Return it as text."""
+        """Return the part as JSON text."""
         return json.dumps(self.to_json())
 
     @classmethod
@@ -136,7 +138,7 @@ class ShardPart:
         """Return the part of a text made by `encode`.
 
         Raises:
-            CorruptionError: It is something else.
+            CorruptionError: The text is something else.
         """
         try:
             values = json.loads(text)
@@ -146,19 +148,19 @@ class ShardPart:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotManifest:
-    """What a snapshot is.
+    """The contents of a snapshot.
 
     Attributes:
-        name: Its name.
+        name: Name of the snapshot.
         created_us: Wall clock, microseconds since 1970.
-        parts: One a shard, by index; all of one server, epoch and step.
-        lease_s: The server removes it when nobody has read of it for so long, seconds; 0 for one that stays.
+        parts: One per shard, by index; all of one server, epoch and step.
+        lease_s: The server removes the snapshot when nobody has read it for this long, seconds; 0 keeps it.
     """
 
     name: str
@@ -167,24 +169,24 @@ class SnapshotManifest:
     lease_s: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the parts are of one cut.
+        """Check that the parts belong to one cut.
 
         Raises:
-            CorruptionError: They are not.
+            CorruptionError: They do not.
         """
         if not self.parts or [part.shard for part in self.parts] != list(range(len(self.parts))):
             raise CorruptionError(f"snapshot {self.name}: a shard is missing")
         if len({(part.server_id, part.epoch, part.step) for part in self.parts}) != 1:
-            raise CorruptionError(f"snapshot {self.name}: its shards are not of one store, epoch and step")
+            raise CorruptionError(f"snapshot {self.name}: its shards differ in store, epoch or step")
 
     @property
     def server_id(self) -> str:
-        """Identity of the store."""
+        """Identity of the data directory."""
         return self.parts[0].server_id
 
     @property
     def epoch(self) -> int:
-        """Epoch of the run that the cut is of; 0 for none."""
+        """Epoch of the run whose cut it is; 0 for none."""
         return self.parts[0].epoch
 
     @property
@@ -194,16 +196,16 @@ class SnapshotManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Total size of all files except the manifest."""
         return sum(part.size_bytes for part in self.parts)
 
     @property
     def tables(self) -> dict[str, TableSpec]:
-        """Every table that a shard knows, by fqn."""
+        """All tables of all shards, by fqn."""
         return {spec.fqn: spec for part in self.parts for spec in part.tables}
 
     def files(self) -> dict[str, SnapshotFile]:
-        """Return every file by its path in the snapshot, such as `shard-0000/CURRENT`."""
+        """Return all files by their paths in the snapshot, such as `shard-0000/CURRENT`."""
         return {f"{shard_folder(part.shard)}/{file.name}": file for part in self.parts for file in part.files}
 
     def encode(self) -> bytes:
@@ -224,7 +226,7 @@ class SnapshotManifest:
         """Return the manifest of bytes made by `encode`.
 
         Raises:
-            CorruptionError: They are damaged, or of another format.
+            CorruptionError: They are damaged, or have another format.
         """
         try:
             values = json.loads(data)
@@ -242,7 +244,7 @@ class SnapshotManifest:
             check_snapshot_name(name)
             lease_s = values.get("lease_s", 0)
             if not isinstance(lease_s, int) or lease_s < 0:
-                raise ValueError(f"its lease is {lease_s!r}")
+                raise ValueError(f"lease_s is {lease_s!r}")
         except (KeyError, TypeError, ValueError, RequestError) as exc:
             raise CorruptionError(f"not a snapshot manifest: {exc}") from exc
         parts = tuple(ShardPart.from_json(shard) for shard in shards)

@@ -1,4 +1,4 @@
-"""The digest of a table, or of a part of it, added up of what several shards, ranks or replies say."""
+"""Digests of tables and ranges of rows, summed over shards, ranks or replies."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TableDigest:
 
     Attributes:
         spec: The table.
-        columns: Columns that were looked at.
-        buckets: (digest, number of rows) by bucket, those that have rows.
-        presence: uint8[8192] by bucket, a bit a row, where it was asked for.
+        columns: Columns that are included.
+        buckets: (digest, number of rows) of each bucket that has rows.
+        presence: uint8[8192] by bucket, one bit per row, if requested.
         is_steady: Nothing was written between the parts.
-        seqs: By shard, the position of its log that its digests are of.
+        seqs: Log position at which each shard computed its digests, by shard.
     """
 
     spec: TableSpec
@@ -42,21 +42,21 @@ class TableDigest:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all buckets."""
+        """Number of rows in all buckets."""
         return sum(count for _, count in self.buckets.values())
 
     @property
     def total(self) -> int:
-        """Digest of all rows."""
+        """Digest of all rows, 0 to 2⁶⁴ - 1."""
         return sum(digest for digest, _ in self.buckets.values()) % 2**64
 
     def add_rows(self, row_ids: _Ids, columns: list[npt.NDArray[Any]], *, with_presence: bool = False) -> None:
         """Add rows.
 
         Args:
-            row_ids: int64[n], global, none added before.
-            columns: As `digest_rows` takes them.
-            with_presence: Note in `presence` that they are there.
+            row_ids: int64[n], global; none was added before.
+            columns: As for `digest_rows`.
+            with_presence: Set the rows' bits in `presence`.
         """
         for bucket, digest, count in zip(*bucket_digests(row_ids, digest_rows(row_ids, columns)), strict=True):
             self._add(int(bucket), int(digest), int(count))
@@ -69,7 +69,7 @@ class TableDigest:
         """Add an `idl.DigestRowsReply`.
 
         Raises:
-            ProtocolError: Its fields do not fit together.
+            ProtocolError: Its fields have inconsistent lengths.
         """
         num_buckets = len(reply.buckets) // 8
         sizes = {len(reply.buckets), len(reply.digests), len(reply.counts)}
@@ -88,14 +88,14 @@ class TableDigest:
                 )
 
     def present_rows(self, bucket: int) -> _Ids:
-        """Return the global ids of a bucket's rows that are there, ascending."""
+        """Return the global ids of a bucket's present rows, int64[n], ascending."""
         bits = self.presence.get(bucket)
         if bits is None:
             return np.empty(0, np.int64)
         return np.flatnonzero(np.unpackbits(bits, bitorder="little")) + bucket * BUCKET_ROWS
 
     def differing_buckets(self, other: TableDigest) -> list[int]:
-        """Return the buckets in which this and another digest of the same table differ, ascending."""
+        """Return the buckets, ascending, in which this digest differs from another one of the same table."""
         return sorted(
             bucket
             for bucket in self.buckets.keys() | other.buckets.keys()
@@ -103,12 +103,12 @@ class TableDigest:
         )
 
     def to_idl(self, *, next_row: int, seq: int, with_presence: bool) -> Any:
-        """Return the `idl.DigestRowsReply` that says this.
+        """Return this digest as an `idl.DigestRowsReply`.
 
         Args:
-            next_row: First row that was not looked at.
-            seq: What the digests are of.
-            with_presence: Say which rows are there; REQUIRES: it was noted.
+            next_row: First row that is not included.
+            seq: Log position of the digests.
+            with_presence: Include `presence`. REQUIRES: rows were added with it.
         """
         order = sorted(self.buckets)
         presence = b"".join(self.presence[bucket].tobytes() for bucket in order) if with_presence else None

@@ -1,10 +1,11 @@
-"""What a table is: element types, optimizer states, and the fingerprint that stands for all of it."""
+"""Table specs: element types, optimizer states, column shards, and the fingerprint that stands for a spec."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -12,9 +13,9 @@ import numpy.typing as npt
 
 from headrace.schemas.errors import RequestError, RowRangeError
 
-__all__ = ["MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"]
+__all__ = ["MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec", "row_ids_of"]
 
-# ON DISK: never raise; a column offset and a width share 32 bits of a row key.
+# ON DISK: never raise it; a column offset and a width share 32 bits of a row key.
 MAX_DIM = 65_535
 _MAX_NAME_BYTES = 1024
 
@@ -32,20 +33,16 @@ class DType(enum.IntEnum):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one element."""
+        """Size of one element."""
         return self.numpy.itemsize
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
-        """Little-endian numpy type of one element; bfloat16, which numpy lacks, as its 16 bits."""
+        """Little-endian numpy type of one element; uint16 for bfloat16, which numpy lacks."""
         return _NUMPY[self]
 
     def is_finite(self, column: npt.NDArray[np.generic]) -> bool:
-        """Return whether no element is NaN or infinite.
-
-        Args:
-            column: Elements as `numpy` describes them, any shape.
-        """
+        """Return whether no element of a column, of the type `numpy` and any shape, is NaN or infinite."""
         if self is DType.BFLOAT16:
             return not bool(np.any((column.view(np.uint16) & np.uint16(0x7F80)) == np.uint16(0x7F80)))
         if column.dtype.kind != "f":
@@ -65,12 +62,12 @@ _NUMPY: dict[DType, np.dtype[np.generic]] = {
 
 
 class StateKind(enum.IntEnum):
-    """How wide a state is. ON THE WIRE and ON DISK: never renumber."""
+    """Whether a state has one value per weight or per row. ON THE WIRE and ON DISK: never renumber."""
 
     POINTWISE = 1
     """As wide as the weights of the same column shard."""
     ROWWISE = 2
-    """`width` elements a row, whatever the shard; each column shard carries its own copy."""
+    """`width` elements per row for any shard; each column shard carries its own copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +75,10 @@ class StateSpec:
     """One optimizer state of a row.
 
     Attributes:
-        name: The optimizer's own name for it, such as `momentum1` or `exp_avg`.
+        name: The optimizer's name for it, such as `momentum1` or `exp_avg`.
         kind: Pointwise or rowwise.
         dtype: Element type.
-        width: Elements a row when rowwise, ≥ 1; 0 when pointwise.
+        width: Elements per row if rowwise, ≥ 1; 0 if pointwise.
     """
 
     name: str
@@ -97,7 +94,7 @@ class StateSpec:
             raise RequestError(f"state {self.name!r}: width {self.width} is not in 1..{MAX_DIM}")
 
     def width_in(self, shard: ColumnShard) -> int:
-        """Elements a row that this state has in a column shard."""
+        """Return the elements per row of this state in a column shard."""
         return shard.width if self.kind is StateKind.POINTWISE else self.width
 
 
@@ -116,16 +113,17 @@ class ColumnShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """One embedding table, whole; how trainers shard it is no part of it.
+    """One whole embedding table; it does not say how trainers shard it.
 
     Attributes:
         fqn: Fully qualified name of the weight parameter, as in the model's `state_dict`.
-        num_rows: Rows of the unsharded table; 0 when ids are virtual: any id from 0 to 2⁶³ - 1.
+        num_rows: Rows of the unsharded table; 0 for virtual ids: any id from 0 to 2⁶³ - 1.
         dim: Columns, 1 to 65 535.
         dtype: Element type of the weights.
-        states: Optimizer states, in the order in which records hold them.
-        has_identities: Each row carries the raw id (int64) that is mapped to it.
-        fingerprint: Signed 64-bit digest of every other field: equal for equal specs, in every process and version.
+        states: Optimizer states, in the order of their columns in records.
+        has_identities: Each row has an identity, the raw id (int64) that is mapped to it.
+        fingerprint: Signed 64-bit digest of all other fields; equal specs have equal fingerprints in every process and
+            version.
     """
 
     fqn: str
@@ -134,7 +132,7 @@ class TableSpec:
     dtype: DType
     states: tuple[StateSpec, ...] = ()
     has_identities: bool = False
-    # Made once: with thousands of tables, hellos and statuses ask for thousands.
+    # Computed once, because hellos and statuses read it for thousands of tables.
     fingerprint: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +153,7 @@ class TableSpec:
 
     @property
     def of_weights(self) -> TableSpec:
-        """The same table without optimizer states and identities, as replicas tell it."""
+        """The same table without optimizer states and identities, as replicas report it."""
         return TableSpec(fqn=self.fqn, num_rows=self.num_rows, dim=self.dim, dtype=self.dtype)
 
     def _digest(self) -> int:
@@ -167,12 +165,12 @@ class TableSpec:
             [[state.name, int(state.kind), int(state.dtype), state.width] for state in self.states],
             self.has_identities,
         ]
-        # ON THE WIRE and ON DISK: the fields, their order and the digest are fixed.
+        # ON THE WIRE and ON DISK: never change the fields, their order or the digest.
         digest = hashlib.sha256(msgpack.packb(fields, use_bin_type=True)).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
 
     def describe_difference(self, other: TableSpec) -> str:
-        """Say in a few words how `other` differs from this spec; empty when it does not."""
+        """Return a short text on how `other` differs from this spec; empty if it does not."""
         differences = []
         for name in ("fqn", "num_rows", "dim", "has_identities"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -189,29 +187,47 @@ class TableSpec:
         return "; ".join(differences)
 
     def check_row_ids(self, row_ids: npt.NDArray[np.int64]) -> None:
-        """Check that every id is a row of this table.
-
-        Args:
-            row_ids: int64[n], any order.
+        """Check that every id, int64[n] in any order, is a row of this table.
 
         Raises:
-            RowRangeError: Naming the first id that is not.
+            RowRangeError: One is not; the message names it.
         """
         if not row_ids.size:
             return
         limit = self.num_rows or 2**63
-        # Read without a sign, what is below zero is the highest. Not `max`: where a table has a few rows in a batch, it
-        # costs more than what it calls.
+        # As unsigned numbers, negative ids are the highest. `max` would cost more than the `reduce` that it calls when
+        # a batch has only a few rows of a table.
         if int(np.maximum.reduce(row_ids.view(np.uint64))) >= limit:
             lowest, highest = int(row_ids.min()), int(row_ids.max())
             bad = lowest if lowest < 0 else highest
             raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")
 
 
+def row_ids_of(given: Any, what: str = "row ids") -> npt.NDArray[np.int64]:
+    """Return ids as one contiguous array, int64[n], which may share the caller's memory.
+
+    Args:
+        given: Integers of any shape and type: a list, an array, or a torch tensor on any device.
+        what: Name of the ids in error messages.
+
+    Raises:
+        RequestError: They are not integers. Masks are refused: cast to int64, a mask would name rows 0 and 1.
+    """
+    try:
+        # Accepts torch tensors without importing torch.
+        ids = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+    except (TypeError, ValueError) as exc:  # ragged lists, and types that numpy lacks
+        raise RequestError(f"{what} of a {type(given).__name__} are not integers: {exc}".split("\n")[0]) from exc
+    if ids.size and ids.dtype.kind not in "iu":
+        advice = "; pass mask.nonzero() instead of a mask" if ids.dtype.kind == "b" else ""
+        raise RequestError(f"{what} are {ids.dtype}, not integers{advice}")
+    return np.ascontiguousarray(ids.reshape(-1), np.int64)
+
+
 def _check_name(what: str, name: str) -> None:
     try:
         num_bytes = len(name.encode())
     except UnicodeEncodeError as exc:
-        raise RequestError(f"{what} {name[:40]!r} has half of a surrogate pair") from exc
+        raise RequestError(f"{what} {name[:40]!r} has an unpaired surrogate") from exc
     if not name or num_bytes > _MAX_NAME_BYTES or min(name) < " ":
         raise RequestError(f"{what} {name[:40]!r} is empty, over {_MAX_NAME_BYTES} bytes or has control characters")

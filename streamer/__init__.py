@@ -1,7 +1,7 @@
 """What runs in the trainer: taps on models, flushes of changed rows, and their delivery."""
 
+from headrace.streamer.api import RawEmbeddingStreamer
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.raw_embedding_streamer import RawEmbeddingStreamer
 from headrace.streamer.res_stand_in import install
 from headrace.streamer.stats import StreamerStats
 

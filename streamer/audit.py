@@ -1,7 +1,7 @@
-"""The audit: digests of every row of the trainer's tables against the store's, and the rows where they differ.
+"""Compare digests of every row of the trainer's tables with the store's, and find the rows that differ.
 
-Each rank answers for its own rows and columns: it asks the shards for digests of just these. Of a table that is split
-by columns, the rowwise states are left out: each part has a copy of its own, and the store answers with one.
+Each rank requests digests of its own rows and columns. A table split by columns is compared without its rowwise
+states: each part has its own copy of them, and the store answers with one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.torch_dtypes import bits_of
-from headrace.paramserver.reading.digest_groups import for_each_table
+from headrace.kernels.dtypes import bits_of
+from headrace.paramserver.reading.differences import (
+    describe_difference,
+    differing_rows,
+    first_differing_rows,
+    for_each_table,
+    rows_that_differ,
+)
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import PRESENT
@@ -23,32 +29,32 @@ from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import StateKind
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs", "table_columns"]
+__all__ = ["AuditReport", "TableAudit", "audit_tables", "mark_what_differs"]
 
-_MAX_NAMED = 20
-# Rows that are gathered at once where only some of a bucket's rows are there.
+# Rows gathered at once where the store has only some of a bucket's rows.
 _ROWS_AT_ONCE = 8192
 
 _Ids = npt.NDArray[np.int64]
+_Columns = list[npt.NDArray[Any]]
 
 
 @dataclass(kw_only=True, slots=True)
 class TableAudit:
-    """What the audit of a table, or of the part of it that a rank has, has shown.
+    """The result for one table, or for the part of it that a rank has.
 
     Attributes:
         fqn: The table.
-        rank: Of the trainer.
+        rank: The trainer's rank.
         row_offset: First row of the part.
         num_local_rows: Rows of the part.
         column_offset: First column of the part.
         num_columns: Columns of the part.
-        num_rows: Rows that the store has too, which were compared.
-        digest: Their digest, of the trainer's values.
+        num_rows: Rows that the store has, too; only they are compared.
+        digest: Digest of their values in the trainer.
         differing_buckets: Buckets (row id / 65536) whose digests differ.
         differing_row_ids: The first rows in which they differ, global.
-        is_steady: No other writer changed the store meanwhile, as far as the shards' logs show.
-        skipped_states: Rowwise states that were left out.
+        is_steady: False if the shards' logs show a write by someone else meanwhile.
+        skipped_states: Rowwise states that were not compared.
     """
 
     fqn: str
@@ -70,14 +76,13 @@ class TableAudit:
         return self.num_local_rows - self.num_rows
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe the result in one line."""
         last_row, last_column = self.row_offset + self.num_local_rows, self.column_offset + self.num_columns
         text = (
             f"{self.fqn} rows {self.row_offset}:{last_row} columns {self.column_offset}:{last_column} "
             f"(rank {self.rank}): {self.num_rows} rows, digest {self.digest:016x}, {self.num_missing} not in the store"
         )
-        if self.differing_buckets:
-            text += f"; DIFFERENT in buckets {_some(self.differing_buckets)}: rows {_some(self.differing_row_ids)}"
+        text += describe_difference(self.differing_buckets, self.differing_row_ids)
         if not self.is_steady:
             text += "; written to meanwhile"
         if self.skipped_states:
@@ -87,12 +92,12 @@ class TableAudit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditReport:
-    """What an audit has shown.
+    """The result of an audit.
 
     Attributes:
-        tables: Of all ranks.
-        only_present: Rows that the store does not have are no fault.
-        step: At which the values were compared.
+        tables: Tables and parts of all ranks.
+        only_present: Accept rows that the store does not have.
+        step: Step at which the values were compared.
     """
 
     tables: tuple[TableAudit, ...]
@@ -101,25 +106,25 @@ class AuditReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, and nothing is missing that should be there."""
+        """Whether nothing differs and no row is missing that should be there."""
         return not any(
             table.differing_buckets or (table.num_missing and not self.only_present) for table in self.tables
         )
 
     @property
     def num_rows(self) -> int:
-        """Rows (of parts, where tables are split by columns) that were compared."""
+        """Number of compared rows; each part of a table split by columns counts its own."""
         return sum(table.num_rows for table in self.tables)
 
     def __str__(self) -> str:
-        """Say it in one line a table."""
+        """Describe each table in one line."""
         return "\n".join(map(str, self.tables))
 
 
 async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *, rank: int = 0) -> list[TableAudit]:
-    """Compare tables with what a reader's shards have; nothing may be trained meanwhile.
+    """Compare tables with what a reader's shards have. REQUIRES: no training meanwhile.
 
-    Tables with virtual ids are left out: their rows are too far apart for digests by bucket.
+    Tables with virtual ids have no local rows here and are skipped: their ids are too far apart for buckets.
 
     Cancellation: harmless.
     """
@@ -133,27 +138,27 @@ async def audit_tables(tables: Sequence[TappedTable], reader: EmbeddingReader, *
 async def mark_what_differs(
     tables: Sequence[TappedTable], reader: EmbeddingReader, *, marks_absent: Callable[[str], bool]
 ) -> int:
-    """Mark the rows that a store has otherwise than the trainer, and return how many are marked.
+    """Mark the rows whose values differ between trainer and store, and return their number.
 
-    Costs the store a pass over its rows, and the network what lies in buckets that differ.
+    Costs the store a pass over its rows, and the network the rows of buckets that differ.
 
     Args:
-        tables: Not trained meanwhile.
-        reader: Of the store.
-        marks_absent: By fqn, whether rows are marked too that the store does not have.
+        tables: REQUIRES: not trained meanwhile.
+        reader: Reads the store.
+        marks_absent: Returns for an fqn whether to mark rows that the store does not have, too.
 
     Cancellation: harmless.
     """
     num_marked = 0
     for table in tables:
-        if table.index is not None:  # ids that may be anywhere have no digests: send what there is
+        if table.index is not None:  # ids that may be anywhere have no digests, so send all rows
             table.mark_all()
             num_marked += table.dirty.count
             continue
         if not table.num_local_rows:
             continue
         stored, live = await _digests(table, reader)
-        found = [await _differing_rows(table, reader, stored, bucket) for bucket in stored.differing_buckets(live)]
+        found = [await _differing_in(table, reader, stored, bucket) for bucket in stored.differing_buckets(live)]
         if marks_absent(table.spec.fqn):
             found += list(_absent_rows(table, stored))
         for row_ids in found:
@@ -166,13 +171,11 @@ def _absent_rows(table: TappedTable, stored: TableDigest) -> Iterator[_Ids]:
     end_row = table.row_offset + table.num_local_rows
     for bucket in range(table.row_offset // BUCKET_ROWS, -(-end_row // BUCKET_ROWS)):
         first, last = max(table.row_offset, bucket * BUCKET_ROWS), min(end_row, (bucket + 1) * BUCKET_ROWS)
-        is_absent = np.ones(last - first, np.bool_)
-        is_absent[stored.present_rows(bucket) - first] = False
-        yield np.flatnonzero(is_absent) + first
+        yield np.setdiff1d(np.arange(first, last), stored.present_rows(bucket), assume_unique=True)
 
 
 async def _digests(table: TappedTable, reader: EmbeddingReader) -> tuple[TableDigest, TableDigest]:
-    """Return the digests of the rows that the store has, of its values and of the trainer's."""
+    """Return digests of the store's values and of the trainer's, for the rows that the store has."""
     end_row = table.row_offset + table.num_local_rows
     stored = await reader.digest(
         table.spec.fqn, columns=table.shard, first_row=table.row_offset, end_row=end_row, with_presence=True
@@ -182,14 +185,15 @@ async def _digests(table: TappedTable, reader: EmbeddingReader) -> tuple[TableDi
         row_ids = stored.present_rows(bucket)
         for first in range(0, row_ids.size, _ROWS_AT_ONCE):
             some = row_ids[first : first + _ROWS_AT_ONCE]
-            live.add_rows(some, table_columns(table, some))
+            live.add_rows(some, _live_columns(table, some))
     return stored, live
 
 
 async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> TableAudit:
     spec, is_split = table.spec, table.shard != table.spec.whole
     stored, live = await _digests(table, reader)
-    result = TableAudit(
+    differing = stored.differing_buckets(live)
+    return TableAudit(
         fqn=spec.fqn,
         rank=rank,
         row_offset=table.row_offset,
@@ -198,39 +202,29 @@ async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> Tabl
         num_columns=table.shard.width,
         num_rows=stored.num_rows,
         digest=live.total,
-        differing_buckets=stored.differing_buckets(live),
+        differing_buckets=differing,
+        differing_row_ids=await first_differing_rows(
+            differing, lambda bucket: _differing_in(table, reader, stored, bucket)
+        ),
         is_steady=stored.is_steady,
         skipped_states=tuple(state.name for state in spec.states if is_split and state.kind is StateKind.ROWWISE),
     )
-    for bucket in result.differing_buckets:
-        if len(result.differing_row_ids) >= _MAX_NAMED:
-            break
-        room = _MAX_NAMED - len(result.differing_row_ids)
-        result.differing_row_ids += (await _differing_rows(table, reader, stored, bucket))[:room].tolist()
-    return result
 
 
-async def _differing_rows(table: TappedTable, reader: EmbeddingReader, stored: TableDigest, bucket: int) -> _Ids:
-    """Return the rows in which a bucket differs, of those that the store has, by comparing them all."""
-    row_ids = stored.present_rows(bucket)
-    found = [np.empty(0, np.int64)]
-    for first in range(0, row_ids.size, _ROWS_AT_ONCE):
-        some = row_ids[first : first + _ROWS_AT_ONCE]
-        rows = await reader.get(table.spec.fqn, some, with_states=True)
-        is_different = rows.presence != PRESENT
-        for ours, theirs in zip(table_columns(table, some), _stored_columns(table, rows), strict=True):
-            is_different |= (_bytes(ours) != _bytes(theirs)).any(axis=1)
-        found.append(some[is_different])
-    return np.concatenate(found)
+async def _differing_in(table: TappedTable, reader: EmbeddingReader, stored: TableDigest, bucket: int) -> _Ids:
+    """Return the rows of a bucket that differ, of those that the store has."""
+
+    async def compare(row_ids: _Ids) -> npt.NDArray[np.bool_]:
+        rows = await reader.get(table.spec.fqn, row_ids, with_states=True)
+        differs = rows_that_differ(_live_columns(table, row_ids), _stored_columns(table, rows))
+        differs |= rows.presence != PRESENT
+        return differs
+
+    return await differing_rows(stored.present_rows(bucket), compare)
 
 
-def table_columns(table: TappedTable, row_ids: _Ids) -> list[npt.NDArray[Any]]:
-    """Return the columns that a digest takes of some rows of a tapped table.
-
-    Args:
-        table: The table, or a part of it.
-        row_ids: int64[n], global, ascending, all of them in the part.
-    """
+def _live_columns(table: TappedTable, row_ids: _Ids) -> _Columns:
+    """Return the columns to digest, of ascending global row ids of the table's part."""
     states = table.states()
     tensors = [table.weights()]
     tensors += [
@@ -240,13 +234,13 @@ def table_columns(table: TappedTable, row_ids: _Ids) -> list[npt.NDArray[Any]]:
     ]
     local_ids = row_ids - table.row_offset
     first = int(local_ids[0]) if local_ids.size else 0
-    if local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:  # a run: no copy is needed
+    if local_ids.size and int(local_ids[-1]) - first == local_ids.size - 1:  # consecutive rows need no copy
         return [bits_of(tensor.narrow(0, first, local_ids.size)) for tensor in tensors]
     index = torch.from_numpy(local_ids)
     return [bits_of(tensor.index_select(0, index.to(tensor.device))) for tensor in tensors]
 
 
-def _stored_columns(table: TappedTable, rows: Rows) -> list[npt.NDArray[Any]]:
+def _stored_columns(table: TappedTable, rows: Rows) -> _Columns:
     part = slice(table.shard.offset, table.shard.offset + table.shard.width)
     columns = [rows.weights[:, part]]
     for state in table.spec.states:
@@ -255,11 +249,3 @@ def _stored_columns(table: TappedTable, rows: Rows) -> list[npt.NDArray[Any]]:
         elif table.shard == table.spec.whole:
             columns.append(rows.states[state.name])
     return columns
-
-
-def _bytes(column: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(column).view(np.uint8).reshape(column.shape[0], -1)
-
-
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:_MAX_NAMED])) + (", …" if len(numbers) > _MAX_NAMED else "")

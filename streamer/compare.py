@@ -1,4 +1,4 @@
-"""The proof: every row of the trainer's tables against the store, bit for bit, weights and optimizer states."""
+"""Compare every row of the trainer's tables with the store, bit for bit: weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.dtypes import bits_of
+from headrace.paramserver.reading.differences import rows_that_differ
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.schemas.idl import idl
+from headrace.schemas.row_records import PRESENT
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Comparison", "TableComparison", "compare_tables", "compare_with_store"]
@@ -20,23 +22,21 @@ __all__ = ["Comparison", "TableComparison", "compare_tables", "compare_with_stor
 _CHUNK_BYTES = 16 * 2**20
 _MAX_NAMED = 10
 
-_Bytes = npt.NDArray[np.uint8]
-
 
 @dataclass(kw_only=True, slots=True)
 class TableComparison:
-    """What comparing one table, or the part of it that this rank has, has shown.
+    """The result for one table, or for the part of it that this rank has.
 
     Attributes:
         fqn: The table.
         num_rows: Rows of the trainer.
         num_equal: Rows of which every bit is equal.
         num_missing: Rows that the store does not have.
-        num_different: Rows that the store has, but not so.
+        num_different: Rows that the store has with other values.
         different_row_ids: The first of them, global.
         missing_row_ids: The first of the missing ones, global.
-        skipped_states: States that were not compared: rowwise ones of a table that is split by columns, of which each
-            part has a value of its own and the store answers with one.
+        skipped_states: States that were not compared: the rowwise ones of a table split by columns. Each part has its
+            own copy of them, and the store answers with one.
     """
 
     fqn: str
@@ -51,11 +51,11 @@ class TableComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What comparing all tables has shown.
+    """The result for all tables.
 
     Attributes:
         tables: In the order given.
-        only_present: Missing rows are no fault: they were never updated.
+        only_present: Accept rows that the store does not have: they were never updated.
     """
 
     tables: tuple[TableComparison, ...]
@@ -78,24 +78,24 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, and nothing is missing that should be there."""
+        """Whether nothing differs and no row is missing that should be there."""
         return not self.num_different and (self.only_present or not self.num_missing)
 
     def __str__(self) -> str:
-        """Say it in one line a table."""
+        """Describe each table in one line."""
         return "\n".join(_describe(table) for table in self.tables)
 
 
 def compare_with_store(
     tables: Sequence[TappedTable], address: str, *, only_present: bool = False, timeout_s: float = 60.0
 ) -> Comparison:
-    """Compare tables with a running server; for programs without an event loop, see `compare_tables`.
+    """Compare tables with a running server, from a program without an event loop; see `compare_tables`.
 
     Args:
-        tables: As `RawEmbeddingStreamer.tables` has them; not to be trained meanwhile.
+        tables: `RawEmbeddingStreamer.tables`. REQUIRES: no training meanwhile.
         address: `host:port` of any shard.
-        only_present: Rows that the store does not have are no fault, as for a store that gets updated rows only.
-        timeout_s: For each read.
+        only_present: Accept rows that the store does not have, because it gets updated rows only.
+        timeout_s: Deadline of each read, seconds.
 
     Raises:
         UnavailableError: The server does not answer.
@@ -115,9 +115,7 @@ async def compare_tables(
 
     Cancellation: harmless.
     """
-    results = []
-    for table in tables:
-        results.append(await _compare_table(table, reader))
+    results = [await _compare_table(table, reader) for table in tables]
     return Comparison(tables=tuple(results), only_present=only_present)
 
 
@@ -128,50 +126,36 @@ async def _compare_table(table: TappedTable, reader: EmbeddingReader) -> TableCo
     result = TableComparison(fqn=spec.fqn, skipped_states=skipped)
     row_bytes = sum(s.width_in(spec.whole) * s.dtype.size_bytes for s in spec.states) + spec.dim * spec.dtype.size_bytes
     step = max(1, _CHUNK_BYTES // row_bytes)
-    held = torch.arange(table.num_local_rows) if table.index is None else table.index.row_ids().cpu().sort().values
-    for local_ids in torch.split(held, step):
+    local_rows = (
+        torch.arange(table.num_local_rows) if table.index is None else table.index.row_ids().cpu().sort().values
+    )
+    for local_ids in torch.split(local_rows, step):
         stored = await reader.get(spec.fqn, (local_ids + table.row_offset).numpy(), with_states=True)
         _add(result, table, table.places(local_ids), stored)
     return result
 
 
 def _add(result: TableComparison, table: TappedTable, places: torch.Tensor, stored: Rows) -> None:
-    """Compare some local rows, which lie at some places."""
-    is_different = _differs(table.weights(), places, _part(table, stored.weights))
+    """Add some rows to a result; they lie at `places` in the trainer's tensors."""
+    part = slice(table.shard.offset, table.shard.offset + table.shard.width)
+    live, there = [table.weights()], [stored.weights[:, part]]
     live_states = table.states()
     for state in table.spec.states:
         if state.name not in result.skipped_states:
-            found = stored.states[state.name]
-            is_different |= _differs(live_states[state.name], places, found if state.width else _part(table, found))
+            live.append(live_states[state.name])
+            there.append(stored.states[state.name] if state.width else stored.states[state.name][:, part])
     if table.spec.has_identities and stored.identities is not None:
-        is_different |= _differs(table.identities(), places, stored.identities)
-    is_there = stored.presence == idl.RowPresence.PRESENT
-    is_different &= is_there
+        live.append(table.identities())
+        there.append(stored.identities)
+    ours = [bits_of(tensor.detach().index_select(0, places.to(tensor.device))) for tensor in live]
+    is_present = stored.presence == PRESENT
+    is_different = rows_that_differ(ours, there) & is_present
     result.num_rows += places.numel()
-    result.num_missing += int((~is_there).sum())
+    result.num_missing += int((~is_present).sum())
     result.num_different += int(is_different.sum())
-    result.num_equal += int((is_there & ~is_different).sum())
-    _name(result.missing_row_ids, stored.row_ids[~is_there])
+    result.num_equal += int((is_present & ~is_different).sum())
+    _name(result.missing_row_ids, stored.row_ids[~is_present])
     _name(result.different_row_ids, stored.row_ids[is_different])
-
-
-def _part(table: TappedTable, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return those columns of whole rows that this rank has."""
-    return columns[:, table.shard.offset : table.shard.offset + table.shard.width]
-
-
-def _differs(live: torch.Tensor, places: torch.Tensor, stored: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
-    """Return bool[n]: where any bit of a row differs. Bits, so that NaN equals itself and 0.0 does not equal -0.0."""
-    num_rows = stored.shape[0]
-    if not num_rows:
-        return np.zeros(0, np.bool_)
-    rows = live.detach().index_select(0, places.to(live.device)).cpu()
-    ours: _Bytes = rows.view(torch.uint8).numpy().reshape(num_rows, -1)
-    theirs: _Bytes = np.ascontiguousarray(stored).view(np.uint8).reshape(num_rows, -1)
-    if ours.shape != theirs.shape:
-        return np.ones(num_rows, np.bool_)
-    differs: npt.NDArray[np.bool_] = (ours != theirs).any(axis=1)
-    return differs
 
 
 def _name(known: list[int], row_ids: npt.NDArray[np.int64]) -> None:

@@ -1,4 +1,4 @@
-"""What a streamer can be told: `StreamerConfig`.
+"""Settings of a streamer (`StreamerConfig`), and checks of the arguments of its calls.
 
 `StreamerConfig.load` merges keyword arguments > environment (`HEADRACE_STREAMER_…`) > YAML file > defaults, once.
 """
@@ -9,220 +9,155 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
-from headrace.paramserver.config.settings import Kind, check, merge, setting
+from headrace.paramserver.rpc.address import DEFAULT_PORT, parse_address
+from headrace.paramserver.system import settings as fields
+from headrace.paramserver.system.settings import Kind, count_setting, path_setting, seconds_setting, size_setting
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.idl import MAX_NAME_BYTES
 
-__all__ = ["ENV_PREFIX", "StreamerConfig"]
+__all__ = ["ENV_PREFIX", "StreamerConfig", "check_run", "host_and_port", "step_number", "timeout_seconds"]
 
 ENV_PREFIX = "HEADRACE_STREAMER_"
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
-_MAX_BYTES = 2**50
 _DAY_S = 86400.0
+_MIN_S = 0.001
+# Steps are signed 64-bit numbers on the wire, and count on from this one.
+_MAX_STEP = 2**62
+
+
+def _choice(choices: tuple[str, ...], help: str) -> Any:
+    return fields.setting(choices[0], kind=Kind.CHOICE, choices=choices, help=help)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamerConfig:
     """Settings of one trainer process.
 
-    Memory, at most: one bit a row of each streamed table, 2 × `staging_bytes`, and some KiB a message in flight. Of a
-    table with virtual ids, up to 16 bytes for each row that has changed and not been sent. For rows that were evicted
-    and not used since, up to 32 bytes each. With `device_pipeline` 2 × `staging_bytes` of pinned memory more, and as
-    much on the device. Disk: nothing, or `spool_bytes` under the policy `spool`.
+    Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, and a few KiB per message in flight. A
+    table with virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used
+    again take up to 32 bytes each. `device_pipeline` adds 2 × `staging_bytes` of pinned memory, and as much on the
+    device. Disk: none, or `spool_bytes` under the policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
 
-    staging_bytes: int = setting(
+    staging_bytes: int = size_setting(
         64 * _MIB,
-        kind=Kind.BYTES,
-        minimum=64 * _KIB,
-        maximum=64 * _GIB,
-        help="Size of each of the two staging buffers. What is dirty beyond it goes out over several steps; a larger "
-        "buffer makes one step longer.",
+        64 * _KIB,
+        64 * _GIB,
+        "Size of each of the two staging buffers. Dirty rows beyond it go out over several steps; a larger buffer "
+        "makes one step longer.",
     )
-    bitmap_bytes: int = setting(
+    bitmap_bytes: int = size_setting(
         256 * _MIB,
-        kind=Kind.BYTES,
-        minimum=0,
-        maximum=64 * _GIB,
-        help="Largest bitmap of changed rows, one bit a row, that a table has from the start. Of longer tables, and of "
-        "those with virtual ids, the ids of changed rows are kept instead, 8 to 16 bytes each, as long as that takes "
-        "less than the bitmap.",
+        0,
+        64 * _GIB,
+        "Largest bitmap of dirty rows, one bit per row, that a table gets at its start. Longer tables, and those with "
+        "virtual ids, keep the ids of dirty rows instead, 8 to 16 bytes each, while that takes less than the bitmap.",
     )
-    message_bytes: int = setting(
+    message_bytes: int = size_setting(
         4 * _MIB,
-        kind=Kind.BYTES,
-        minimum=4 * _KIB,
-        maximum=_GIB,
-        help="Longest message, as far as a single row fits. Shorter ones cost more round trips, longer ones latency.",
+        4 * _KIB,
+        _GIB,
+        "Longest message, or one row. Shorter: more round trips; longer: more latency.",
     )
-    window_bytes: int = setting(
-        32 * _MIB,
-        kind=Kind.BYTES,
-        minimum=4 * _KIB,
-        maximum=64 * _GIB,
-        help="Bytes sent to one shard and not acked yet, within what the shard allows.",
+    window_bytes: int = size_setting(
+        32 * _MIB, 4 * _KIB, 64 * _GIB, "Unacked bytes per shard, unless the shard allows less."
     )
-    window_messages: int = setting(
-        64,
-        kind=Kind.COUNT,
-        minimum=1,
-        maximum=100_000,
-        help="Messages sent to one shard and not acked yet, within what the shard allows.",
+    window_messages: int = count_setting(64, 1, 100_000, "Unacked messages per shard, unless the shard allows less.")
+    flush_interval_s: float = seconds_setting(
+        0.0, 0, _DAY_S, "Least time between two flushes. More of it sends hot rows less often, and adds as much lag."
     )
-    flush_interval_s: float = setting(
-        0.0,
-        kind=Kind.SECONDS,
-        minimum=0,
-        maximum=_DAY_S,
-        help="Least time between two flushes; more of it sends hot rows less often, at the price of that much lag.",
-    )
-    flush_percent: int = setting(
+    flush_percent: int = count_setting(
         1,
-        kind=Kind.COUNT,
-        minimum=1,
-        maximum=100,
-        help="Percent of the training thread's time that flushes may take: after one that took 5 ms, the next is not "
-        "before 0.5 s at 1. More of it lowers lag. 100 flushes at each step at which a staging buffer is free. Not "
-        "heeded while more is dirty than one buffer holds.",
+        1,
+        100,
+        "Percent of the training thread's time that flushes may take: at 1, after a flush of 5 ms the next one starts "
+        "no earlier than 0.5 s later. More of it lowers lag. 100 flushes at every step at which a staging buffer is "
+        "free. Ignored while more is dirty than one buffer holds.",
     )
-    policy: str = setting(
-        "coalesce",
-        kind=Kind.CHOICE,
-        choices=("coalesce", "block", "spool"),
-        help="When the server is behind or away: `coalesce` goes on training and sends each row's newest value later, "
-        "`block` stops training until a staging buffer is free, `spool` keeps flushes in a local file, and coalesces "
-        "once that is full. None of them loses a row.",
+    policy: str = _choice(
+        ("coalesce", "block", "spool"),
+        "What to do while the server is behind or away: `coalesce` goes on training and sends each row's newest "
+        "value later, `block` stops training until a staging buffer is free, `spool` keeps flushes in a local file, "
+        "and coalesces once that is full. None of them loses a row.",
     )
-    block_timeout_s: float = setting(
-        600.0,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=30 * _DAY_S,
-        help="Under the policy `block`: how long a step waits before it fails, naming the shard that is behind.",
+    block_timeout_s: float = seconds_setting(
+        600.0, _MIN_S, 30 * _DAY_S, "Under `block`: how long a step waits before it fails and names the slow shard."
     )
-    spool_dir: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        help="Under the policy `spool`: directory on a local disk. Its files have no name, so a crash leaves none.",
+    spool_dir: Path | None = path_setting(
+        None, "Under `spool`: directory on a local disk. The files in it have no name, so a crash leaves none behind."
     )
-    spool_bytes: int = setting(
-        4 * _GIB,
-        kind=Kind.BYTES,
-        minimum=_MIB,
-        maximum=_MAX_BYTES,
-        help="Under the policy `spool`: disk for flushes that are not acked yet.",
-    )
-    connect_timeout_s: float = setting(
+    spool_bytes: int = size_setting(4 * _GIB, _MIB, 2**50, "Under `spool`: disk space for unacked flushes.")
+    connect_timeout_s: float = seconds_setting(
         10.0,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=_DAY_S,
-        help="How long the constructor and `attach` wait for every shard, and one connection attempt later on.",
+        _MIN_S,
+        _DAY_S,
+        "How long the constructor and `attach` wait for all shards; also one later connection try.",
     )
-    request_timeout_s: float = setting(
-        60.0,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=_DAY_S,
-        help="How long a message waits for its ack before the connection is given up and made anew.",
+    request_timeout_s: float = seconds_setting(
+        60.0, _MIN_S, _DAY_S, "How long a message waits for its ack until its connection is replaced."
     )
-    flush_timeout_s: float = setting(
-        300.0,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=30 * _DAY_S,
-        help="How long `flush` and `close` wait until all is durable, when the call does not say.",
+    flush_timeout_s: float = seconds_setting(
+        300.0, _MIN_S, 30 * _DAY_S, "How long `flush` and `close` wait for durability, unless the call says otherwise."
     )
-    retry_min_s: float = setting(
-        0.05,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=3600,
-        help="First pause before a shard is tried again; it doubles with each failure, and is jittered.",
+    retry_min_s: float = seconds_setting(
+        0.05, _MIN_S, 3600, "First pause before retrying a shard; doubles, with jitter."
     )
-    retry_max_s: float = setting(
-        5.0,
-        kind=Kind.SECONDS,
-        minimum=0.001,
-        maximum=3600,
-        help="Longest pause before a shard is tried again: how late a server's return is noticed.",
+    retry_max_s: float = seconds_setting(5.0, _MIN_S, 3600, "Longest such pause: how late a shard's return is noticed.")
+    on_error: str = _choice(
+        ("raise", "log"),
+        "When streaming cannot go on (fenced off, another store, a refused batch), or a step cannot hand over its "
+        "rows (`block_timeout_s` is over, NaN under `reject`): `raise` fails the step, `log` logs it once and goes on "
+        "training without streaming. `flush` raises in both cases.",
     )
-    on_error: str = setting(
-        "raise",
-        kind=Kind.CHOICE,
-        choices=("raise", "log"),
-        help="When streaming cannot go on (fenced off, another store, a refused batch), or a step cannot hand over its "
-        "rows (`block_timeout_s` is over, NaN under `reject`): `raise` fails the step, `log` says so once and lets "
-        "training go on without streaming; `flush` raises in both.",
-    )
-    on_new_store: str = setting(
-        "raise",
-        kind=Kind.CHOICE,
-        choices=("raise", "resync"),
-        help="When an empty store of as many shards has taken the old one's place: `raise` stops streaming, `resync` "
+    on_new_store: str = _choice(
+        ("raise", "resync"),
+        "When an empty store with as many shards has replaced the old one: `raise` stops streaming, `resync` "
         "sends it all rows.",
     )
-    metrics_port: int | None = setting(
-        None,
-        kind=Kind.COUNT,
-        minimum=0,
-        maximum=65535,
-        help="Port of Prometheus' page /metrics; rank r takes this plus r. Off without it; 0 lets the system choose.",
+    metrics_port: int | None = count_setting(
+        None, 0, 65535, "Port of the Prometheus page /metrics; rank r takes this plus r. Off by default; 0 picks any."
     )
-    metrics_host: str = setting(
+    metrics_host: str = fields.setting(
         "127.0.0.1",
         kind=Kind.TEXT,
-        help="Address to serve metrics on. They tell figures, no rows and no secrets, to anyone who asks.",
+        help="Address to serve metrics on. Anyone who can connect sees figures, but no rows and no secrets.",
     )
-    token_file: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        help="File with the token that the server asks for; else the environment variable HEADRACE_TOKEN has it.",
-    )
-    tls: bool = setting(
+    token_file: Path | None = path_setting(None, "File with the server's token. Default: the variable HEADRACE_TOKEN.")
+    tls: bool = fields.setting(
         False,
         kind=Kind.SWITCH,
         help="Encrypt, and check the server's certificate and name. Costs processor time for every byte.",
     )
-    tls_authority: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        help="With `tls`: PEM file with the authorities to trust; without it, the system's.",
+    tls_authority: Path | None = path_setting(
+        None, "With `tls`: PEM file of trusted authorities. Default: the system's."
     )
-    tls_certificate: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        help="With `tls`: PEM file with this trainer's own certificate, for mutual TLS.",
-    )
-    tls_key: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        help="With `tls`: PEM file with the key of `tls_certificate`.",
-    )
-    device_pipeline: bool = setting(
+    tls_certificate: Path | None = path_setting(None, "With `tls`: PEM file of the trainer's certificate (mutual TLS).")
+    tls_key: Path | None = path_setting(None, "With `tls`: PEM file of the key of `tls_certificate`.")
+    device_pipeline: bool = fields.setting(
         False,
         kind=Kind.SWITCH,
-        help="Mark, cut and pack rows of tables on a CUDA device there, and copy them to the host aside: no step waits "
-        "for the device. Takes 2 × `staging_bytes` of its memory, and as much pinned memory, of which torch rounds "
-        "each half up to a power of two. Off because it has never run on a GPU; what it cannot do is gathered by the "
-        "host, and the log says so.",
+        help="Mark, drain and pack rows of tables on a CUDA device there, and copy them to the host in the background: "
+        "no step waits for the device. Takes 2 × `staging_bytes` of its memory, and as much pinned memory, of which "
+        "torch rounds each half up to a power of two. Off because it has never run on a GPU; the host gathers what the "
+        "device cannot, and the log says so.",
     )
-    non_finite: str = setting(
-        "accept",
-        kind=Kind.CHOICE,
-        choices=("accept", "reject"),
-        help="What becomes of NaN and Inf. To reject them, every value of a flush is looked at on the training thread.",
+    non_finite: str = _choice(
+        ("accept", "reject"),
+        "What to do with NaN and Inf. `reject` checks every value of a flush on the training thread.",
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        fields.check(self)
         if self.retry_max_s < self.retry_min_s:
             raise ConfigError(f"retry_max_s: {self.retry_max_s:g} is less than retry_min_s, {self.retry_min_s:g}")
         if self.policy == "spool" and self.spool_dir is None:
@@ -234,19 +169,61 @@ class StreamerConfig:
     def load(
         cls, *, environ: Mapping[str, str] | None = None, file: Path | None = None, **settings: Any
     ) -> StreamerConfig:
-        """Return the settings from keyword arguments, environment, file and defaults, the first that has a value.
+        """Return the settings, each from the first source that has it: keyword, environment, file, default.
 
         Args:
-            environ: The environment; None takes the process's own.
+            environ: The environment; None takes the process's.
             file: YAML file: a mapping of field names.
             **settings: Fields by name; None stands for one that is not given.
 
         Raises:
-            ConfigError: A key is unknown or a value is wrong, naming where it stands.
+            ConfigError: A name is unknown or a value is wrong; the message says where it comes from.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name in settings.keys() - known:
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"{name!r} is no setting" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
         environ = os.environ if environ is None else environ
-        return merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file, flag=str)
+        return fields.merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file, flag=str)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Parse a server's address; raise ConfigError if it is not one."""
+    if not isinstance(address, str):
+        raise ConfigError(f"address {address!r} is not text: give one such as '127.0.0.1:{DEFAULT_PORT}'")
+    return parse_address(address)
+
+
+def check_run(run: str) -> None:
+    """Raise ConfigError if the name of a run is not a printable line, or too long."""
+    if not isinstance(run, str):
+        raise ConfigError(f"run {run!r} is not text: give the run a name")
+    # isprintable() also refuses lone surrogates, which cannot be encoded.
+    if not run.isprintable() or not 1 <= len(run.encode()) <= MAX_NAME_BYTES:
+        raise ConfigError(f"run {run[:40]!r} is empty, over {MAX_NAME_BYTES} bytes or has control characters")
+
+
+def step_number(step: SupportsIndex, *, after: int) -> int:
+    """Return a step's number, an integer of any kind, as a plain int for messages and checkpoints.
+
+    Raises:
+        ConfigError: It is not an integer, is below the last step's number `after`, or too large.
+    """
+    try:
+        number = int(operator.index(step))
+    except TypeError as exc:
+        raise ConfigError(f"step {step!r} is not a whole number: give an int") from exc
+    if not after <= number <= _MAX_STEP:
+        raise ConfigError(f"step {number} after step {after}: steps only rise")
+    return number
+
+
+def timeout_seconds(timeout_s: SupportsFloat) -> float:
+    """Return a timeout as a float; raise ConfigError if it is not a number or longer than a thread can wait."""
+    try:
+        seconds = float(timeout_s)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"timeout_s {timeout_s!r} is not a number: give seconds") from exc
+    if not seconds <= threading.TIMEOUT_MAX:  # refuses NaN too
+        raise ConfigError(f"timeout_s {timeout_s!r} is longer than a thread can wait: give seconds")
+    return seconds

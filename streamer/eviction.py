@@ -1,4 +1,4 @@
-"""Evicting rows: who is told before, and what becomes of the rows of this rank."""
+"""Evict rows of tapped tables, and list the evicted rows that a checkpoint must remember."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import UnknownTableError
-from headrace.schemas.near_names import describe_near
-from headrace.schemas.row_ids import row_ids_of
+from headrace.schemas.tables import row_ids_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["Evictor", "unused_rows"]
@@ -20,17 +20,16 @@ _Hook = Callable[[str, torch.Tensor], None]
 
 
 class Evictor:
-    """Evicts rows of tapped tables.
+    """Evicts rows of tapped tables, after calling the user's hooks.
 
     Thread: the training thread's.
     """
 
     def __init__(self) -> None:
-        """Begin without hooks."""
         self._hooks: OrderedDict[int, _Hook] = OrderedDict()
 
     def register_hook(self, hook: _Hook) -> RemovableHandle:
-        """Have a function called with fqn and global row ids, int64[n], before rows are evicted."""
+        """Register a function to call with fqn and global row ids, int64[n], before rows are evicted."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
@@ -38,22 +37,9 @@ class Evictor:
     def evict(
         self, tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike, *, names_elsewhere: Collection[str] = ()
     ) -> int:
-        """Tell the hooks of rows, then have them deleted unless they are marked again before the next flush.
+        """Call the hooks, then have rows deleted unless they are marked again before the next flush.
 
-        Args:
-            tables: Of this rank.
-            fqn: Table.
-            row_ids: Integers of any shape, global, may repeat; those of other ranks are left to them.
-            names_elsewhere: Tables that other ranks have.
-
-        Returns:
-            Rows evicted on this rank.
-
-        Raises:
-            UnknownTableError: No rank has such a table.
-            RowRangeError: A row is beyond the table; nothing is evicted.
-            RequestError: The ids are no integers, as of a mask; nothing is evicted.
-            UnsupportedModelError: A CUDA graph marks the table's rows on its device; nothing is evicted.
+        Returns and raises like `RawEmbeddingStreamer.evict`; `names_elsewhere` are tables of other ranks.
         """
         parts = [table for table in tables if table.spec.fqn == fqn]
         if not parts:
@@ -67,7 +53,7 @@ class Evictor:
         here = torch.unique(torch.cat([local + part.row_offset for part, local in by_part]))
         if here.numel():
             for part, _ in by_part:
-                part.leave_device()  # or be refused: a hook may give the rows' places away
+                part.leave_device()  # may refuse, so before the hooks: a hook may give the rows' places away
             for hook in list(self._hooks.values()):
                 hook(fqn, here)
             for part, local in by_part:
@@ -75,23 +61,21 @@ class Evictor:
         return int(here.numel())
 
     def evict_again(self, tables: Sequence[TappedTable], evicted: Mapping[str, Sequence[int]]) -> None:
-        """Have rows deleted that a checkpoint says were evicted and not used since; no hook is told of them again."""
+        """Have rows deleted that a checkpoint names as evicted and unused; calls no hook again."""
         for table in tables:
             if rows := evicted.get(table.spec.fqn):
                 table.evict(table.ids_here(torch.tensor(rows, dtype=torch.int64)))
 
 
 def unused_rows(tables: Sequence[TappedTable], on_their_way: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Return, by fqn, the global ids of the rows that were evicted and not used since.
+    """Return, by fqn, the global ids of this rank's rows that were evicted and not used since.
 
-    Args:
-        tables: Of this rank.
-        on_their_way: By fqn, global ids of rows whose deletion is sent and not acked.
+    `on_their_way` has, by fqn, the global ids of rows whose deletion is sent and not acked.
     """
     found: dict[str, list[int]] = {}
     for table in tables:
         local = table.deleted.unused(table.dirty)
-        if table.index is not None:  # forgets its rows once their deletion is taken; one that has come back is held
+        if table.index is not None:  # its taken deletions are not in `deleted`; a row that came back has a place
             sent = torch.tensor(on_their_way.get(table.spec.fqn, ()), dtype=torch.int64)
             local = torch.cat([local, sent[table.places(sent) < 0]])
         rows = set(found.get(table.spec.fqn, ())).union((local + table.row_offset).tolist())

@@ -1,4 +1,4 @@
-"""Present values of rows out of the trainer's own tables, by id."""
+"""Fetch present values of rows from the trainer's own tables, by id."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import RowRangeError, UnknownTableError
-from headrace.schemas.near_names import describe_near
-from headrace.schemas.row_ids import row_ids_of
+from headrace.schemas.tables import row_ids_of
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["LiveRows", "fetch_rows"]
@@ -18,13 +18,13 @@ __all__ = ["LiveRows", "fetch_rows"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRows:
-    """Copies of rows of one table, in the order in which they were asked for.
+    """Copies of rows of one table, in the order of the given ids.
 
     Attributes:
-        row_ids: int64[n], as asked, on the CPU.
-        columns: (first column, number of columns) of the parts that this rank has, side by side in what follows.
-        weights: `[n, width of all parts]`, on the CPU.
-        states: By name, `[n, width]`, on the CPU; of a rowwise state each part's own copy, side by side.
+        row_ids: The given ids, flattened, int64[n] on the CPU.
+        columns: (first column, number of columns) of each part on this rank, side by side in weights and states.
+        weights: `[n, width of all parts]` on the CPU.
+        states: By name, `[n, width]` on the CPU. A rowwise state has one value per part.
     """
 
     row_ids: torch.Tensor
@@ -34,18 +34,7 @@ class LiveRows:
 
 
 def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
-    """Return rows as they are now.
-
-    Args:
-        tables: Of this rank.
-        fqn: Which of them.
-        row_ids: Integers of any shape, global; may repeat.
-
-    Raises:
-        UnknownTableError: This rank has no part of such a table.
-        RowRangeError: It does not have one of the rows.
-        RequestError: The ids are no integers, as of a mask.
-    """
+    """Return present rows of one of this rank's tables; see `RawEmbeddingStreamer.fetch`."""
     parts = [table for table in tables if table.spec.fqn == fqn]
     if not parts:
         near = describe_near(fqn, (table.spec.fqn for table in tables))
@@ -68,7 +57,7 @@ def fetch_rows(tables: Sequence[TappedTable], fqn: str, row_ids: npt.ArrayLike) 
 
 
 def _gather(parts: Sequence[TappedTable], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the columns of rows out of parts that have the same columns and different rows."""
+    """Gather rows, by the names of their columns, from parts with the same columns and different rows."""
     spec, shard = parts[0].spec, parts[0].shard
     found = torch.zeros(ids.numel(), dtype=torch.bool)
     columns: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""What a streamer tells of itself."""
+"""Figures of a streamer: a snapshot of its state, and a sample of its lags."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["LagReservoir", "StreamerStats"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamerStats:
-    """A streamer at one moment.
+    """State of a streamer at one moment.
 
     Attributes:
-        step: Last step boundary.
+        step: Number of the last step that has ended.
         acked_step: Last step of which every change is durable on every shard; -1 before the first.
-        num_dirty_rows: Rows that have changed and are not in any flush yet; with `device_pipeline`, of tables on a
-            device, those that the last flush has left, and one more if rows have changed since.
-        num_inflight_flushes: Flushes that are handed over and not durable on every shard.
-        inflight_bytes: Their rows, bytes.
-        spooled_bytes: What of it lies in the spool, bytes on disk.
+        num_dirty_rows: Changed rows that are in no flush yet. For tables on a device (`device_pipeline`), the rows that
+            the last flush has left, plus one if rows have changed since.
+        num_inflight_flushes: Flushes handed over to delivery and not durable on every shard yet.
+        inflight_bytes: Size of their rows.
+        spooled_bytes: The part of it that is in the spool, bytes on disk.
         num_flushes: Flushes that are durable on every shard.
-        num_rows_sent: Their rows.
-        num_reconnects: Connections made anew, of all shards.
+        num_rows_sent: Rows in those flushes.
+        num_reconnects: Times that a connection to a shard was replaced.
         num_connected: Shards with an open session.
-        lag_p50_s: Median time from an update to durable on every shard, of a sample of the flushes, each by its oldest
-            change; None before the first.
-        lag_p99_s: The same, 99th percentile.
-        last_error: Why streaming has stopped, or else what keeps a shard from acking; None when all is well.
+        lag_p50_s: Median time from an update until it is durable on every shard, seconds, over a sample of the flushes,
+            each measured from its oldest change; None before the first flush.
+        lag_p99_s: 99th percentile of the same.
+        last_error: Why streaming has stopped, or what keeps a shard from acking; None if all is well.
     """
 
     step: int
@@ -46,25 +46,19 @@ class StreamerStats:
 
 
 class LagReservoir:
-    """A uniform sample of bounded size of all that was added. Not thread-safe.
+    """A uniform sample of bounded size of all added lags. Not thread-safe.
 
     Source: J. S. Vitter, "Random Sampling with a Reservoir", ACM TOMS 11 (1985), algorithm R.
     """
 
     def __init__(self, max_samples: int = 4096, *, seed: int = 0) -> None:
-        """Begin empty.
-
-        Args:
-            max_samples: Size of the sample.
-            seed: Of the generator that chooses what is kept.
-        """
         self._max_samples = max_samples
         self._samples: list[float] = []
         self._num_added = 0
         self._random = random.Random(seed)
 
     def add(self, lag_s: float) -> None:
-        """Take a lag, seconds, into account."""
+        """Add a lag, seconds."""
         self._num_added += 1
         if len(self._samples) < self._max_samples:
             self._samples.append(lag_s)
@@ -74,6 +68,6 @@ class LagReservoir:
                 self._samples[place] = lag_s
 
     def percentile_s(self, percent: float) -> float | None:
-        """Return the smallest sample that `percent` of the samples do not exceed; None when there are none."""
+        """Return the smallest sample that `percent` of the samples do not exceed; None without samples."""
         ordered = sorted(self._samples)
         return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))] if ordered else None

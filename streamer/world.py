@@ -1,37 +1,43 @@
-"""The ranks of a training run, as far as a streamer must agree with the others."""
+"""The ranks of a training run, and a warning when one of them is late."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["SoloWorld", "TorchWorld", "World", "current_world"]
+from headrace.paramserver.system.text import format_seconds
+
+__all__ = ["SoloWorld", "TorchWorld", "World", "current_world", "warn_when_late"]
+
+_log = logging.getLogger(__name__)
+
+# Ranks load their models at different speeds; the process group's own deadline is half an hour.
+_LATE_S = 30.0
 
 _T = TypeVar("_T")
 
 
 class World(Protocol):
-    """Who takes part in a run.
-
-    Attributes:
-        rank: This process, 0 to `size` - 1.
-        size: Processes.
-    """
+    """The ranks that take part in a run."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """This process's rank, 0 to `size` - 1."""
 
     @property
     def size(self) -> int:
-        """Processes."""
+        """Number of ranks."""
 
     def share(self, value: _T | None) -> _T:
-        """Return rank 0's value on every rank; all must call it, and the others' values are not looked at."""
+        """Return rank 0's value on every rank, and ignore the others'; all ranks must call it."""
 
     def gather(self, value: _T) -> list[_T]:
-        """Return every rank's value, by rank, on every rank; all must call it."""
+        """Return every rank's value, by rank, on every rank; all ranks must call it."""
 
 
 class SoloWorld:
@@ -58,19 +64,46 @@ class TorchWorld:
         self.size = dist.get_world_size()
 
     def share(self, value: _T | None) -> _T:
-        """Return rank 0's value; blocks until all ranks are here."""
+        """Return rank 0's value; blocks until all ranks call it."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0)
         shared: _T = box[0]
         return shared
 
     def gather(self, value: _T) -> list[_T]:
-        """Return all values; blocks until all ranks are here."""
+        """Return all values; blocks until all ranks call it."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
 
 def current_world() -> World:
-    """Return the ranks that `torch.distributed` knows of, or a run of one process when it is not initialized."""
+    """Return the ranks of `torch.distributed`, or a run of one process if it is not initialized."""
     return TorchWorld() if dist.is_available() and dist.is_initialized() else SoloWorld()
+
+
+@contextlib.contextmanager
+def warn_when_late(call: str, *, rank: int, world_size: int) -> Iterator[None]:
+    """Warn once if a call that all ranks make together takes long; nothing else reports a missing rank."""
+    if world_size == 1:
+        yield
+        return
+    timer = threading.Timer(_LATE_S, _warn_late, (call, rank, world_size, _LATE_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _warn_late(call: str, rank: int, world_size: int, late_s: float) -> None:
+    _log.warning(
+        "rank %d of %d has waited in %s for %s: every rank has to make this call, so no `if rank == 0` may guard it; "
+        "or another rank is slow, or waits for the server",
+        rank,
+        world_size,
+        call,
+        format_seconds(late_s),
+    )

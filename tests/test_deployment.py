@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from headrace import __version__, cli
-from headrace.paramserver.config.server_config import ServerConfig
+from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.lazy_command import load_command
+from headrace.scripts.commands.lazy import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
@@ -48,7 +48,7 @@ def _config(arguments: list[str]) -> Any:
     flags = {name: value for name, value in flags.items() if name not in ("config", "ready_file", "watch_stdin")}
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)
-    from headrace.paramserver.replica.endpoint_config import EndpointConfig
+    from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 
     return EndpointConfig.load(flags=flags, environ={}, file=None)
 

@@ -112,18 +112,18 @@ def test_reference_is_of_the_docstrings(site: Path) -> None:
     """The Python pages have every public name, with arguments and what is raised."""
     text = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     for name in (
-        "headrace.streamer.raw_embedding_streamer.RawEmbeddingStreamer.attach",
+        "headrace.streamer.api.RawEmbeddingStreamer.attach",
         "headrace.streamer.res_stand_in.install",
         "headrace.streamer.config.StreamerConfig",
-        "headrace.paramserver.replica.embedding_replica.EmbeddingReplica.lookup",
-        "headrace.paramserver.replica.config.ReplicaConfig",
-        "headrace.paramserver.replica.embedding_bags.ReplicaEmbeddingBagCollection",
+        "headrace.paramserver.replica.api.embedding_replica.EmbeddingReplica.lookup",
+        "headrace.paramserver.replica.api.config.ReplicaConfig",
+        "headrace.paramserver.replica.api.bags.ReplicaEmbeddingBagCollection",
         "headrace.paramserver.reading.reader.EmbeddingReader.get",
-        "headrace.paramserver.supervisor.launch.ServerProcess.start",
+        "headrace.paramserver.shard.launch.ServerProcess.start",
         "headrace.schemas.errors.HeadraceError",
     ):
         assert f'id="{name}"' in text, name
-    assert "A table cannot be streamed exactly, or is streamed already; nothing is attached." in text
+    assert "A table cannot be streamed exactly, or is streamed already." in text
 
 
 @pytest.mark.parametrize("mistake", ["[x](nowhere.md)", "[x](../nowhere.py)", "[x](#nowhere)", "::: headrace.nowhere"])

@@ -12,7 +12,7 @@ import pytest
 from documented_blocks import NOT_RUN, Block, DocumentedPage, blocks_of, commands_of, is_run, missing_line
 
 from headrace import cli
-from headrace.scripts.lazy_command import load_command
+from headrace.scripts.commands.lazy import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are run from top to bottom, and how many blocks and commands of theirs that is at least.
@@ -106,7 +106,7 @@ def test_commands_have_the_flags_that_a_page_names(page: str) -> None:
 @pytest.mark.torchrec
 def test_advice_names_commands_that_there_are() -> None:
     """What the status page and `headrace status` advise has no word behind a command that the command does not know."""
-    text = (ROOT / "paramserver/metrics/metrics_problems.py").read_text()
+    text = (ROOT / "paramserver/observe/problems.py").read_text()
     named = re.findall(r"`headrace ([a-z][^`]*)`", text)
     assert named
     assert _wrong(text) == []

@@ -19,7 +19,7 @@ from torch import nn
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.streamer import RawEmbeddingStreamer

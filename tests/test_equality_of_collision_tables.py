@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]

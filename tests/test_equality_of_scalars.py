@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.store.catalog import Catalog, Scalar
-from headrace.paramserver.supervisor.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 

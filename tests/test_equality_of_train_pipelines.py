@@ -9,7 +9,7 @@ import pytest
 from pipelined_training import CASES, ROWS, STEPS, reshard_on_rank, run_cases_on_rank
 from ranks import run_ranks
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
 

@@ -16,11 +16,11 @@ import torch
 from fake_device import FakeDevice
 from torch import nn
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
-from headrace.streamer.delivery import delivery
-from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.delivery import pipeline as delivery
+from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher
 
 NUM_STEPS = 12

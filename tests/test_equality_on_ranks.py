@@ -19,7 +19,7 @@ from ranks import run_ranks
 from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
 
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]

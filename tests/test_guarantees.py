@@ -39,6 +39,14 @@ def test_every_guarantee_has_a_test() -> None:
     assert all(_NAMED.search(section) for section in numbered)
 
 
+def test_every_promise_names_a_test() -> None:
+    """Each row of a table of promises names the test that holds it."""
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    tables = re.findall(r"^\| promise \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert tables
+    assert [row for table in tables for row in table.splitlines() if "`tests/" not in row] == []
+
+
 def test_a_test_that_is_not_there_is_found() -> None:
     """The check reports a wrong file and a wrong name."""
     text = "`tests/test_guarantees.py::test_nothing` and `tests/test_nowhere.py::test_it`"

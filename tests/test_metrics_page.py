@@ -14,10 +14,10 @@ from fake_replica import FakeReplica
 from metric_samples import state
 from prometheus_client.metrics_core import Metric
 
-from headrace.paramserver.metrics.metrics_families import server_families
-from headrace.paramserver.replica.audit import ReplicaAuditReport
-from headrace.paramserver.replica.metrics import AuditCollector, ReplicaCollector
-from headrace.paramserver.replica.self_audit import SelfAudit
+from headrace.paramserver.observe.families import server_families
+from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
+from headrace.paramserver.replica.endpoint.metrics import AuditCollector, ReplicaCollector
+from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
 from headrace.streamer.metrics import StreamerCollector
 from headrace.streamer.stats import StreamerStats
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headrace import __version__
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 _ROOMS = ("kernels", "paramserver", "schemas", "scripts", "streamer")
@@ -30,8 +30,10 @@ _COPIED = [
     for line in re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
     for path in line.split()
 ]
-# Files that are no Python and that the code reads at run time; each kind is there by `package-data`.
-_DATA = frozenset({".css", ".cu", ".cuh", ".gz", ".html", ".js", ".thrift", ".typed"})
+# Files other than Python that the code reads at run time; `package-data` has each kind.
+_DATA = frozenset({".css", ".cu", ".cuh", ".html", ".js", ".thrift", ".typed"})
+# Folders that only a checkout has.
+_CHECKOUT_ONLY = ("scripts/benches/", "scripts/ranking_demo/")
 _TIMEOUT_S = 100.0
 
 
@@ -61,8 +63,9 @@ def _sources() -> set[str]:
     found = {f"headrace/{path.name}" for path in (ROOT / "headrace").iterdir() if path.is_file()}
     for room in _ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.is_file() and path.suffix in {".py", *_DATA}:
-                found.add(f"headrace/{path.relative_to(ROOT).as_posix()}")
+            name = path.relative_to(ROOT).as_posix()
+            if path.is_file() and path.suffix in {".py", *_DATA} and not name.startswith(_CHECKOUT_ONLY):
+                found.add(f"headrace/{name}")
     return found
 
 
@@ -73,9 +76,9 @@ def test_wheel_has_every_file_and_no_link(built: Path) -> None:
     assert not [info.filename for info in infos if (info.external_attr >> 16) & 0o170000 == 0o120000]
     names = {info.filename for info in infos}
     assert _sources() - names == set()
-    for name in ("py.typed", "schemas/paramserver.thrift", "scripts/sample_interactions.csv.gz"):
+    assert not [name for name in names if name.removeprefix("headrace/").startswith(_CHECKOUT_ONLY)]
+    for name in ("py.typed", "schemas/paramserver.thrift", "paramserver/observe/status_page/index.html"):
         assert f"headrace/{name}" in names
-    assert "headrace/paramserver/metrics/status_page/index.html" in names
     rest = {name.partition("/")[0] for name in names} - {"headrace"}
     assert rest == {f"headrace-{__version__}.dist-info"}
 
@@ -194,6 +197,14 @@ def test_commands_that_need_more_say_what(environment: Path) -> None:
     done = _run(environment, "replica", "--server", "127.0.0.1:7601")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and "pip install 'headrace[torch]'" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["bench", "ingest"], ["bench", "all", "--help"], ["demo"]], ids=" ".join)
+def test_commands_of_a_checkout_say_so(environment: Path, arguments: list[str]) -> None:
+    """Benches and the demo are not in the wheel: one line says where they run, with exit code 2."""
+    done = _run(environment, *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"`headrace {arguments[0]}` needs a checkout of the source: " in done.stderr
 
 
 def test_version_stands_in_one_place_twice(built: Path) -> None:

@@ -1,13 +1,13 @@
-"""What protects a server, as its settings say: TLS, tokens, or an address that only this machine reaches."""
+"""How a server is protected: TLS, tokens, or an address that only this machine reaches."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Protocol, Self
 
-from headrace.paramserver.config.server_config import ShardSettings
 from headrace.paramserver.rpc.security import AccessPolicy, Token, load_token, server_tls_context
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
@@ -15,28 +15,34 @@ from headrace.schemas.idl import idl
 __all__ = ["Protection"]
 
 
+class _ProtectionSettings(Protocol):
+    """The settings that protect a process, as `ShardSettings` and a replica's settings have them."""
+
+    @property
+    def tls_certificate(self) -> Path | None: ...
+    @property
+    def tls_key(self) -> Path | None: ...
+    @property
+    def tls_client_authority(self) -> Path | None: ...
+    @property
+    def token_file(self) -> Path | None: ...
+    @property
+    def writer_token_file(self) -> Path | None: ...
+    @property
+    def reader_token_file(self) -> Path | None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protection:
-    """TLS and tokens of a server, loaded.
+    """TLS and tokens of a server, loaded."""
 
-    Attributes:
-        ssl_context: For TLS; None without.
-        access: What a client must show.
-        is_complete: Only clients that have shown something may call, and nobody can listen in: the server may be
-            reached from other machines.
-    """
-
-    ssl_context: ssl.SSLContext | None
-    access: AccessPolicy
-    is_complete: bool
+    ssl_context: ssl.SSLContext | None  # None without TLS
+    access: AccessPolicy  # what a client must show
+    is_complete: bool  # clients must authenticate and nobody can eavesdrop, so other machines may reach the server
 
     @classmethod
-    def load(cls, settings: ShardSettings, environ: Mapping[str, str]) -> Self:
-        """Return what the settings name.
-
-        Args:
-            settings: Of the server or of a shard.
-            environ: Where a token may be, under `HEADRACE_TOKEN`.
+    def load(cls, settings: _ProtectionSettings, environ: Mapping[str, str]) -> Self:
+        """Load the files that the settings name; a token may also be in the environment's `HEADRACE_TOKEN`.
 
         Raises:
             ConfigError: A file is missing, unfit or lacks its counterpart.
@@ -57,8 +63,8 @@ class Protection:
         )
 
 
-def _load_tokens(settings: ShardSettings, environ: Mapping[str, str]) -> dict[int, Token] | None:
-    """Return the token of each role that has one; None when clients need not show any."""
+def _load_tokens(settings: _ProtectionSettings, environ: Mapping[str, str]) -> dict[int, Token] | None:
+    """Return the token of each role that has one; None if clients need none."""
     token = load_token(path=settings.token_file, environ=environ)
     tokens = {} if token is None else {int(idl.Role.ADMIN): token}
     for role, flag, path in (

@@ -1,1 +1,1 @@
-"""Expiry: which rows go, and their tombstones in the log."""
+"""Expiry: deletes the rows that a table's policy selects."""

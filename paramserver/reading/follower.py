@@ -1,4 +1,4 @@
-"""Follows one shard's update log over the wire: every record once, in order, over lost connections and restarts."""
+"""Follow one shard's update log: every record once, in order, across lost connections and restarts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.paramserver.reading.shard_link import AnotherServerError, ShardLink, retry
-from headrace.schemas.durations import format_seconds
+from headrace.paramserver.reading.link import AnotherServerError, ShardLink, retry
+from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import GoneError, ProtocolError, SetBackError
 from headrace.schemas.idl import idl
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES, unpack_header
@@ -17,15 +17,7 @@ __all__ = ["ShardFollower", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One record of a shard's log.
-
-    Attributes:
-        seq: Its position, without gaps.
-        epoch: Trainer run.
-        kind: `UpdateKind`.
-        header: The map that the log keeps beside the body.
-        body: uint8 view; it keeps the buffer of the whole reply.
-    """
+    """One record of a shard's log, of an `idl.UpdateKind`; the body keeps the buffer of the whole reply alive."""
 
     seq: int
     epoch: int
@@ -35,12 +27,12 @@ class Update:
 
 
 class ShardFollower:
-    """A place in one shard's log.
+    """A position in one shard's log.
 
     Attributes:
-        next_seq: What `fetch` returns next.
-        last_seq: Last durable record of the shard, as it last told; 0 before it has.
-        mark: Tells the record before `next_seq`, see `FetchUpdatesReply`; None when it is not known.
+        next_seq: First record that `fetch` returns next.
+        last_seq: The shard's last durable record, as of its last reply; 0 before the first.
+        mark: Stands for the record before `next_seq`, see `FetchUpdatesReply`; None if unknown.
     """
 
     def __init__(
@@ -55,17 +47,17 @@ class ShardFollower:
         max_bytes: int = 16 << 20,
         wait_s: float = 10.0,
     ) -> None:
-        """Begin at a seq; nothing is asked yet.
+        """Start at a seq; sends nothing yet.
 
         Args:
-            link: To the shard; it has said hello. The caller closes it.
+            link: The shard's link, which has said hello. The caller closes it.
             from_seq: First record wanted, ≥ 1.
-            mark: Tells the record before it, which the caller has; None takes what the shard has there for that.
-            name: Registers at the shard, which then keeps what is not fetched yet, within its bound; None does not.
-            copy_id: Tells followers of one name apart; each has a lease of its own.
-            lease_s: For this long after each fetch, seconds.
-            max_bytes: Records of one fetch, about.
-            wait_s: How long a fetch waits for something new, seconds.
+            mark: Stands for the record before it, which the caller has; None accepts the shard's.
+            name: Takes a log lease under this name, within the shard's bound; None takes none.
+            copy_id: Distinguishes followers of one name; each has its own lease.
+            lease_s: Length of the lease after each fetch, seconds.
+            max_bytes: Approximate size of one fetch.
+            wait_s: How long a fetch waits for a new record, seconds.
         """
         self.next_seq = from_seq
         self.last_seq = 0
@@ -77,20 +69,18 @@ class ShardFollower:
         self._lease_ms = round(lease_s * 1000)
         self._max_bytes = max_bytes
         self._wait_ms = round(wait_s * 1000)
-        self._asked_s: list[float] = []  # since when the shard owes each answer
+        self._asked_s: list[float] = []  # start of each request that is not answered yet
 
     async def fetch(self) -> list[Update]:
-        """Return the next records; none when nothing has come for as long as a fetch waits.
-
-        A shard that is away is tried again until it is there.
+        """Return the next records, or none if nothing new came within the wait. Retries while the shard is away.
 
         Raises:
-            GoneError: The records have been removed, or the store is another one: start over from a snapshot.
-            SetBackError: The server was set back to an older copy of itself: so do then.
-            ProtocolError: The shard has left a record out.
+            GoneError: The records were removed, or the store is another one: start over from a snapshot.
+            SetBackError: The server was set back to an older copy of itself: start over, too.
+            ProtocolError: The shard skipped a record.
             HeadraceError: The shard refuses for good.
 
-        Cancellation: atomic; the same records come next time.
+        Cancellation: atomic; the next call returns the same records.
         """
         reply = await self._ask(self.next_seq, 0)
         records = list(reply.records)
@@ -108,12 +98,12 @@ class ShardFollower:
         return updates
 
     def silence(self, patience_s: float) -> str | None:
-        """Return for how long nothing has come of an answer that the shard owes, and why, if that is too long; or None.
+        """Say how long, and why, a request has gone unanswered with no byte moving; None if within `patience_s`.
 
         Thread: any.
         """
         now_s, failure = time.monotonic(), self._link.failure
-        # An answer may be long, and the way to the shard slow.
+        # A long reply over a slow link counts as progress.
         silent_s = now_s - max(min(self._asked_s, default=now_s), self._link.moved_s)
         if silent_s <= patience_s:
             return None
@@ -122,7 +112,7 @@ class ShardFollower:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the shard has told of records from `next_seq` on: a fetch would not wait for one."""
+        """Whether the shard is known to have records from `next_seq` on, so that a fetch returns at once."""
         return self.next_seq <= self.last_seq
 
     @property
@@ -131,29 +121,26 @@ class ShardFollower:
         return self._name is not None
 
     def let_go(self) -> None:
-        """Renew the lease no more; it ends when it ends."""
+        """Stop renewing the lease; it runs out on its own."""
         self._name = self._copy_id = None
 
     async def register(self) -> None:
-        """Have the shard keep the log from `next_seq` on for as long as the lease, without fetching; needs a name.
-
-        Raises:
-            HeadraceError: As of `fetch`.
+        """Take or renew the lease on records from `next_seq` on without fetching; raises as `fetch` does.
 
         Cancellation: harmless.
         """
-        assert self._name is not None, "nobody is registered without a name"
+        assert self._name is not None, "a follower without a name has no lease"
         await self._ask(self.next_seq, 0, is_fetch=False)
 
     async def _rest_of(self, record: Any, mark: int | None) -> memoryview:
-        """Return the whole body of a record whose first part has come."""
+        """Return the whole body of a record of which only the first part has come."""
         if not 0 <= record.body_size_bytes <= MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"{self._link.address}: record {record.seq} of {record.body_size_bytes} bytes")
         body = bytearray(record.body_size_bytes)
         part, at = record, 0
         while True:
             if not len(part.body) or at + len(part.body) > len(body):
-                raise ProtocolError(f"{self._link.address}: record {record.seq} has parts that do not fit together")
+                raise ProtocolError(f"{self._link.address}: parts of record {record.seq} do not fit together")
             body[at : at + len(part.body)] = part.body
             at += len(part.body)
             if at == len(body):
@@ -161,7 +148,7 @@ class ShardFollower:
             reply = await self._ask(record.seq, at)
             if not reply.records or reply.records[0].seq != record.seq:
                 raise ProtocolError(f"{self._link.address}: the rest of record {record.seq} has not come")
-            if len(reply.records) == 1:  # else it is another record's
+            if len(reply.records) == 1:  # otherwise the mark is another record's
                 self._check_mark(record.seq, mark, reply.mark)
             part = reply.records[0]
 
@@ -181,7 +168,7 @@ class ShardFollower:
         try:
             reply = await retry(lambda: self._link.fetch_updates(request))
         except AnotherServerError as exc:
-            raise GoneError(f"the store is another one than before: {exc}") from exc
+            raise GoneError(f"the store is not the same as before: {exc}") from exc
         finally:
             self._asked_s.remove(asked_s)
         if from_seq == self.next_seq and reply.mark_before is not None:
@@ -190,10 +177,10 @@ class ShardFollower:
         return reply
 
     def _check_mark(self, seq: int, taken: int | None, present: int | None) -> None:
-        """Check that the shard has the record that was taken, and so all before it."""
-        # One of a shard, or of a snapshot, that does not tell cannot be compared.
+        """Check that the shard still has the record that was taken, and so all records before it."""
+        # An older shard or snapshot has no mark; nothing can be compared then.
         if taken is not None and present is not None and taken != present:
             raise SetBackError(
-                f"{self._link.address}: record {seq} is another than the one that was taken: the server was set back "
-                "to an older copy of itself: start over"
+                f"{self._link.address}: record {seq} differs from the one that was taken: the server was set back to "
+                "an older copy of itself: start over"
             )

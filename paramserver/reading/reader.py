@@ -1,46 +1,46 @@
-"""Reads rows of a whole server: finds the shards from one address, asks each for its rows, orders the answers."""
+"""Read rows of a whole server: find all shards from one address, ask each for its rows, order the replies."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.config.server_config import DEFAULT_PORT
-from headrace.paramserver.process.task_group import task_group
-from headrace.paramserver.reading.identity_reader import IDENTITY_BYTES, combine, decode_found, read_by_identity
-from headrace.paramserver.reading.read_deadline import ReadDeadline
+from headrace.paramserver.reading.link import Dial, ShardLink, links_of, retry
 from headrace.paramserver.reading.row_query import (
+    IDENTITY_BYTES,
     RowPart,
     RowQuery,
     Rows,
+    combine,
     parts_together,
     request_for,
     rows_in_reply,
     scatter_reply,
 )
-from headrace.paramserver.reading.shard_link import Dial, ShardLink, links_of, retry
 from headrace.paramserver.rpc.address import parse_address
-from headrace.paramserver.rpc.reach_log import ReachLog
+from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Token
-from headrace.paramserver.store.identity_index import FoundRows
-from headrace.schemas.durations import format_seconds
+from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
-from headrace.schemas.near_names import describe_near
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS
-from headrace.schemas.row_ids import row_ids_of
+from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.table_digest import TableDigest
-from headrace.schemas.tables import ColumnShard, DType, TableSpec
+from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
-__all__ = ["EmbeddingReader", "Rows"]
+__all__ = ["EmbeddingReader", "Rows", "read_deadline"]
 
 _Int64s = npt.NDArray[np.int64]
+_Answered = Callable[[], None]
+_Deadline = contextlib.AbstractAsyncContextManager[_Answered]
 _OnRows = Callable[[int], None]
 _T = TypeVar("_T")
 
@@ -48,18 +48,18 @@ _T = TypeVar("_T")
 class EmbeddingReader:
     """A reader of all shards of one server. Use it on one event loop; calls may overlap.
 
-    A call retries what can be retried, with growing pauses, until its deadline: a shard that is restarted costs time,
-    not an error. A read of many rows takes many answers; the reader's own deadline is for each next one of them. Reads
-    see every batch that was acked before they were asked.
+    A call retries until its deadline, so a shard that restarts costs time and raises no error. A read of many rows
+    takes many replies; the reader's own timeout applies to each next reply. Reads see every batch that was acked
+    before the call.
 
     Cancellation: harmless; nothing is left half done.
 
     Attributes:
-        tables: By fqn, as the shards last told: at `connect`, and when a table is asked for that was not known.
+        tables: By fqn; updated on `connect` and when a call names an unknown table.
     """
 
     def __init__(self, shards: list[ShardLink], tables: dict[str, TableSpec], timeout_s: float) -> None:
-        """Made by `connect`."""
+        """Use `connect`."""
         self.tables = tables
         self._shards = shards
         self._timeout_s = timeout_s
@@ -74,23 +74,23 @@ class EmbeddingReader:
         server_hostname: str | None = None,
         token: Token | None = None,
         waits: bool = True,
-        reach_log: ReachLog | None = None,
+        reach_log: OutageLog | None = None,
     ) -> EmbeddingReader:
         """Find and connect to every shard.
 
         Args:
-            address: `host:port` of any shard; port 7601 without one.
-            timeout_s: For this call and, unless they say otherwise, each later one, seconds.
+            address: `host:port` of any shard; the default port is 7601.
+            timeout_s: For this call and the default for later ones, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
-            server_hostname: Name that every shard's certificate has; each shard's own host when None.
-            token: For a server that asks for one.
-            waits: Try again while a shard cannot be reached; else the first failure is the answer.
-            reach_log: Says which shards cannot be reached while they are tried again; None makes one.
+            server_hostname: Name in every shard's certificate; None for each shard's own host.
+            token: For a server that requires one.
+            waits: Retry while a shard cannot be reached; False raises the first failure.
+            reach_log: Logs which shards cannot be reached during retries; None makes one.
 
         Raises:
-            ConfigError: The address is none.
+            ConfigError: The address is invalid.
             UnavailableError: A shard cannot be reached in time.
-            HeadraceError: A shard refuses, or the shards are not those of one server.
+            HeadraceError: A shard refuses, or the shards do not belong to one server.
 
         Cancellation: atomic; nothing stays open.
         """
@@ -98,11 +98,11 @@ class EmbeddingReader:
             ssl_context=ssl_context,
             server_hostname=server_hostname,
             token=token,
-            # Half of it, so that a shard that does not answer is left for a new connection within one call.
+            # Half, so that one call has time to replace the connection of a shard that does not answer.
             timeout_s=timeout_s / 2,
-            reach_log=reach_log or ReachLog(),
+            reach_log=reach_log or OutageLog(),
         )
-        host, port = parse_address(address, default_port=DEFAULT_PORT)
+        host, port = parse_address(address)
         ask = retry if waits else _once
         first = ShardLink(dial, host, port)
         links = [first]
@@ -110,15 +110,14 @@ class EmbeddingReader:
             async with asyncio.timeout(timeout_s):
                 hello = await ask(first.refresh)
                 links = links_of(hello, dial, host, port)
-                links[hello.shard] = first  # with the connection that is there already
+                links[hello.shard] = first  # it is connected already
                 await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, _tables_of(links), timeout_s)
         except BaseException as exc:
             await _close_all({first, *links})
             if isinstance(exc, TimeoutError):
-                raise UnavailableError(
-                    _why(f"no answer from {address} within {format_seconds(timeout_s)}", links)
-                ) from exc
+                message = f"no answer from {address} within {format_seconds(timeout_s)}"
+                raise UnavailableError(_with_reason(message, links)) from exc
             raise
 
     async def get(
@@ -130,23 +129,21 @@ class EmbeddingReader:
         with_versions: bool = False,
         timeout_s: float | None = None,
     ) -> Rows:
-        """Return rows of one table.
+        """Return rows of one table. Cancellation: harmless.
 
         Args:
             fqn: Table.
-            row_ids: Integers of any shape, in any order; repeated ids are answered as often.
-            with_states: Optimizer states too.
-            with_versions: Epoch, step and time of each row's last update too.
-            timeout_s: For all of it, seconds; when None the reader's own, for each next answer.
+            row_ids: Integers of any shape and order; repeats are allowed.
+            with_states: Read optimizer states, too.
+            with_versions: Read epoch, step and time of each row's last update, too.
+            timeout_s: For the whole call, seconds; None for the reader's own, for each next reply.
 
         Raises:
             UnknownTableError: No shard knows the table.
             RowRangeError: An id is negative or beyond the table.
-            RequestError: The ids are no integers: a mask, fractions.
+            RequestError: The ids are not integers (a mask, fractions).
             UnavailableError: A shard did not answer in time.
             HeadraceError: A shard refused.
-
-        Cancellation: harmless.
         """
         (rows,) = await self.get_many(
             [(fqn, row_ids)], with_states=with_states, with_versions=with_versions, timeout_s=timeout_s
@@ -161,21 +158,16 @@ class EmbeddingReader:
         with_versions: bool = False,
         timeout_s: float | None = None,
     ) -> list[Rows]:
-        """Return rows of several tables, each as of a moment of its own; see `get`.
+        """Return rows of several tables, each as of its own moment; see `get`. Cancellation: harmless.
 
         Args:
             wanted: (fqn, int64[n] row ids) of each.
             with_states: See `get`.
             with_versions: See `get`.
-            timeout_s: For all of them, seconds; when None see `get`.
-
-        Raises:
-            HeadraceError: As of `get`.
-
-        Cancellation: harmless.
+            timeout_s: See `get`.
         """
-        what = repr(wanted[0][0]) if len(wanted) == 1 else f"{len(wanted)} tables"
-        async with self._deadline(what, timeout_s) as deadline:
+        what = f"answer about {wanted[0][0]!r}" if len(wanted) == 1 else f"answer about {len(wanted)} tables"
+        async with self._deadline(what, timeout_s, self._timeout_s) as answered:
             queries: list[tuple[RowQuery, Rows]] = []
             for fqn, row_ids in wanted:
                 spec = await self._spec_of(fqn)
@@ -183,32 +175,27 @@ class EmbeddingReader:
                 spec.check_row_ids(ids)
                 query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 queries.append((query, query.allocate(ids)))
-            await self._fill(queries, deadline)
+            await self._fill(queries, answered)
             return [rows for _, rows in queries]
 
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
-        """Return the rows that identities are mapped to, int64[n]; -1 where no row has the identity.
+        """Return the rows that have identities, int64[n]; -1 where there is none. Cancellation: harmless.
 
-        An identity belongs to the row that was last written with it; when that row has another identity by now, or is
-        deleted, it has none. The shards are asked at the same time and not at one moment: an identity that moves to
-        a row of another shard meanwhile may be in neither answer.
+        An identity belongs to the row last written with it, unless that row was deleted or got another identity since.
+        The shards do not answer at one moment: an identity that moves to another shard meanwhile may be missed by all.
 
         Args:
             fqn: Table with identities.
-            identities: int64[n], raw ids in any order; -1 is none.
-            timeout_s: For all of it, seconds; when None the reader's own, for each next answer.
+            identities: int64[n], raw ids in any order; -1 stands for none.
+            timeout_s: For the whole call, seconds; None for the reader's own, for each next reply.
 
         Raises:
-            UnknownTableError: No shard knows the table.
-            RequestError: The table has no identities, or those given are no integers.
-            UnavailableError: A shard did not answer in time.
-            HeadraceError: A shard refused.
-
-        Cancellation: harmless.
+            RequestError: The table has no identities, or the argument is not integers.
+            HeadraceError: As for `get`.
         """
-        async with self._deadline(repr(fqn), timeout_s) as deadline:
+        async with self._deadline(f"answer about {fqn!r}", timeout_s, self._timeout_s) as answered:
             spec = await self._spec_with_identities(fqn)
-            return await self._find(spec, row_ids_of(identities, "identities"), deadline)
+            return await self._find(spec, row_ids_of(identities, "identities"), answered)
 
     async def get_by_identity(
         self,
@@ -219,40 +206,34 @@ class EmbeddingReader:
         with_versions: bool = False,
         timeout_s: float | None = None,
     ) -> Rows:
-        """Return the rows that identities are mapped to; see `find_rows` and `get`.
+        """Return the rows that have identities; see `find_rows` and `get`.
 
-        Each row that is returned has the identity that was asked for: one that changes hands between finding and
-        reading it is looked for again.
-
-        Returns:
-            In the order of `identities`; where no row has the identity, the row id is -1 and the presence MISSING.
-
-        Raises:
-            HeadraceError: As of `find_rows` and `get`.
-
-        Cancellation: harmless.
+        Each returned row has the requested identity: one that changes between finding and reading is looked up again.
+        Where no row has the identity, the row id is -1 and the presence MISSING. Cancellation: harmless.
         """
-        async with self._deadline(repr(fqn), timeout_s) as deadline:
+        async with self._deadline(f"answer about {fqn!r}", timeout_s, self._timeout_s) as answered:
             spec = await self._spec_with_identities(fqn)
             query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
             wanted = row_ids_of(identities, "identities")
-            rows = query.allocate(np.empty(wanted.size, np.int64))
-            await read_by_identity(
-                wanted,
-                rows,
-                lambda ids: self._find(spec, ids, deadline),
-                lambda row_ids: self._get(query, row_ids, deadline),
-            )
+            rows = query.allocate(np.full(wanted.size, -1, np.int64))
+            for values in (rows.weights, *rows.states.values()):
+                values[:] = 0
+            left = np.flatnonzero(wanted != NO_IDENTITY)
+            while left.size:
+                row_ids = await self._find(spec, wanted[left], answered)
+                left, row_ids = left[row_ids >= 0], row_ids[row_ids >= 0]
+                got = await self._get(query, row_ids, answered)
+                agrees = (got.presence == PRESENT) & (got.identities == wanted[left])
+                rows.copy_from(got, agrees, left[agrees])
+                left = left[~agrees]
             return rows
 
-    def _deadline(self, what: str, total_s: float | None) -> ReadDeadline:
-        return ReadDeadline(
-            total_s, self._timeout_s, lambda time: _why(f"no answer about {what} within {time}", self._shards)
-        )
+    def _deadline(self, what: str, total_s: float | None, answer_s: float | None) -> _Deadline:
+        return read_deadline(total_s, answer_s, lambda time: _with_reason(f"no {what} within {time}", self._shards))
 
     @property
     def links(self) -> list[ShardLink]:
-        """The shards, by index; to follow them over the reader's own connections."""
+        """The shards, by index, for following them over the reader's own connections."""
         return self._shards
 
     async def digest(
@@ -267,43 +248,31 @@ class EmbeddingReader:
         timeout_s: float | None = None,
         on_progress: _OnRows = lambda _: None,
     ) -> TableDigest:
-        """Return digests of the rows that the shards have, by bucket, see `schemas/row_digest.py`.
+        """Return digests of the shards' rows, by bucket; see `schemas/row_digest.py`. Cancellation: harmless.
 
-        Each shard answers for one position of its log; writes in between show in `TableDigest.is_steady`.
+        Each shard answers as of one position of its log; `TableDigest.is_steady` is False after writes in between.
 
         Args:
             fqn: Table.
-            columns: Weights and pointwise states are cut to these, and rowwise states left out; None takes whole rows.
-            first_row: First row looked at.
-            end_row: End of them, exclusive; None for the table's end.
-            with_presence: Say which rows are there.
-            only_weights: Leave all states out: digests that a replica has too.
-            timeout_s: Deadline, seconds; None for none: a shard looks at some hundred thousand rows a second.
-            on_progress: Called every some seconds with the number of rows looked at since the last call.
+            columns: Columns of weights and pointwise states, without rowwise states; None for whole rows.
+            first_row: First row.
+            end_row: End of the rows, exclusive; None for the table's end.
+            with_presence: Return which rows are present.
+            only_weights: Leave out all states, as a replica has none.
+            timeout_s: Deadline, seconds; None for none: a shard digests some hundred thousand rows a second.
+            on_progress: Called every few seconds with the rows digested since the last call.
 
         Raises:
-            UnknownTableError: No shard knows the table.
-            UnavailableError: A shard did not answer in time.
-            HeadraceError: A shard refused.
-
-        Cancellation: harmless.
+            HeadraceError: As for `get`.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                spec = await self._spec_of(fqn)
-                columns = spec.whole if columns is None else columns
-                end_row = 2**63 - 1 if end_row is None else end_row
-                digest = TableDigest(spec=spec, columns=columns)
-                span = (first_row, end_row)
-                flags = {"with_presence": with_presence, "only_weights": only_weights or None}
-                work = [self._digest(digest, link, span, flags, on_progress) for link in self._shards]
-                await _gather(work)
-                return digest
-        except TimeoutError as exc:
-            assert timeout_s is not None
-            raise UnavailableError(
-                _why(f"no digests of {fqn!r} within {format_seconds(timeout_s)}", self._shards)
-            ) from exc
+        async with self._deadline(f"digests of {fqn!r}", timeout_s, None):
+            spec = await self._spec_of(fqn)
+            columns = spec.whole if columns is None else columns
+            digest = TableDigest(spec=spec, columns=columns)
+            span = (first_row, 2**63 - 1 if end_row is None else end_row)
+            flags = {"with_presence": with_presence, "only_weights": only_weights or None}
+            await _gather([self._digest(digest, link, span, flags, on_progress) for link in self._shards])
+            return digest
 
     async def _digest(
         self, digest: TableDigest, link: ShardLink, span: tuple[int, int], flags: dict[str, Any], on_rows: _OnRows
@@ -331,28 +300,12 @@ class EmbeddingReader:
             seq, first_row = reply.seq, reply.next_row
 
     async def status(self, *, timeout_s: float | None = None) -> list[Any]:
-        """Return the `idl.StatusReply` of each shard, by its index.
-
-        Raises:
-            UnavailableError: A shard did not answer in time.
-
-        Cancellation: harmless.
-        """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await _gather([retry(link.status) for link in self._shards])
-        except TimeoutError as exc:
-            raise UnavailableError(_why(f"no status within {format_seconds(timeout_s)}", self._shards)) from exc
+        """Return each shard's `idl.StatusReply`, by index; `UnavailableError` if late. Cancellation: harmless."""
+        async with self._deadline("status", timeout_s, self._timeout_s):
+            return await _gather([retry(link.status) for link in self._shards])
 
     async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
-        """Return the newest values that a table has once (an optimizer's count of steps), by name.
-
-        Raises:
-            UnavailableError: A shard did not answer in time.
-
-        Cancellation: harmless.
-        """
+        """Return a table's newest scalars (an optimizer's step count), by name. Cancellation: harmless."""
         newest: dict[str, tuple[int, int, np.generic]] = {}
         for status in await self.status(timeout_s=timeout_s):
             for table in status.tables:
@@ -365,10 +318,7 @@ class EmbeddingReader:
         return {name: value for name, (_, _, value) in newest.items()}
 
     async def close(self) -> None:
-        """Close all connections. Again is harmless.
-
-        Cancellation: some connections may stay open until it is called again.
-        """
+        """Close all connections; idempotent. Cancellation: some may stay open until the next call."""
         await _close_all(set(self._shards))
 
     async def __aenter__(self) -> Self:
@@ -378,7 +328,7 @@ class EmbeddingReader:
         await self.close()
 
     async def _spec_of(self, fqn: str) -> TableSpec:
-        if fqn not in self.tables:  # it may have been registered since
+        if fqn not in self.tables:  # it may be new
             await _gather([retry(link.refresh) for link in self._shards])
             self.tables = _tables_of(self._shards)
         if fqn not in self.tables:
@@ -388,32 +338,31 @@ class EmbeddingReader:
     async def _spec_with_identities(self, fqn: str) -> TableSpec:
         spec = await self._spec_of(fqn)
         if not spec.has_identities:
-            raise RequestError(f"table {fqn!r} has no identities; its rows are found by their row ids")
+            raise RequestError(f"table {fqn!r} has no identities; read its rows by row id")
         return spec
 
-    async def _find(self, spec: TableSpec, identities: _Int64s, deadline: ReadDeadline) -> _Int64s:
+    async def _find(self, spec: TableSpec, identities: _Int64s, answered: _Answered) -> _Int64s:
         rows = np.empty(identities.size, np.int64)
         step = rows_in_reply(min(link.max_reply_bytes for link in self._shards), IDENTITY_BYTES)
         for some in _chunks(np.arange(identities.size), step):
-            asking = [self._find_in(link, spec, identities[some], deadline) for link in self._shards]
-            rows[some] = combine(await _gather(asking))
+            # Any shard may have an identity.
+            asking = [self._find_in(link, spec, identities[some], answered) for link in self._shards]
+            rows[some] = combine(await _gather(asking), len(some))
         return rows
 
-    async def _find_in(
-        self, link: ShardLink, spec: TableSpec, identities: _Int64s, deadline: ReadDeadline
-    ) -> FoundRows:
+    async def _find_in(self, link: ShardLink, spec: TableSpec, identities: _Int64s, answered: _Answered) -> Any:
         request = idl.FindRowsRequest(fqn=spec.fqn, identities=identities.data)
-        async with link.places:
-            found = await retry(lambda: link.find_rows(request))
-        deadline.answered()
-        return decode_found(found, identities.size)
+        async with link.in_flight:
+            reply = await retry(lambda: link.find_rows(request))
+        answered()
+        return reply
 
-    async def _get(self, query: RowQuery, row_ids: _Int64s, deadline: ReadDeadline) -> Rows:
+    async def _get(self, query: RowQuery, row_ids: _Int64s, answered: _Answered) -> Rows:
         rows = query.allocate(row_ids)
-        await self._fill([(query, rows)], deadline)
+        await self._fill([(query, rows)], answered)
         return rows
 
-    async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], deadline: ReadDeadline) -> None:
+    async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], answered: _Answered) -> None:
         of_shards: list[list[RowPart]] = [[] for _ in self._shards]
         for query, rows in queries:
             shards = shards_of_rows(table_seed(query.spec.fqn), rows.row_ids, len(self._shards))
@@ -422,32 +371,58 @@ class EmbeddingReader:
                 for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):
                     parts.append(RowPart(query=query, rows=rows, positions=chunk))
         work = [
-            self._fill_parts(link, together, deadline)
+            self._fill_parts(link, together, answered)
             for link, parts in zip(self._shards, of_shards, strict=True)
             for together in parts_together(parts, link.max_reply_bytes)
         ]
         await _gather(work)
 
-    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart], deadline: ReadDeadline) -> None:
+    async def _fill_parts(self, link: ShardLink, parts: Sequence[RowPart], answered: _Answered) -> None:
         request = request_for(parts)
-        async with link.places:
+        async with link.in_flight:
             reply = await retry(lambda: link.get(request))
-        deadline.answered()
-        await _gather([self._fill_parts(link, [part], deadline) for part in scatter_reply(reply, parts)])
+        answered()
+        await _gather([self._fill_parts(link, [part], answered) for part in scatter_reply(reply, parts)])
+
+
+@contextlib.asynccontextmanager
+async def read_deadline(
+    total_s: float | None, answer_s: float | None, describe: Callable[[str], str]
+) -> AsyncIterator[_Answered]:
+    """Bound a read by a total time or, without one, by the time until each next reply; yield what to call on a reply.
+
+    A read of many rows from a slow disk may take as long as replies keep coming. None means no bound.
+
+    Raises:
+        UnavailableError: The deadline has passed; `describe` makes its text from the duration.
+    """
+    timeout_s = answer_s if total_s is None else total_s
+
+    def answered() -> None:
+        # A reply may come at the very moment the deadline expires.
+        if total_s is None and timeout_s is not None and not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+    try:
+        async with asyncio.timeout(timeout_s) as timeout:
+            yield answered
+    except TimeoutError as exc:
+        assert timeout_s is not None
+        raise UnavailableError(describe(format_seconds(timeout_s))) from exc
 
 
 async def _once(attempt: Callable[[], Awaitable[_T]]) -> _T:
     return await attempt()
 
 
-def _why(message: str, links: list[ShardLink]) -> str:
-    """Add what went wrong last at the first shard that has trouble."""
+def _with_reason(message: str, links: list[ShardLink]) -> str:
+    """Append the last failure of the first link that has one."""
     reasons = [str(link.failure) for link in links if link.failure is not None]
     return "; ".join([message, *reasons[:1]])
 
 
 def _tables_of(links: list[ShardLink]) -> dict[str, TableSpec]:
-    """Return what the shards know together: a table may not have reached each of them yet."""
+    """Return the tables of all shards together; a new table may not have reached each of them yet."""
     tables: dict[str, TableSpec] = {}
     for link in links:
         for struct in link.hello.tables:
@@ -464,7 +439,7 @@ def _chunks(positions: _Int64s, size: int) -> Iterator[_Int64s]:
 
 
 async def _gather(work: list[Any]) -> list[Any]:
-    """Run all at once; when one fails, cancel the others and raise its error as it is."""
+    """Run all at once; the first error cancels the others and is raised unchanged."""
     async with task_group() as group:
         tasks = [group.create_task(item) for item in work]
     return [task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""A question for rows of a table: how it is put to a shard, and where the rows of its answers belong. No I/O."""
+"""Plan a read of rows: split it into requests to shards, and put the replies where they belong. No I/O."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ import numpy.typing as npt
 from headrace.schemas.errors import ProtocolError
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import is_newer
 
 __all__ = [
+    "IDENTITY_BYTES",
     "MAX_ROWS_READ",
     "MAX_TABLES_READ",
     "RowPart",
     "RowQuery",
     "Rows",
+    "combine",
     "parts_together",
     "request_for",
     "rows_in_reply",
     "scatter_reply",
 ]
 
-# An answer of this size is long enough to be fast, and short enough to share a connection with others.
+# A reply this long is efficient, and still shares a connection fairly.
 _CHUNK_BYTES = 8 * 2**20
-# What a message holds besides its columns, of each table, with room for names.
+# Room in a message for everything but its columns, per table, names included.
 _OVERHEAD_BYTES = 4096
-# So that a request's answer is not long in coming, and others get their turn.
+# Bound how long one request takes, so that others get their turn: a slow disk reads hundreds of rows a second, and
+# each reply has its own deadline.
 _MAX_TABLES = 64
-# Likewise: a slow disk reads hundreds of rows a second, and each answer has its own deadline.
 _CHUNK_ROWS = 1024
 MAX_ROWS_READ = 2**20
-"""Rows that one request may ask a shard for: while it looks them up, each takes some 100 bytes besides its columns."""
+"""Most rows that a shard reads for one request; each takes about 100 bytes besides its columns meanwhile."""
 MAX_TABLES_READ = 1024
-"""Tables that a server reads for one request at most: some milliseconds of its event loop."""
+"""Most tables that a server reads for one request; they cost its event loop some milliseconds."""
+IDENTITY_BYTES = 24
+"""Bytes of a `FindRowsReply` for each identity."""
 _ROW_ID_BYTES = 8
 _VERSION_BYTES = 3 * 8
 
@@ -46,17 +51,17 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows of one table, in the order in which they were asked for.
+    """Rows of one table, in the order of the request.
 
     Attributes:
-        row_ids: int64[n], as asked.
+        row_ids: int64[n], as requested.
         presence: uint8[n], `RowPresence`.
         weights: [n, dim] of the table's dtype (bfloat16 as uint16); zeros where the row is not present.
-        states: By name, [n, width] of the state's dtype; empty unless asked for.
-        epochs: int64[n], with versions: 0 where missing; else None.
+        states: By name, [n, width] of the state's dtype; empty unless requested.
+        epochs: int64[n] if versions were requested, 0 where missing; else None.
         steps: int64[n], likewise.
         times_us: int64[n], microseconds since 1970, likewise.
-        identities: int64[n] when the table has them; else None.
+        identities: int64[n] if the table has them; else None.
     """
 
     row_ids: _Int64s
@@ -68,16 +73,19 @@ class Rows:
     times_us: _Int64s | None
     identities: _Int64s | None
 
+    def copy_from(self, source: Rows, which: npt.NDArray[np.bool_], at: _Int64s) -> None:
+        """Copy the chosen rows of `source`, bool[m], to positions of this object, int64[n]."""
+        for name in ("row_ids", "presence", "weights", "epochs", "steps", "times_us", "identities"):
+            column = getattr(self, name)
+            if column is not None:
+                column[at] = getattr(source, name)[which]
+        for name, state in self.states.items():
+            state[at] = source.states[name][which]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowQuery:
-    """What is asked of a table, and how its answers are laid out.
-
-    Attributes:
-        spec: The table.
-        with_states: Optimizer states are asked for too.
-        with_versions: Epoch, step and time of each row's last update are asked for too.
-    """
+    """The columns to read of one table: optimizer states and versions (epoch, step, time) are optional."""
 
     spec: TableSpec
     with_states: bool = False
@@ -85,24 +93,24 @@ class RowQuery:
 
     @property
     def widths(self) -> dict[str, tuple[int, np.dtype[Any]]]:
-        """By state, elements a row and their type."""
+        """Elements per row and their dtype, by state."""
         spec = self.spec
         return {s.name: (s.width_in(spec.whole), s.dtype.numpy) for s in spec.states} if self.with_states else {}
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes of a reply, or of its request where that is more."""
+        """Bytes of a row in the reply, or in the request if that is more."""
         spec = self.spec
         row_bytes = 1 + spec.dim * spec.dtype.size_bytes + sum(w * d.itemsize for w, d in self.widths.values())
         row_bytes += _VERSION_BYTES * self.with_versions + 8 * spec.has_identities
         return max(row_bytes, _ROW_ID_BYTES)
 
     def rows_at_once(self, max_reply_bytes: int) -> int:
-        """Return how many rows fit a reply of that length, and their request, and are read in time by a slow disk."""
+        """Return how many rows to request at once: they fit a reply, and a slow disk reads them in time."""
         return min(rows_in_reply(max_reply_bytes, self.row_bytes), _CHUNK_ROWS)
 
     def allocate(self, row_ids: _Int64s) -> Rows:
-        """Return rows for answers to be scattered to, none of them present; `row_ids` is kept, not copied."""
+        """Return rows for replies to be scattered to, none present; keeps `row_ids` without copying."""
         n, spec = len(row_ids), self.spec
         version = [np.zeros(n, np.int64) if self.with_versions else None for _ in range(3)]
         return Rows(
@@ -117,15 +125,10 @@ class RowQuery:
         )
 
     def scatter(self, reply: Any, rows: Rows, positions: _Int64s) -> None:
-        """Copy an answer to where its rows belong.
-
-        Args:
-            reply: `idl.GetEmbeddingsReply` or `idl.RowsFound` for some of the rows.
-            rows: As allocated; filled in place.
-            positions: int64[n], which of them were asked for, in their order.
+        """Copy an `idl.GetEmbeddingsReply` or `idl.RowsFound` into rows at `positions`, int64[n], in its order.
 
         Raises:
-            ProtocolError: The answer is not what was asked for.
+            ProtocolError: The reply does not match the request.
         """
         states = {column.name: column.data for column in reply.states}
         columns = [
@@ -152,13 +155,7 @@ class RowQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPart:
-    """Rows of one table that one shard is asked for at once.
-
-    Attributes:
-        query: What is asked of the table.
-        rows: Where the answer belongs, as allocated.
-        positions: int64[n], which of the rows.
-    """
+    """Rows of one table in one request to one shard: `positions`, int64[n], of `rows`, the target of the reply."""
 
     query: RowQuery
     rows: Rows
@@ -166,11 +163,9 @@ class RowPart:
 
 
 def parts_together(parts: Iterable[RowPart], max_reply_bytes: int) -> Iterator[list[RowPart]]:
-    """Yield the parts that go into one request each: of small tables several, so that not each costs a round trip.
+    """Yield the parts of each request; small tables share one, so that they share a round trip.
 
-    Args:
-        parts: Each fits a reply; the queries ask for states and versions alike.
-        max_reply_bytes: Longest message that the shard sends.
+    Each part fits a reply, and all queries agree on states and versions.
     """
     together: list[RowPart] = []
     left = limit = min(max_reply_bytes, _CHUNK_BYTES)
@@ -188,7 +183,7 @@ def parts_together(parts: Iterable[RowPart], max_reply_bytes: int) -> Iterator[l
 
 
 def request_for(parts: Sequence[RowPart]) -> Any:
-    """Return the `idl.GetEmbeddingsRequest` for parts that go together."""
+    """Return the `idl.GetEmbeddingsRequest` for parts that share a request."""
     first, *more = [{"fqn": part.query.spec.fqn, "row_ids": part.rows.row_ids[part.positions].data} for part in parts]
     query = parts[0].query
     request = idl.GetEmbeddingsRequest(**first, with_states=query.with_states, with_versions=query.with_versions)
@@ -198,10 +193,10 @@ def request_for(parts: Sequence[RowPart]) -> Any:
 
 
 def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> Sequence[RowPart]:
-    """Copy an answer to where it belongs; return the parts that it leaves out: all but the first, by an older server.
+    """Copy a reply into its parts; return the parts that it lacks: an older server answers only the first.
 
     Raises:
-        ProtocolError: The answer is not what was asked for.
+        ProtocolError: The reply does not match the request.
     """
     first, *more = parts
     first.query.scatter(reply, first.rows, first.positions)
@@ -215,10 +210,26 @@ def scatter_reply(reply: Any, parts: Sequence[RowPart]) -> Sequence[RowPart]:
 
 
 def rows_in_reply(max_reply_bytes: int, row_bytes: int) -> int:
-    """Return how many rows to ask for at once: one at least, and an answer that is short enough.
-
-    Args:
-        max_reply_bytes: Longest message that the shard sends.
-        row_bytes: What a row takes of the answer, or of the request where that is more.
-    """
+    """Return how many rows of `row_bytes` to request at once, at least one, so that the reply stays short."""
     return max(min(max_reply_bytes - _OVERHEAD_BYTES, _CHUNK_BYTES) // row_bytes, 1)
+
+
+def combine(replies: Sequence[Any], num_identities: int) -> _Int64s:
+    """Return the row of each identity, int64[n], -1 where there is none, from all shards' `idl.FindRowsReply`.
+
+    The newest claim wins; of equal ones, a claim whose row still has the identity.
+
+    Raises:
+        ProtocolError: A column does not have one value per identity.
+    """
+    rows, epochs, steps = (np.full(num_identities, value, np.int64) for value in (-1, 0, 0))
+    for reply in replies:
+        new = {name: getattr(reply, name) for name in ("row_ids", "epochs", "steps")}
+        for name, data in new.items():
+            if len(data) != 8 * num_identities:
+                raise ProtocolError(f"{len(data)} bytes of {name} for {num_identities} identities")
+        new_rows, new_epochs, new_steps = (np.frombuffer(data, "<i8") for data in new.values())
+        is_same = (new_epochs == epochs) & (new_steps == steps)
+        wins = is_newer(new_epochs, new_steps, epochs, steps) | (is_same & (rows < 0))
+        rows[wins], epochs[wins], steps[wins] = new_rows[wins], new_epochs[wins], new_steps[wins]
+    return rows

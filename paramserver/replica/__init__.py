@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.paramserver.replica.config import DiskStorage, MemoryStorage, ReplicaConfig
-from headrace.paramserver.replica.embedding_bags import BagTable, ReplicaEmbeddingBagCollection
-from headrace.paramserver.replica.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.api.bags import BagTable, ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica.api.config import DiskStorage, MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 
 __all__ = [
     "BagTable",

@@ -1,12 +1,12 @@
-"""Admission: how many requests, and bytes of them, may be in flight, and who is next when there is no room.
+"""Admission: how many requests may be in flight, how many bytes, and who is next when there is no room.
 
-A request asks before it is read (a long one) or before it is begun (a small one), gets a `Ticket`, and returns it in
-two parts: its bytes when its buffer is free, its place when it is answered. Past a bound it waits, which means that its
-connection is not read: the kernel's window closes and the sender feels it.
+A request asks before it is read (a long one) or before it is begun (a small one), and gets a `Ticket`. It returns the
+ticket in two parts: its bytes when its buffer is free, its place when it is answered. Without room it waits, and its
+connection is not read: the kernel's window closes, which slows the sender down.
 
-Fair: waiting accounts take turns, one request each. An account that has reached its own bound stands aside until it has
-finished something, and holds up nobody. Only when the next account's request does not fit what is left of the whole do
-all wait for it, else a long request would never find its room. Small requests need no bytes and pass by.
+Fairness: waiting accounts take turns, one request each. An account at its own bound stands aside until one of its
+requests finishes, and delays nobody. Only when the next account's request does not fit the room left in total do all
+wait for it; otherwise a long request would never find room. Small requests need no bytes and pass by.
 """
 
 from __future__ import annotations
@@ -20,50 +20,41 @@ from headrace.schemas.idl import idl
 
 __all__ = ["Account", "Admission", "ServerLimits", "Ticket", "Waiter"]
 
+_MAY_BE_ZERO = {"max_idle_buffer_bytes", "retry_after_s", "idle_timeout_s"}
+_ASCENDING = [
+    ("max_frame_bytes", "max_client_bytes"),
+    ("max_client_bytes", "max_inflight_bytes"),
+    ("max_client_requests", "max_inflight_requests"),
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerLimits:
-    """What one server may hold, and how long it waits.
+    """How much one server may hold, in bytes and counts, and how long it waits, in seconds.
 
-    Memory, at most: `max_inflight_bytes` for requests and as much again for replies that are not written; twice
+    Memory, at most: `max_inflight_bytes` for requests and as much again for replies on their way; twice
     `max_stranger_bytes` for the same of connections before their hello; `max_idle_buffer_bytes`; 16 KiB for each of
     `max_inflight_requests` short requests, and as much again for strangers'. And for each connection: 4 KiB; 48 KiB
-    while it is made to wait or stands in the middle of a short frame; 384 KiB while its peer does not read.
-
-    Attributes:
-        max_frame_bytes: Longest request or reply, bytes.
-        max_hello_bytes: Longest frame before a successful hello, bytes.
-        max_client_bytes: Requests that one client may have in flight, bytes; as much for replies on their way.
-        max_client_requests: Requests that one client may have in flight.
-        max_inflight_bytes: Requests in flight of all clients, bytes; as much for replies on their way.
-        max_inflight_requests: Requests in flight of all clients.
-        max_stranger_bytes: Requests in flight of all connections that have not said hello, bytes.
-        max_connections: Connections; a few more are told so, the rest are closed at once.
-        max_idle_buffer_bytes: Buffers kept for the next frames, bytes.
-        admission_timeout_s: A request that waits longer for room is answered with `OverloadedError`, seconds.
-        retry_after_s: What an overloaded answer tells the client to wait, seconds.
-        hello_timeout_s: A connection must have said hello by then, seconds.
-        frame_timeout_s: A frame must be whole this long after its first byte, waits for room not counted, seconds; of a
-            long one, of a client that has said hello, the next 64 KiB must have come.
-        idle_timeout_s: A connection with nothing in flight is closed after this time, seconds; 0: never.
-        write_timeout_s: A peer must have taken a reply by then, of a long one the next 256 KiB, seconds.
+    while it waits for room or is inside a short frame; 384 KiB while its peer does not read.
     """
 
-    max_frame_bytes: int = 64 * 2**20
-    max_hello_bytes: int = 2**20
-    max_client_bytes: int = 256 * 2**20
-    max_client_requests: int = 256
-    max_inflight_bytes: int = 2**30
-    max_inflight_requests: int = 8192
-    max_stranger_bytes: int = 32 * 2**20
-    max_connections: int = 12_000
-    max_idle_buffer_bytes: int = 128 * 2**20
-    admission_timeout_s: float = 10.0
-    retry_after_s: float = 0.5
-    hello_timeout_s: float = 30.0
+    max_frame_bytes: int = 64 * 2**20  # longest request or reply
+    max_hello_bytes: int = 2**20  # longest frame before a successful hello
+    max_client_bytes: int = 256 * 2**20  # of one client's requests in flight; as much for replies on their way
+    max_client_requests: int = 256  # of one client, in flight
+    max_inflight_bytes: int = 2**30  # of all clients' requests in flight; as much for replies on their way
+    max_inflight_requests: int = 8192  # of all clients
+    max_stranger_bytes: int = 32 * 2**20  # of requests in flight on all connections before their hello
+    max_connections: int = 12_000  # a few more get an error reply, the rest are closed at once
+    max_idle_buffer_bytes: int = 128 * 2**20  # of buffers kept for the next frames
+    admission_timeout_s: float = 10.0  # a request that waits longer for room gets `OverloadedError`
+    retry_after_s: float = 0.5  # how long an overloaded reply asks the client to wait
+    hello_timeout_s: float = 30.0  # from connecting to hello
+    # From a frame's first byte to its last, without waits for room. For a client that has said hello, a long frame only
+    # has to deliver its next 64 KiB in this time.
     frame_timeout_s: float = 30.0
-    idle_timeout_s: float = 600.0
-    write_timeout_s: float = 30.0
+    idle_timeout_s: float = 600.0  # a connection with nothing in flight is closed after this time; 0: never
+    write_timeout_s: float = 30.0  # for a peer to take a reply, or the next 256 KiB of a long one
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -74,7 +65,7 @@ class ServerLimits:
                 raise ConfigError(f"{small} {getattr(self, small)} is above {large} {getattr(self, large)}")
 
     def to_idl(self) -> object:
-        """Return what `hello` tells a client of these."""
+        """Return the limits that `hello` reports to a client."""
         return idl.Limits(
             max_frame_bytes=self.max_frame_bytes,
             max_inflight_bytes=self.max_client_bytes,
@@ -82,103 +73,69 @@ class ServerLimits:
         )
 
 
-_MAY_BE_ZERO = {"max_idle_buffer_bytes", "retry_after_s", "idle_timeout_s"}
-_ASCENDING = [
-    ("max_frame_bytes", "max_client_bytes"),
-    ("max_client_bytes", "max_inflight_bytes"),
-    ("max_client_requests", "max_inflight_requests"),
-]
-
-
 class Account:
-    """What one client has in flight, over however many connections.
-
-    Attributes:
-        num_requests: Its requests in flight.
-        size_bytes: Bytes of them.
-        reply_bytes: Long replies to it that are not written yet.
-    """
+    """What one client has in flight, over all of its connections; made by `Admission.open_account`."""
 
     __slots__ = ("key", "num_open", "num_requests", "reply_bytes", "size_bytes", "waiters")
 
     def __init__(self, key: Hashable) -> None:
-        """Start with nothing in flight; made by `Admission.open_account`."""
+        """Start with nothing in flight."""
         self.key = key
         self.num_open = 0
-        self.num_requests = 0
-        self.size_bytes = 0
-        self.reply_bytes = 0
+        self.num_requests = self.size_bytes = 0  # requests in flight
+        self.reply_bytes = 0  # long replies that are not written yet
         self.waiters: deque[Waiter] = deque()
 
 
 class Ticket:
-    """One admitted request's share of the bounds. Both releases are harmless when repeated."""
+    """One admitted request's share of the bounds, made by `Admission`. Both releases are idempotent."""
 
     __slots__ = ("_account", "_admission", "_has_place", "_size_bytes")
 
     def __init__(self, admission: Admission, account: Account, size_bytes: int) -> None:
-        """Hold a place and `size_bytes`; made by `Admission`."""
-        self._admission = admission
-        self._account = account
-        self._size_bytes = size_bytes
+        """Hold a place and `size_bytes`."""
+        self._admission, self._account, self._size_bytes = admission, account, size_bytes
         self._has_place = True
 
     def release_bytes(self) -> None:
-        """The request's buffer is free."""
+        """Give the bytes back: the request's buffer is free."""
         size_bytes, self._size_bytes = self._size_bytes, 0
         if size_bytes:
             self._admission._release(self._account, 0, size_bytes)
 
     def release(self) -> None:
-        """The request is answered, or never will be; its bytes may still be held."""
+        """Give the place back: the request is answered, or never will be. Its bytes may still be in use."""
         if self._has_place:
             self._has_place = False
             self._admission._release(self._account, 1, 0)
 
 
 class Waiter:
-    """A request that waits; `Admission.cancel` takes it back."""
+    """A request that waits for room, made by `Admission`."""
 
     __slots__ = ("account", "on_grant", "size_bytes")
 
     def __init__(self, account: Account, size_bytes: int, on_grant: Callable[[Ticket], None]) -> None:
-        """Call `on_grant` when it is its turn; made by `Admission`."""
-        self.account = account
-        self.size_bytes = size_bytes
-        self.on_grant = on_grant
+        """Wait for `on_grant` to be called."""
+        self.account, self.size_bytes, self.on_grant = account, size_bytes, on_grant
 
 
 class Admission:
-    """The bounds of a group of accounts, and of each of them.
+    """The bounds of a group of accounts, and of each of them. Does no I/O.
 
-    Thread: the loop's. Does no I/O.
-
-    Attributes:
-        num_requests: Requests in flight.
-        size_bytes: Bytes of them.
-        reply_bytes: Long replies that are not written yet.
+    Thread: the loop's.
     """
 
     def __init__(self, *, max_requests: int, max_bytes: int, max_account_requests: int, max_account_bytes: int) -> None:
-        """Start with nothing in flight.
-
-        Args:
-            max_requests: Requests in flight together.
-            max_bytes: Bytes of them together, and bytes of replies together.
-            max_account_requests: Requests in flight of one account.
-            max_account_bytes: Bytes of them, and of replies to them; no request may be longer.
-        """
+        """Start with nothing in flight; each bound on bytes holds for requests and for replies."""
         assert 0 < max_account_bytes <= max_bytes
         assert 0 < max_account_requests <= max_requests
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
-        self._max_account_requests = max_account_requests
-        self._max_account_bytes = max_account_bytes
-        self.num_requests = 0
-        self.size_bytes = 0
-        self.reply_bytes = 0
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._max_account_requests, self._max_account_bytes = max_account_requests, max_account_bytes
+        self.num_requests = self.size_bytes = 0  # requests in flight
+        self.reply_bytes = 0  # long replies that are not written yet
         self._accounts: dict[Hashable, Account] = {}
-        # Accounts whose first waiter fits their own bounds, in the order of their turns (a dict for its order).
+        # Accounts whose first waiter fits their own bounds, in the order of their turns.
         self._turns: dict[Account, None] = {}
         self._is_granting = False
 
@@ -191,21 +148,15 @@ class Admission:
         return account
 
     def close_account(self, account: Account) -> None:
-        """Forget an account that nobody else has open; its tickets stay good."""
+        """Close an account once; the last close forgets it, but its tickets stay valid."""
         account.num_open -= 1
         if not account.num_open:
             del self._accounts[account.key]
 
     def admit(self, account: Account, size_bytes: int, on_grant: Callable[[Ticket], None]) -> Ticket | Waiter:
-        """Ask for room.
+        """Return a ticket if there is room now, else a waiter, whose ticket `on_grant` gets later.
 
-        Args:
-            account: Who asks.
-            size_bytes: What the request will hold, at most an account's bound; 0 for a small one.
-            on_grant: Called with the ticket later, when there is no room now.
-
-        Returns:
-            The ticket, or the waiter that stands in line.
+        `size_bytes` is what the request will hold, at most an account's bound; 0 for a small one.
         """
         assert size_bytes <= self._max_account_bytes
         is_next = not account.waiters and not (self._turns and size_bytes)
@@ -217,7 +168,7 @@ class Admission:
         return waiter
 
     def cancel(self, waiter: Waiter) -> None:
-        """Take a waiter that was not granted out of the line."""
+        """Remove a waiter that has no ticket yet from the line."""
         account = waiter.account
         was_first = account.waiters[0] is waiter
         account.waiters.remove(waiter)
@@ -227,17 +178,16 @@ class Admission:
             self._grant()
 
     def admit_reply(self, account: Account, size_bytes: int) -> bool:
-        """Take room for a reply that is ready, or say that there is none."""
-        if account.reply_bytes + size_bytes > self._max_account_bytes:
-            return False
-        if self.reply_bytes + size_bytes > self._max_bytes:
+        """Take room for a finished reply; return whether there was any."""
+        is_over = account.reply_bytes + size_bytes > self._max_account_bytes
+        if is_over or self.reply_bytes + size_bytes > self._max_bytes:
             return False
         account.reply_bytes += size_bytes
         self.reply_bytes += size_bytes
         return True
 
     def release_reply(self, account: Account, size_bytes: int) -> None:
-        """Give back what `admit_reply` took."""
+        """Give back the room that `admit_reply` took."""
         account.reply_bytes -= size_bytes
         self.reply_bytes -= size_bytes
 
@@ -266,16 +216,13 @@ class Admission:
         self._grant()
 
     def _line_up(self, account: Account) -> None:
-        """Give an account a turn when its first waiter fits its own bounds."""
-        if (
-            account.waiters
-            and account not in self._turns
-            and self._fits_account(account, account.waiters[0].size_bytes)
-        ):
+        """Give an account a turn if its first waiter fits its own bounds."""
+        waiters = account.waiters
+        if waiters and account not in self._turns and self._fits_account(account, waiters[0].size_bytes):
             self._turns[account] = None
 
     def _grant(self) -> None:
-        """Let in whoever is next and fits. A grant may release or admit others: they are seen by this very loop."""
+        """Admit waiters in turn while they fit. A grant may release or admit others; the running loop sees those."""
         if self._is_granting:
             return
         self._is_granting = True
@@ -288,7 +235,7 @@ class Admission:
                 del self._turns[account]
                 account.waiters.popleft()
                 ticket = self._take(account, waiter.size_bytes)
-                self._line_up(account)  # at the end: the others come first
+                self._line_up(account)  # at the end of the line
                 waiter.on_grant(ticket)
         finally:
             self._is_granting = False

@@ -1,4 +1,4 @@
-"""A client of one shard: many calls in flight on one connection, answered in any order."""
+"""A client of one shard: many calls in flight on one connection, with replies in any order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from thriftpy2.thrift import TApplicationException
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.frames import PROGRESS_BYTES, Frame, FrameReader, new_scratch
-from headrace.paramserver.rpc.tcp import keep_alive
-from headrace.schemas.durations import format_seconds
+from headrace.paramserver.rpc.sockets import keep_alive
+from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
     ProtocolError,
@@ -45,12 +45,10 @@ __all__ = ["DEFAULT_MAX_FRAME_BYTES", "ParamServerClient"]
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
 _MAX_SEQID = 2**31 - 1
-# Calls whose caller has gone, for his deadline or by cancellation, and whose answer may still come. A server that owes
-# more than this is not answering at all.
+# Calls that timed out or were cancelled, and whose reply may still come. A server that owes more is not answering.
 _MAX_ABANDONED = 4096
 _CLOSE_TIMEOUT_S = 1.0
-# Of a name with several addresses, the next is tried when the one before has not answered for so long: RFC 8305's.
-_NEXT_ADDRESS_S = 0.25
+_NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried as well, as in RFC 8305
 _SCRATCH_BYTES = 128 * 2**10
 _SMALL_FRAME_BYTES = 32 * 2**10
 
@@ -58,23 +56,23 @@ _Reply = tuple[MessageHeader, memoryview]
 
 
 class ParamServerClient:
-    """One connection to one shard. Use it on one event loop; calls may overlap.
+    """One connection to one shard; use it on one event loop. Calls may overlap.
 
-    Calls raise the server's errors as the classes of `headrace.schemas.errors`, and `UnavailableError` when the
-    connection is lost or a deadline passes; then the request may have taken effect or not. A deadline is put off while
-    long frames move on, 64 KiB received or 256 KiB sent within its time: a slow link is no stuck server. Their replies'
-    `binary` fields are read-only views that stay valid as long as they are referred to.
+    Calls raise the server's errors as the classes of `headrace.schemas.errors`, and `UnavailableError` if the
+    connection is lost or a deadline passes; then the request may or may not have taken effect. While a long frame moves
+    on, 64 KiB received or 256 KiB sent within a call's timeout, its deadline is postponed: a slow link is no stuck
+    server. `binary` fields of replies are read-only views that stay valid as long as they are referenced.
 
-    Cancellation: a call that is cancelled while its frame is being written closes the connection; at any other moment
-    the connection and the other calls go on.
+    Cancellation: a call cancelled while its frame is being written closes the connection; at any other moment the
+    connection and the other calls go on.
 
     Attributes:
         address: Host and port it connected to.
-        max_frame_bytes: Longest request that the server takes, as its hello told; 64 MiB before.
+        max_frame_bytes: Longest request that the server accepts, from its hello; 64 MiB before.
     """
 
     def __init__(self, protocol: _ClientProtocol, address: str) -> None:
-        """Made by `connect`."""
+        """Use `connect`."""
         self.address = address
         self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
         self._protocol = protocol
@@ -91,22 +89,22 @@ class ParamServerClient:
         server_hostname: str | None = None,
         max_reply_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> ParamServerClient:
-        """Connect; say `hello` next.
+        """Connect; call `hello` next.
 
         Args:
             host: Name or address. A name is looked up each time, and each of its addresses is tried.
             port: TCP port.
             timeout_s: For the connection and its TLS handshake, seconds.
-            ssl_context: For TLS, as `client_tls_context` makes it.
-            server_hostname: Name that the server's certificate must have; `host` when None, without the dot at the end
-                that keeps a resolver from trying search domains.
-            max_reply_bytes: A server that announces a longer reply is cut off.
+            ssl_context: For TLS, from `client_tls_context`.
+            server_hostname: Name that the server's certificate must have; None for `host` without a trailing dot, which
+                only keeps a resolver from trying search domains.
+            max_reply_bytes: A longer reply ends the connection.
 
         Raises:
             UnavailableError: Nobody answers there in time.
-            UnauthorizedError: The server's certificate, or for it ours, is not good.
+            UnauthorizedError: The server's certificate, or ours, is not accepted.
 
-        Cancellation: nothing stays open; attempts that are under way end with the loop's next turn.
+        Cancellation: nothing stays open; attempts under way end with the loop's next turn.
         """
         address = format_address(host, port)
         try:
@@ -117,8 +115,8 @@ class ParamServerClient:
                     port,
                     ssl=ssl_context,
                     server_hostname=(server_hostname or host.removesuffix(".")) if ssl_context is not None else None,
-                    # Else one address where nothing answers would use up the time of all. Of an address, no race:
-                    # cancelled at the wrong moment, asyncio's leaves a socket to the garbage collection.
+                    # Otherwise one silent address would use up the time of all. No race for a plain address:
+                    # cancelled at the wrong moment, asyncio's leaves a socket to the garbage collector.
                     happy_eyeballs_delay=None if _is_address(host) else _NEXT_ADDRESS_S,
                 )
         except TimeoutError as exc:
@@ -130,68 +128,60 @@ class ParamServerClient:
             raise UnauthorizedError(f"TLS with {address}: {exc.verify_message}") from exc
         except OSError as exc:
             raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
-        except ValueError as exc:  # of look-up: a label that is empty or too long, a zero byte
+        except ValueError as exc:  # of the lookup: an empty or too long label, a zero byte
             raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from exc
         return cls(protocol, address)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection is gone, by `close` or by itself: every further call fails."""
+        """Whether the connection is gone, so that every further call fails."""
         return self._protocol.lost is not None
 
+    @property
+    def moved_s(self) -> float:
+        """When a long frame last moved on, in either direction, on the event loop's clock; -inf before."""
+        return self._protocol.moved_s
+
     async def hello(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `hello` with an `idl.HelloRequest`; note the limits in its `idl.HelloReply`."""
+        """Call `hello` and note the limits in its reply."""
         reply = await self._call("hello", request, timeout_s)
         self.max_frame_bytes = reply.limits.max_frame_bytes
         return reply
 
     async def set_embeddings(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Call `setEmbeddings` with an `idl.SetEmbeddingsRequest`; return its `idl.SetEmbeddingsReply`.
-
-        The request's columns are not copied: they must not change before this returns or raises.
-        """
+        """Call `setEmbeddings`. The request's columns are not copied and must not change until this ends."""
         return await self._call("setEmbeddings", request, timeout_s)
 
     async def get_embeddings(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `getEmbeddings` with an `idl.GetEmbeddingsRequest`; return its `idl.GetEmbeddingsReply`."""
+        """Call `getEmbeddings`."""
         return await self._call("getEmbeddings", request, timeout_s)
 
     async def find_rows(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `findRows` with an `idl.FindRowsRequest`; return its `idl.FindRowsReply`."""
+        """Call `findRows`."""
         return await self._call("findRows", request, timeout_s)
 
     async def status(self, *, timeout_s: float = 10.0) -> Any:
-        """Call `status`; return its `idl.StatusReply`."""
+        """Call `status`."""
         return await self._call("status", None, timeout_s)
 
     async def fetch_updates(self, request: Any, *, timeout_s: float = 10.0) -> Any:
-        """Call `fetchUpdates` with an `idl.FetchUpdatesRequest`; return its `idl.FetchUpdatesReply`.
-
-        Args:
-            request: Its `wait_ms` is how long the server may wait before it answers.
-            timeout_s: How long the answer may take beyond that, seconds.
-        """
+        """Call `fetchUpdates`; `timeout_s` comes on top of the request's `wait_ms`."""
         return await self._call("fetchUpdates", request, request.wait_ms / 1000 + timeout_s)
 
     async def digest_rows(self, request: Any, *, timeout_s: float = 60.0) -> Any:
-        """Add up digests of rows."""
+        """Call `digestRows`."""
         return await self._call("digestRows", request, timeout_s)
-
-    @property
-    def moved_s(self) -> float:
-        """When a long frame last moved on, either way, on the event loop's clock; -inf before."""
-        return self._protocol.moved_s
 
     async def create_snapshot(self, request: Any, *, timeout_s: float = 86_400.0) -> Any:
         """Call `createSnapshot`; `timeout_s` comes on top of the request's `wait_ms`.
 
-        The shard reads all of its store, which takes as long as it does. One that is gone without a word is found out
-        by the connection (`tcp.keep_alive`).
+        The shard reads all of its store, which may take hours. TCP keep-alive (`sockets.keep_alive`) notices a server
+        that has vanished.
         """
         return await self._call("createSnapshot", request, request.wait_ms / 1000 + timeout_s)
 
     async def finish_snapshot(self, request: Any, *, timeout_s: float = 600.0) -> Any:
-        """Call `finishSnapshot`; to remove the files of terabytes takes a file system minutes."""
+        """Call `finishSnapshot`; a file system needs minutes to remove terabytes of files."""
         return await self._call("finishSnapshot", request, timeout_s)
 
     async def fetch_snapshot(self, request: Any, *, timeout_s: float = 30.0) -> Any:
@@ -203,7 +193,7 @@ class ParamServerClient:
         return await self._call("expireRows", request, request.wait_ms / 1000 + timeout_s)
 
     async def close(self) -> None:
-        """Close the connection; calls in flight fail with `UnavailableError`. Again is harmless.
+        """Close the connection; calls in flight fail with `UnavailableError`. Idempotent.
 
         Cancellation: the connection closes all the same.
         """
@@ -218,7 +208,7 @@ class ParamServerClient:
     async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         args_class, result_class = _CLASSES[name]
         args = args_class(request=request) if request is not None else args_class()
-        seqid = self._next_seqid()
+        self._last_seqid = seqid = self._last_seqid % _MAX_SEQID + 1
         segments = encode_message(name, CALL, seqid, args)
         size_bytes = size_of_segments(segments)
         if size_bytes > self.max_frame_bytes:
@@ -238,10 +228,6 @@ class ParamServerClient:
             self._protocol.fail(exc)
             raise
 
-    def _next_seqid(self) -> int:
-        self._last_seqid = self._last_seqid % _MAX_SEQID + 1
-        return self._last_seqid
-
 
 def _is_address(host: str) -> bool:
     try:
@@ -252,9 +238,9 @@ def _is_address(host: str) -> bool:
 
 
 def _silence(host: str, *, is_tls: bool) -> str:
-    """Say what may be the matter where nothing answers."""
+    """Return likely reasons why nothing answers."""
     reasons = ["the host is down", "a firewall is in between"]
-    if is_tls:  # without it, the kernel answers for a process that hangs
+    if is_tls:  # without TLS, the kernel accepts connections for a process that hangs
         reasons.append("what listens there hangs")
     if not _is_address(host):
         reasons.append("the name is not looked up in time")
@@ -262,14 +248,14 @@ def _silence(host: str, *, is_tls: bool) -> str:
 
 
 def _reason(exc: OSError) -> str:
-    # asyncio's own text names only the address, which is known; that of TLS and of name lookup says more than a number.
+    # asyncio's own text only repeats the address; that of TLS and of name lookup says more than the number.
     if isinstance(exc, ssl.SSLError) and exc.reason == "WRONG_VERSION_NUMBER":
         return "it does not speak TLS; turn TLS on or off on both sides"
-    if isinstance(exc, ConnectionResetError):  # amid the handshake: without TLS there is nothing to reset yet
+    if isinstance(exc, ConnectionResetError):  # during the handshake: without TLS nothing can be reset yet
         return "it hung up on the TLS handshake; turn TLS on or off on both sides"
     if isinstance(exc, socket.gaierror):
         return f"{exc.strerror}; is the host's name right?"
-    # A name with several addresses: all that failed stand in one text.
+    # For a name with several addresses, one text holds all errors.
     numbers = {exc.errno} if exc.errno else {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(exc))}
     if type(exc).__module__ != "builtins" or not numbers:
         return exc.strerror or str(exc) or type(exc).__name__
@@ -284,7 +270,7 @@ _CLASSES = {
 
 
 def _result_of(name: str, header: MessageHeader, frame: memoryview, result_class: type[Any]) -> Any:
-    """Return what a reply holds, or raise the error that it reports."""
+    """Return the result in a reply, or raise the error that it reports."""
     if header.name != name or header.kind not in (REPLY, EXCEPTION):
         raise ProtocolError(f"the answer to {name} is a message of kind {header.kind} named {header.name!r}")
     if header.kind == EXCEPTION:
@@ -300,16 +286,16 @@ def _result_of(name: str, header: MessageHeader, frame: memoryview, result_class
     return result.success
 
 
-def _again(error: HeadraceError) -> HeadraceError:
+def _copy_of(error: HeadraceError) -> HeadraceError:
     """Return a copy to raise: one instance raised in several tasks would mix their tracebacks."""
     return type(error)(str(error))
 
 
 class _CallDeadline:
-    """Ends one call when its answer has not come in time, and no long frame has moved on for as long.
+    """Fails one call when its timeout has passed since it began and since a long frame last moved on.
 
-    On a slow link a long frame takes its time, and so do those behind it. Ended there, a call would be made again and
-    come no further. One that the server forgot ends as well: as soon as no other keeps the link busy.
+    On a slow link a long frame delays all later ones; failed too early, a call would be repeated without getting
+    further. A call that the server forgot still fails, once no other call keeps the link busy.
     """
 
     __slots__ = ("_future", "_protocol", "_sending", "_timeout_s", "_timer")
@@ -322,7 +308,7 @@ class _CallDeadline:
 
     @asynccontextmanager
     async def of_sending(self) -> AsyncIterator[None]:
-        """Raise `TimeoutError` when the deadline comes within."""
+        """Raise `TimeoutError` if the deadline passes inside the block."""
         async with asyncio.timeout(None) as self._sending:
             yield
         self._sending = None
@@ -338,23 +324,23 @@ class _CallDeadline:
             return
         if not self._future.done():
             self._future.set_exception(TimeoutError())
-            self._future.exception()  # marks it as seen: its call may be writing yet
-        # Also when it has been answered: a server that refuses a frame may not take the rest of it.
+            self._future.exception()  # marks it as retrieved: its call may still be writing
+        # Even with a reply: a server that refuses a frame may not read the rest of it.
         if self._sending is not None:
             self._sending.reschedule(-math.inf)  # at once
 
 
 class _ClientProtocol(asyncio.BufferedProtocol):
-    """The connection under a client: matches replies to calls."""
+    """The connection of a client; matches replies to calls."""
 
     def __init__(self, address: str, max_reply_bytes: int) -> None:
-        self.lost: HeadraceError | None = None  # why the connection is of no more use
+        self.lost: HeadraceError | None = None  # why the connection is unusable
         self.loop = asyncio.get_running_loop()
         self._address = address
         self._transport: asyncio.Transport | None = None
         self._is_tls = False
         self._closed: asyncio.Future[None] = self.loop.create_future()
-        self._received_s = -math.inf  # when a long answer last moved on
+        self._received_s = -math.inf  # when a long reply last moved on
         self._moved_seen = 0
         self._pending: dict[int, asyncio.Future[_Reply]] = {}
         self._abandoned: set[int] = set()
@@ -362,7 +348,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self._writer = FrameWriter(timeout_s=None)
         self._reader: FrameReader[bool] = FrameReader(
             max_frame_bytes=max_reply_bytes,
-            # Of this connection alone, so it may be larger than a server's: many answers come with one system call.
+            # Larger than a server's, as only this connection uses it: one system call can read many replies.
             scratch=new_scratch(_SCRATCH_BYTES),
             small_frame_bytes=_SMALL_FRAME_BYTES,
             pool=None,
@@ -373,18 +359,16 @@ class _ClientProtocol(asyncio.BufferedProtocol):
 
     @property
     def has_answered(self) -> bool:
-        """Whether a message has come from the server."""
         return self._reader.num_begun > 0
 
     @property
     def moved_s(self) -> float:
-        """When a long frame last moved on, either way, on the loop's clock; -inf before."""
         return max(self._received_s, self._writer.moved_s)
 
     async def exchange(self, seqid: int, segments: list[Any], timeout_s: float) -> _Reply:
-        """Send a call and return its reply, or raise `TimeoutError`. Cancellation: as `ParamServerClient` says."""
+        """Send a call and return its reply, or raise `TimeoutError`."""
         if self.lost is not None:
-            raise _again(self.lost)
+            raise _copy_of(self.lost)
         future: asyncio.Future[_Reply] = self.loop.create_future()
         if seqid in self._pending or seqid in self._abandoned:
             raise UnavailableError(f"{self._address} has not answered for 2^31 calls")
@@ -399,34 +383,34 @@ class _ClientProtocol(asyncio.BufferedProtocol):
             return await future
         except UnavailableError as exc:
             lost: HeadraceError | None = self.lost
-            raise _again(lost or UnavailableError(f"{self._address}: {exc}")) from None
+            raise _copy_of(lost or UnavailableError(f"{self._address}: {exc}")) from None
         finally:
             deadline.cancel()
-            # Still there when no reply has come. A frame that was cut has closed the connection.
+            # Still pending: no reply has come. A partly sent frame has closed the connection.
             if self._pending.pop(seqid, None) is not None and is_sent:
                 self._abandon(seqid)
 
     def fail(self, error: HeadraceError) -> None:
-        """Give the connection up; every call in flight raises `error`."""
+        """Abort the connection; every call in flight raises `error`."""
         if self.lost is None:
             self.lost = error
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
-                future.set_exception(_again(self.lost))
-                future.exception()  # marks it as seen: its call may be writing yet, and then raises `lost` itself
+                future.set_exception(_copy_of(self.lost))
+                future.exception()  # marks it as retrieved: its call may still be writing, and then raises `lost`
         self._reader.stop()
         if self._transport is not None:
             self._transport.abort()
 
     async def close(self) -> None:
-        """Close in peace, or by force when the peer takes too long."""
+        """Close gracefully, or abort if the peer takes too long."""
         if self._transport is not None:
             if self.lost is None:
                 self.lost = UnavailableError(f"{self._address}: the connection is closed")
             if self._pending:
                 self.fail(self.lost)
-            # Twice would be once too often: asyncio's TLS transport then forgets its connection and never ends.
+            # Never close twice: asyncio's TLS transport then forgets its connection and never ends.
             elif not self._transport.is_closing():
                 self._writer.flush()
                 self._transport.close()
@@ -450,7 +434,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self._transport = None
         reason = f": {exc}" if exc is not None else ""
         if self._is_tls and not self.has_answered:
-            # The server's asyncio closes without TLS's own word for it.
+            # The server's asyncio closes without a TLS alert.
             reason += ", before any answer; it may ask for a client certificate of an authority that it trusts"
         elif not self.has_answered:
             reason += ", before any answer; it is stopping, speaks TLS, or is no Headrace server"
@@ -477,7 +461,7 @@ class _ClientProtocol(asyncio.BufferedProtocol):
         self._writer.resume()
 
     def _deliver(self, frame: Frame[bool]) -> None:
-        header = decode_header(frame.data)  # its ProtocolError comes out of the reader's buffer_updated
+        header = decode_header(frame.data)  # `buffer_updated` handles its ProtocolError
         if header.seqid in self._abandoned:
             self._abandoned.remove(header.seqid)
             return

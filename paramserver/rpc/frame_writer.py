@@ -1,4 +1,4 @@
-"""Frames into a transport: one at a time, long columns as they lie in memory, never more than the peer takes."""
+"""Write frames to a transport: one at a time, long columns without copies, and never more than the peer takes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import math
 from collections.abc import Iterator, Sequence
 
 from headrace.paramserver.rpc.frames import PREFIX
-from headrace.schemas.durations import format_seconds
+from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import UnavailableError
 from headrace.schemas.messages import Segment, size_of_segments
 
 __all__ = ["FrameWriter"]
 
-# A frame that is not longer is copied into one piece, which costs less than a second system call.
+# A frame up to here is copied into one piece, which costs less than a second system call.
 _JOIN_BYTES = 64 * 2**10
 # In a longer frame, segments up to here are joined with their neighbours.
 _SHORT_SEGMENT_BYTES = 16 * 2**10
-# Long segments are written in pieces of this size. Python 3.11's transport copies what the kernel does not take at once
-# into a bytearray: with pieces, and a wait for the kernel between them, that is at most one piece.
+# Long segments are written in pieces of this size. Python 3.11's transport copies into a bytearray what the kernel does
+# not take at once: with a wait between pieces, that is at most one piece.
 _PIECE_BYTES = 256 * 2**10
 
 
 class FrameWriter:
     """Writes frames to one connection, in the order in which `send` was called.
 
-    The transport's buffer is kept empty: a frame's next piece is written when the kernel has taken the last one. Of the
-    short frames that are sent within one turn of the event loop the first goes out at once, so that a single call waits
-    for nothing, and the others together when the turn ends.
+    The transport's buffer stays empty: a frame's next piece is written when the kernel has taken the last one. Of the
+    short frames sent within one turn of the event loop, the first goes out at once, so that a single call does not
+    wait, and the others together when the turn ends.
 
-    Holds at most 128 KiB of short frames, and the transport as much again, or one piece.
+    Holds at most 128 KiB of short frames; the transport holds as much again, or one piece.
 
     Thread: the loop's.
 
@@ -41,9 +41,8 @@ class FrameWriter:
     def __init__(self, *, timeout_s: float | None) -> None:
         """Wait for `attach`.
 
-        Args:
-            timeout_s: A peer that does not take a short frame, or one more piece (256 KiB) of a longer one, within this
-                time, seconds, is cut off; None leaves the deadline to the callers of `send`.
+        A peer must take a short frame, or the next 256 KiB of a long one, within `timeout_s` seconds, or the connection
+        is aborted; None leaves deadlines to the callers of `send`.
         """
         self.moved_s = -math.inf
         self._timeout_s = timeout_s
@@ -57,19 +56,19 @@ class FrameWriter:
         self._has_ended = False
 
     def attach(self, transport: asyncio.WriteTransport) -> None:
-        """Begin to write to `transport`, whose protocol calls `pause`, `resume` and `detach`."""
-        # At 0 the TLS transport would report a full buffer for good, since it compares with ≥.
+        """Write to `transport` from now on; its protocol calls `pause`, `resume` and `detach`."""
+        # At 0 the TLS transport would report a full buffer forever, since it compares with ≥.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0, low=0)
         self._transport = transport
 
     def detach(self) -> None:
-        """Note that the connection is lost; whoever waits is told."""
+        """Note that the connection is lost; waiting senders fail."""
         self._transport = None
         self._corked.clear()
         self.resume()
 
     def pause(self) -> None:
-        """Note that the transport has bytes that the kernel does not take."""
+        """Note that the transport holds bytes that the kernel does not take."""
         if self._drained is None:
             self._drained = self._loop.create_future()
 
@@ -80,24 +79,21 @@ class FrameWriter:
             drained.set_result(None)
 
     def end(self) -> None:
-        """Hand the short frames that wait to the transport, and take no more; call it before the transport's end."""
+        """Flush, and refuse further frames; call it before the transport's end."""
         self.flush()
         self._has_ended = True
 
     def flush(self) -> None:
-        """Hand the short frames that wait to the transport."""
+        """Hand waiting short frames to the transport."""
         if self._corked and self._transport is not None:
             corked, self._corked = self._corked, bytearray()
             self._write_short(self._transport, corked)
 
     async def send(self, segments: Sequence[Segment]) -> None:
-        """Write one frame; return when its segments may change: its bytes are copied, or have left this process.
-
-        Args:
-            segments: The message, from `encode_message`.
+        """Write one frame, from `encode_message`; return when its segments may change, copied or sent.
 
         Raises:
-            UnavailableError: The connection is lost, or the peer took too long and has been cut off.
+            UnavailableError: The connection is lost, or was aborted because the peer took too long.
 
         Cancellation: before the frame's first byte nothing has happened; later the connection is aborted.
         """
@@ -111,11 +107,7 @@ class FrameWriter:
             self._num_waiting -= 1
 
     def try_send(self, segments: Sequence[Segment]) -> bool:
-        """Write a frame if it is short and nothing is in its way, else do nothing and return False.
-
-        Raises:
-            UnavailableError: The connection is lost.
-        """
+        """Write a frame if it is short and need not wait; otherwise return False. Raises as `send` does."""
         size_bytes = size_of_segments(segments)
         if size_bytes > _JOIN_BYTES or self._num_waiting or self._drained is not None:
             return False
@@ -146,7 +138,7 @@ class FrameWriter:
             self._abort()
 
     async def _send_in_turn(self, segments: Sequence[Segment]) -> None:
-        """Write a frame when all before it have left; the caller holds the lock."""
+        """Write a frame after all earlier ones; the caller holds the lock."""
         self.flush()
         await self._drain()
         transport = self._open_transport()
@@ -157,8 +149,8 @@ class FrameWriter:
                 await self._drain()
                 self.moved_s = self._loop.time()
                 if is_tls:
-                    # Python 3.11's TLS transport learns that the socket was lost a turn of the loop later, and what is
-                    # written until then is lost with a warning each.
+                    # Python 3.11's TLS transport learns one turn of the loop later that the socket is lost, and warns
+                    # of each write until then.
                     await asyncio.sleep(0)
                 if transport.is_closing() or self._transport is None:
                     raise UnavailableError("the connection was lost")
@@ -170,9 +162,9 @@ class FrameWriter:
         if self._drained is None:
             return
         try:
-            # By the piece and not by the frame: a frame takes its time on a slow link, and would be begun for ever.
+            # A deadline per piece: on a slow link a long frame would never fit one deadline, and be resent for ever.
             async with asyncio.timeout(self._timeout_s):
-                # Shielded: a cancelled sender must not end the wait of those behind it.
+                # Shielded: a cancelled sender must not end the wait of later ones.
                 await asyncio.shield(self._drained)
         except TimeoutError as exc:
             self._abort()
@@ -180,7 +172,7 @@ class FrameWriter:
             raise UnavailableError(f"the peer took nothing for {format_seconds(self._timeout_s)}") from exc
 
     def _abort(self) -> None:
-        # Not one that is lost: asyncio's raises AttributeError where it was lost after a peer's end of file.
+        # Not when it is lost: after a peer's end of file, asyncio's transport raises AttributeError then.
         if self._transport is not None:
             self._transport.abort()
 
@@ -192,7 +184,7 @@ class FrameWriter:
 
 
 def _pieces(segments: Sequence[Segment], size_bytes: int) -> Iterator[Segment | bytearray]:
-    """Yield a frame's bytes: its length and short segments joined, long ones as views of bounded length."""
+    """Yield a frame's bytes: length and short segments joined, long segments as views of bounded length."""
     short = bytearray(PREFIX.pack(size_bytes))
     longest = _JOIN_BYTES if size_bytes <= _JOIN_BYTES else _SHORT_SEGMENT_BYTES
     for segment in segments:

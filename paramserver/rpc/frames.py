@@ -1,15 +1,14 @@
-"""Frames out of a stream of bytes: Thrift's framed transport, four bytes of length (big-endian) and the message.
+"""Read frames from a stream of bytes: Thrift's framed transport, four bytes of length (big-endian) and the message.
 
-`FrameReader` is the whole of it and touches no socket. It hands out buffers for `recv_into` and calls back with frames:
+`FrameReader` touches no socket. It hands out buffers for `recv_into` and calls back with frames:
 
-- Frames that arrive whole in the scratch buffer, many at a time, are copied out: one system call reads them all.
-- A frame that arrives in parts gets a buffer of its own, into which the rest of it is received directly. Nothing is
-  ever joined.
+- Frames that arrive whole in the scratch buffer are copied out; one system call can read many.
+- A frame that arrives in parts gets a buffer of its own, and the rest is received directly into it. Nothing is joined.
 - A long frame is read only after `admit` has granted its bytes; until then the connection must not be read.
-- A refused frame is read past, never kept; its head is, for an answer that names its seqid.
+- A refused frame is skipped; only its head is kept, for a reply with its seqid.
 
-The scratch buffer is shared by all connections of one loop: asyncio fills it and has it parsed in one step. What is
-left in it when a connection has to stop is copied aside, at most `SCRATCH_BYTES` a connection.
+All connections of one loop share the scratch buffer: asyncio fills it and has it parsed in one step. If a connection
+has to stop, the unparsed rest is copied aside, at most `SCRATCH_BYTES` per connection.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ SCRATCH_BYTES = 32 * 2**10
 SMALL_FRAME_BYTES = 16 * 2**10
 # Enough for a message's header: 12 bytes and a name of at most 128.
 MAX_HEAD_BYTES = 140
-# A peer that moves so much of a long frame within a deadline is slow and not stuck, and the deadline begins anew.
+# A peer that moves this much of a long frame within a deadline is slow but not stuck, and the deadline restarts.
 PROGRESS_BYTES = 64 * 2**10
 
-# How other protocols begin. As lengths they are beyond any bound that makes sense.
+# How other protocols begin. Read as lengths, all are above any sensible limit.
 _HTTP_HEADS = frozenset({b"HTTP", b"<!DO", b"<htm", b"GET ", b"HEAD", b"POST", b"PUT "})
 _TLS_HEADS = frozenset({b"\x15\x03", b"\x16\x03"})
 
@@ -52,29 +51,21 @@ Grant = TypeVar("Grant")
 
 
 def new_scratch(size_bytes: int = SCRATCH_BYTES) -> memoryview:
-    """Return a scratch buffer, uint8[size_bytes], for all readers of one event loop."""
+    """Return a scratch buffer, uint8[size_bytes], for the readers of one event loop."""
     return np.empty(size_bytes, np.uint8).data
 
 
 class Frame(Generic[Grant]):
-    """One frame that was read.
-
-    Attributes:
-        data: uint8, read-only, without the length; valid until `release`.
-        grant: What `admit` returned for it.
-    """
+    """One received frame: `data`, uint8, read-only, is valid until `release`; `grant` is what `admit` returned."""
 
     __slots__ = ("_buffer", "_pool", "data", "grant")
 
     def __init__(self, data: memoryview, grant: Grant, buffer: memoryview | None, pool: BufferPool | None) -> None:
-        """Own `buffer`, which goes back to `pool`, or nothing when it is None."""
-        self.data = data
-        self.grant = grant
-        self._buffer = buffer
-        self._pool = pool
+        """Own `buffer` of `pool`, or nothing if it is None."""
+        self.data, self.grant, self._buffer, self._pool = data, grant, buffer, pool
 
     def release(self) -> None:
-        """Give the buffer back; again is harmless. Views into `data` must not be used any more."""
+        """Give the buffer back; views into `data` become invalid. Idempotent."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self._pool is not None:
             self._pool.give(buffer)
@@ -87,9 +78,9 @@ class FrameReader(Generic[Grant]):
     run inside `buffer_updated` and `resume`, in the order of the bytes, and may call `pause` and `stop`.
 
     Attributes:
-        max_frame_bytes: Longest frame that is taken from now on.
+        max_frame_bytes: Longest frame accepted from now on.
         num_begun: Frames whose length has been read.
-        num_moved: Bytes of long frames that have come, but for the first ones of each.
+        num_moved: Received bytes of long frames, except the first part of each.
         is_paused: A frame waits for its grant, or `pause` was called: receive nothing until `resume`.
     """
 
@@ -108,38 +99,33 @@ class FrameReader(Generic[Grant]):
 
         Args:
             max_frame_bytes: Longest frame, bytes, > 0.
-            scratch: From `new_scratch`; may be shared by all readers of a loop.
-            pool: Where buffers for long frames come from; None makes fresh ones that live as long as their views.
-            admit: Asked with each frame's length: before a long one is read, and when a small one is complete. Returns
-                the grant; an error to refuse the frame with; or None to wait until `resume` is called with one of
-                the two.
-            deliver: Gets each complete frame, and owns it.
-            refuse: Gets the first bytes of each refused frame, at most `MAX_HEAD_BYTES`, and the error.
-            small_frame_bytes: Up to here a frame is copied out of the scratch buffer.
+            scratch: From `new_scratch`; all readers of a loop may share it.
+            pool: Source of buffers for long frames; None allocates fresh ones that live as long as their views.
+            admit: Called with each frame's length: before a long one is read, and when a small one is complete. Returns
+                the grant; or an error to refuse the frame with; or None to wait for `resume` with one of the two.
+            deliver: Called with each complete frame, which it then owns.
+            refuse: Called with the head of each refused frame, at most `MAX_HEAD_BYTES`, and the error.
+            small_frame_bytes: Longest frame that is copied out of the scratch buffer.
         """
         self.max_frame_bytes = max_frame_bytes
         self.num_begun = self.num_moved = 0
         self.is_paused = False
-        self._scratch = scratch
-        self._pool = pool
-        self._admit = admit
-        self._deliver = deliver
-        self._refuse = refuse
-        self._small_frame_bytes = small_frame_bytes
+        self._scratch, self._pool, self._small_frame_bytes = scratch, pool, small_frame_bytes
+        self._admit, self._deliver, self._refuse = admit, deliver, refuse
         self._is_stopped = False
-        self._rest = b""  # received and not parsed: a cut length, or all that came after a frame that waits
+        self._rest = b""  # received and not parsed: a part of a length, or everything after a frame that waits
         self._verdict: Grant | HeadraceError | None = None  # of the frame at the start of `_rest`
         self._length = 0  # of the frame being read in parts
-        self._body: memoryview | None = None  # what of it is kept, exactly as long
+        self._body: memoryview | None = None  # the part of it that is kept, exactly as long
         self._filled = 0
         self._buffer: memoryview | None = None  # the pool's buffer under `_body`
         self._grant: Grant | None = None
         self._refusal: HeadraceError | None = None
-        self._num_to_skip = 0  # bytes of a refused frame still to be read past
+        self._num_to_skip = 0  # bytes of a refused frame to skip
 
     @property
     def is_mid_frame(self) -> bool:
-        """A part of a frame has arrived, and the rest has not."""
+        """Whether a frame has arrived in part."""
         return bool(self._rest or self._body is not None or self._num_to_skip)
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
@@ -151,10 +137,10 @@ class FrameReader(Generic[Grant]):
         return self._scratch[rest:]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take note that `nbytes` were received into the buffer that `get_buffer` returned last.
+        """Process `nbytes` received into the buffer that `get_buffer` returned last.
 
         Raises:
-            ProtocolError: A frame's length is out of bounds; the connection cannot be used any more.
+            ProtocolError: A frame's length is out of bounds; the connection is unusable.
         """
         if self._is_stopped:
             return
@@ -170,18 +156,11 @@ class FrameReader(Generic[Grant]):
         self._parse(data)
 
     def pause(self) -> None:
-        """Call back no more until `resume`, though bytes may be left."""
+        """Stop callbacks until `resume`, even if bytes are left."""
         self.is_paused = True
 
     def resume(self, verdict: Grant | HeadraceError | None = None) -> None:
-        """Go on.
-
-        Args:
-            verdict: For the frame that waits, its grant or the error to refuse it with; None after `pause`.
-
-        Raises:
-            ProtocolError: As for `buffer_updated`.
-        """
+        """Continue, with the verdict on a waiting frame; None after `pause`. Raises as `buffer_updated` does."""
         assert self.is_paused
         self.is_paused = False
         if self._is_stopped:
@@ -194,11 +173,7 @@ class FrameReader(Generic[Grant]):
             self._parse(rest)
 
     def stop(self) -> Grant | None:
-        """Take no more bytes: drop what is unfinished and give its buffer back. Again is harmless.
-
-        Returns:
-            The grant of the frame that was being read, if there was one: it is the caller's again.
-        """
+        """Accept no more bytes and drop an unfinished frame; return its grant to the caller. Idempotent."""
         self._is_stopped = True
         self._rest = b""
         grant, self._grant = self._grant, None
@@ -232,7 +207,7 @@ class FrameReader(Generic[Grant]):
             self._rest = bytes(data[pos:])
 
     def _begin(self, data: memoryview, pos: int) -> int:
-        """Read the length at `pos`, and the frame too when all of it is there; return the position after that."""
+        """Read the length at `pos`, and the frame if it is complete; return the position after that."""
         length: int = PREFIX.unpack_from(data, pos)[0]
         if self._verdict is None:
             if not 0 < length <= self.max_frame_bytes:
@@ -263,10 +238,10 @@ class FrameReader(Generic[Grant]):
         return start
 
     def _finish(self) -> None:
-        """Hand over the frame, or the refused frame's head, that `_body` now holds whole."""
+        """Deliver the complete frame in `_body`, or refuse with the complete head there."""
         body, grant, refusal = self._body, self._grant, self._refusal
         assert body is not None
-        if refusal is None and grant is None:  # a small frame, which is admitted when it is complete
+        if refusal is None and grant is None:  # a small frame is admitted when it is complete
             verdict, self._verdict = self._verdict, None
             if verdict is None:
                 verdict = self._admit(self._length)
@@ -288,7 +263,7 @@ class FrameReader(Generic[Grant]):
 
 
 def _describe_bad_length(length: int, max_frame_bytes: int) -> str:
-    """Say what a length that no frame has may be instead; the peer may be on either side."""
+    """Guess what the peer speaks, on either side, from an impossible length."""
     head = PREFIX.pack(length)
     if head in _HTTP_HEADS:
         return "the peer speaks HTTP, not framed Thrift: metrics and health have ports of their own"

@@ -1,10 +1,8 @@
-"""Who may connect and what they may do: TLS contexts, the bearer token, roles, and where a server may listen.
+"""Access to a server: TLS contexts, tokens, roles, and the addresses that it may listen on.
 
-TLS is Python's `ssl`, with certificates checked: a client checks the server's name, and a server that is given an
-authority for its clients demands a certificate from each of them. The token is compared in constant time and appears in
-no message, log line or `repr`.
-
-A role includes the ones below it: an admin may do what a writer may, a writer what a reader may.
+A client checks the server's certificate and name; a server with an authority for clients demands a certificate from
+each. Tokens are compared in constant time and appear in no message, log line or `repr`. A role includes the ones below
+it: an admin may do what a writer may, a writer what a reader may.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ __all__ = [
 TOKEN_ENV = "HEADRACE_TOKEN"
 _MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_CHARS = 4096
-# What each method asks for; a method that is not named is for admins.
+# Least role of each method; methods that are not listed need an admin.
 _ROLE_OF_METHOD = {
     "getEmbeddings": idl.Role.READER,
     "findRows": idl.Role.READER,
@@ -53,7 +51,7 @@ def role_name(role: int | None) -> str:
 
 
 class Token:
-    """A secret that clients show; keeps out of every text that is made of it."""
+    """A secret that clients show; its `repr` hides it."""
 
     __slots__ = ("_secret",)
 
@@ -61,7 +59,7 @@ class Token:
         """Keep a secret of 16 to 4096 printable ASCII characters without spaces.
 
         Raises:
-            ConfigError: It is not; the message does not repeat it.
+            ConfigError: The secret is something else; the message does not repeat it.
         """
         if not _MIN_TOKEN_CHARS <= len(secret) <= _MAX_TOKEN_CHARS or not all(33 <= ord(c) <= 126 for c in secret):
             raise ConfigError(
@@ -70,7 +68,7 @@ class Token:
         self._secret = secret
 
     def matches(self, shown: str | None) -> bool:
-        """Return whether a client showed this token; takes as long for any wrong one."""
+        """Return whether a client showed this token, in constant time."""
         return hmac.compare_digest(self._secret.encode(), (shown or "").encode("utf-8", "surrogatepass"))
 
     def reveal(self) -> str:
@@ -82,14 +80,12 @@ class Token:
 
 
 def load_token(*, path: Path | None, environ: Mapping[str, str]) -> Token | None:
-    """Return the token from a file, else from the environment variable `HEADRACE_TOKEN`, else None.
+    """Return the token in a file, else in the environment variable `HEADRACE_TOKEN`, else None.
 
-    Args:
-        path: File that holds the token and nothing else; white space around it is ignored.
-        environ: The process's environment.
+    The file holds only the token; white space around it is ignored.
 
     Raises:
-        ConfigError: The file cannot be read or others may read it, or its contents are no token.
+        ConfigError: The file cannot be read, others may read it, or its contents are no token.
     """
     if path is None:
         secret = environ.get(TOKEN_ENV, "")
@@ -111,41 +107,37 @@ def _token_of(secret: str, source: str) -> Token:
 
 
 class AccessPolicy:
-    """What each role must show, and what each may call."""
+    """What each role must show, and which methods it may call."""
 
     def __init__(self, tokens: Mapping[int, Token] | Token | None = None) -> None:
-        """Ask for tokens.
+        """Require tokens.
 
         Args:
-            tokens: One for every role; or by `Role`, where a higher role's token also opens the lower ones and a role
-                without any is refused; or None to ask for nothing.
+            tokens: One token for all roles; or tokens by `Role`, where a higher role's also opens the lower ones and a
+                role without any is refused; or None to require nothing.
         """
         if isinstance(tokens, Token):
             tokens = {int(idl.Role.ADMIN): tokens}
         self._tokens = None if tokens is None else dict(tokens)
 
     def check_hello(self, role: int, shown: str | None) -> None:
-        """Check that a client may take the role that it asks for.
-
-        Args:
-            role: `Role` of its hello.
-            shown: Token of its hello.
+        """Check that the token of a hello opens the role of that hello.
 
         Raises:
-            UnauthorizedError: It may not; the message does not repeat what was shown.
+            UnauthorizedError: It does not; the message does not repeat the token.
         """
         if role not in idl.Role._VALUES_TO_NAMES:
             raise UnauthorizedError(f"there is no role {role}")
         if self._tokens is None:
             return
-        # Every token is compared, whichever matches, so that the time taken tells nothing.
+        # Compare every token, so that the time taken reveals nothing.
         matches = [token.matches(shown) for granted, token in self._tokens.items() if granted >= role]
         if not any(matches):
             what = "a token is required" if shown is None else "the token is wrong"
             raise UnauthorizedError(f"{what} for role {role_name(role)}")
 
     def check_call(self, role: int | None, method: str) -> None:
-        """Check that a role may call a method, by its name in the IDL; anybody may say hello.
+        """Check that a role may call a method, named as in the IDL; anybody may call hello.
 
         Raises:
             UnauthorizedError: It may not.
@@ -160,16 +152,12 @@ class AccessPolicy:
 
 
 def server_tls_context(*, certificate: Path, key: Path, client_authority: Path | None = None) -> ssl.SSLContext:
-    """Return a context for a server.
+    """Return a TLS context for a server; the files are PEM, the key without a passphrase.
 
-    Args:
-        certificate: PEM file with the server's certificate chain.
-        key: PEM file with its private key, without a passphrase.
-        client_authority: PEM file with the authorities that sign clients' certificates; given, every client must show
-            one (mutual TLS).
+    With `client_authority`, every client must show a certificate that one of its authorities has signed (mutual TLS).
 
     Raises:
-        ConfigError: A file is not there or not what it should be.
+        ConfigError: A file is missing or unfit.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -183,15 +171,12 @@ def server_tls_context(*, certificate: Path, key: Path, client_authority: Path |
 def client_tls_context(
     *, authority: Path | None = None, certificate: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """Return a context for a client, which checks the server's certificate and name.
+    """Return a TLS context for a client, which checks the server's certificate and name; the files are PEM.
 
-    Args:
-        authority: PEM file with the authorities to trust; None for the system's.
-        certificate: PEM file with the client's own certificate chain, for mutual TLS.
-        key: PEM file with its private key.
+    Without an `authority` the system's are trusted. A `certificate` and its `key` are for mutual TLS.
 
     Raises:
-        ConfigError: A file is not there or not what it should be, or only one of `certificate` and `key` is given.
+        ConfigError: A file is missing or unfit, or only one of `certificate` and `key` is given.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -207,12 +192,9 @@ def client_tls_context(
 
 
 def check_bind(host: str, *, is_protected: bool, allow_insecure: bool) -> None:
-    """Check that a server may listen on an address.
+    """Check that a server may listen on a host.
 
-    Args:
-        host: Address or name to bind.
-        is_protected: The server has mutual TLS, or TLS and a token.
-        allow_insecure: The user has said `--insecure-bind`.
+    It may with mutual TLS, or TLS and a token (`is_protected`), with `--insecure-bind`, or on loopback.
 
     Raises:
         ConfigError: Anybody who reaches this address could write; the message names the ways out.
@@ -236,7 +218,7 @@ def _is_loopback(host: str) -> bool:
 
 def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     try:
-        # An empty passphrase, lest OpenSSL ask for one on the terminal.
+        # An empty passphrase keeps OpenSSL from asking for one on the terminal.
         context.load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
         raise ConfigError(f"TLS certificate {certificate} with key {key}: {exc}") from exc

@@ -1,14 +1,13 @@
-"""A server's directory on its way: made aside, and there whole or not at all.
+"""Make a server's directory aside, whole or not at all; `StoreBuilder` fills it with rows that come in order.
 
-    .NAME.WORK/ready/shard-0000/{log,store}    while it is made; counts for nothing
-    .NAME.WORK/ready/headrace.json             when all shards are in
+    .NAME.WORK/ready/shard-0000/{log,store}    while it is made; no server starts on it
+    .NAME.WORK/ready/headrace.json             when all shards are complete
     NAME                                       is `ready`, renamed
 
-A directory without `headrace.json` is none that a server starts on. So after a crash NAME is there whole or not at all;
-what lies in `.NAME.WORK` the next attempt removes.
+A server needs `headrace.json`. So after a crash, NAME is complete or missing; the next attempt removes `.NAME.WORK`.
 
-Each log begins at seq 2, with the tables' registration, and the store says that it has applied it. A store that is lost
-is then missed: the log says that something came before.
+Each log begins at seq 2 with the registration of the tables, and the store has seq 2 applied. If the store is lost
+later, the log shows that something came before, so the loss is noticed.
 """
 
 from __future__ import annotations
@@ -16,130 +15,112 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+import rocksdict
+
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
-from headrace.paramserver.files.durable_files import fsync_path
-from headrace.paramserver.ingest.ingest import KIND_HELLO
-from headrace.paramserver.ingest.sessions import Session, Sessions
-from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.store.catalog import pack_spec
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import KIND_HELLO
+from headrace.paramserver.log.sessions import Session, Sessions
+from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Scalar, Table, pack_spec
+from headrace.paramserver.store.coalescing import SortedRun
+from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
+from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.store.sst.table_writer import TableFileWriter
+from headrace.paramserver.system.direct_file import write_buffer
+from headrace.paramserver.system.durable import fsync_path, move_into_place
+from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
+from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["FIRST_SEQ", "NewDataDir", "check_target"]
+__all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
+
+_Array = npt.NDArray[Any]
+_Ids = npt.NDArray[np.int64]
 
 FIRST_SEQ = 2
 _EPOCH = 1
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
+# One file per shard is written at a time; it takes 8 bytes of memory per row until it ends.
+_ALL_FILES_BYTES, _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2 << 30, 64 << 20, 256 << 20
 
 
 class NewDataDir:
-    """A server's directory that is being made. Use it with `with`: unless `publish` returns, nothing is left.
+    """A server's directory that is being made. Use it with `with`: unless `publish` returns, nothing remains.
 
     Thread: any without an event loop, one at a time; it blocks.
-
-    Attributes:
-        num_shards: Of the server.
     """
 
     def __init__(self, target: Path, *, num_shards: int, work: str) -> None:
-        """Begin.
-
-        Args:
-            target: The directory to make; not there yet, or empty.
-            num_shards: Of the server.
-            work: What makes it, in a word; also the client's name in the session that stands for it.
+        """Start making a missing or empty directory; `work` is a word for what makes it, and the log's first client.
 
         Raises:
-            ConfigError: The target is not empty, or is being made by another process.
+            ConfigError: The target is not empty, or another process is making it.
             StorageError: The disk failed.
         """
-        self.num_shards = num_shards
-        self._target = target.absolute()
-        self._work = work
+        self._target, self._num_shards, self._work = target.absolute(), num_shards, work
         self._aside = self._target.parent / f".{self._target.name}.{work}"
         self._ready = self._aside / "ready"
-        self._lock_fd = -1
+        self._lock: FileLock | None = None
         check_target(self._target)
         try:
             with self.mapped_errors():
-                self._claim()
+                self._aside.mkdir(parents=True, exist_ok=True)
+                # The last holder of the lock removes the directory; then the lock is refused, too.
+                busy = f"--data {self._target}: another {work} is making it just now"
+                self._lock = FileLock.acquire(self._aside, busy=busy, is_directory=True)
+                for path in self._aside.iterdir():  # the remains of a killed process
+                    shutil.rmtree(path)
                 for shard in range(num_shards):
                     self.shard_path(shard).mkdir(parents=True)
         except BaseException:
-            self._close()  # nobody comes to enter this
+            self.close()  # `__exit__` will not be called
             raise
-
-    def _claim(self) -> None:
-        self._aside.mkdir(parents=True, exist_ok=True)
-        lock_fd = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held the lock until now has removed the directory at the end.
-            is_ours = os.path.samestat(os.fstat(lock_fd), self._aside.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        if not is_ours:
-            os.close(lock_fd)
-            raise ConfigError(f"--data {self._target}: another {self._work} is making it just now")
-        self._lock_fd = lock_fd
-        for path in self._aside.iterdir():  # of one that was killed
-            shutil.rmtree(path)
 
     def shard_path(self, shard: int) -> Path:
-        """Return the directory of a shard, which is there."""
+        """Return the directory of a shard; it exists."""
         return self._ready / shard_folder(shard)
 
     def open_session(self, sessions: Sessions, run: str) -> Session:
-        """Return the session, in which nothing is ever written, of the record that each log begins with."""
+        """Return the session of each log's first record; nothing else is ever written in it."""
         return sessions.open(run, self._work, _EPOCH, 0, 0)
 
     def publish(self, run: str, specs: Iterable[TableSpec]) -> None:
-        """Begin the logs of all shards, whose stores are complete, and give the directory its name, durably.
-
-        Args:
-            run: As given to `open_session`.
-            specs: The server's tables.
+        """Start the logs of all shards, whose stores are complete, and give the directory its name, durably.
 
         Raises:
-            ConfigError: Somebody has made it meanwhile.
-            StorageError: The disk failed; it is not there.
+            ConfigError: The target exists by now.
+            StorageError: The disk failed; the target does not exist.
         """
-        header = {
-            **{"kind": KIND_HELLO, "run": run, "client": self._work, "rank": 0, "world_size": 0},
-            "tables": [pack_spec(spec) for spec in specs],
-        }
+        tables = [pack_spec(spec) for spec in specs]
+        session = {"run": run, "client": self._work, "rank": 0, "world_size": 0}
+        header = {"kind": KIND_HELLO, **session, "tables": tables}
         with self.mapped_errors():
-            for shard in range(self.num_shards):
+            for shard in range(self._num_shards):
                 asyncio.run(_begin_log(self.shard_path(shard) / "log", header))
                 fsync_path(self.shard_path(shard))
             skeleton = self._aside / "skeleton"
-            with DataDir.claim(skeleton, num_shards=self.num_shards) as directory:
+            with DataDir.claim(skeleton, num_shards=self._num_shards) as directory:
                 directory.prepare()
             (skeleton / MANIFEST_NAME).rename(self._ready / MANIFEST_NAME)
             fsync_path(self._ready)
             check_target(self._target)
-            self._ready.rename(self._target)
-            fsync_path(self._target.parent)
+            move_into_place(self._ready, self._target)
 
     @contextlib.contextmanager
     def mapped_errors(self) -> Iterator[None]:
-        """Turn the file system's errors into ours.
-
-        Raises:
-            ConfigError: Something is not writable.
-            StorageError: Any other error.
-        """
+        """Turn errors of the file system into `ConfigError`, if something is not writable, or `StorageError`."""
         try:
             yield
         except HeadraceError:
@@ -147,27 +128,26 @@ class NewDataDir:
         except PermissionError as exc:
             raise ConfigError(f"{exc.filename or self._aside}: not writable") from exc
         except OSError as exc:
-            full = "the disk is full; " if exc.errno in _FULL else ""
+            full = "the disk is full; " if exc.errno in _DISK_FULL else ""
             raise StorageError(f"{self._aside}: {full}{exc.strerror or exc}; nothing was made") from exc
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
-        """Remove what is not published, and let go of the lock. Idempotent."""
-        if self._lock_fd >= 0:
+    def close(self) -> None:
+        """Remove what is not published, and unlock; idempotent."""
+        if self._lock is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._lock.release()
+            self._lock = None
 
 
 async def _begin_log(path: Path, header: dict[str, Any]) -> None:
-    """Make a log that begins at `FIRST_SEQ`."""
     for seq in range(1, FIRST_SEQ + 1):
-        # Each opening begins a new segment, so that the ones before can be removed.
+        # Each opening starts a new segment, so that the earlier one can be removed.
         log = FileUpdateLog.open(path)
         try:
             await log.append(epoch=_EPOCH, header=header, body=[]).durable
@@ -179,22 +159,198 @@ async def _begin_log(path: Path, header: dict[str, Any]) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Check that a directory can be made whole in one step: another one is renamed to it.
+    """Check that a directory can be created by a rename.
 
     Raises:
-        ConfigError: There is something already, or nowhere to make it, or it is what no rename may replace.
+        ConfigError: It is not empty, its parent is missing, or a rename cannot replace it.
     """
     if target.is_symlink():
-        raise ConfigError(f"--data {target}: a symbolic link, which cannot be replaced: name what it points to")
+        raise ConfigError(f"--data {target}: a symbolic link, which cannot be replaced: name its target")
     if os.path.ismount(target):
         raise ConfigError(f"--data {target}: a mount point, which cannot be replaced: name a directory below it")
-    # Replaced, it would be gone under the feet of the shell. By stat: a name for what is gone already there is not.
+    # A rename would pull the working directory from under the shell. By stat: a removed directory has no name.
     if target.is_dir() and target.samefile("."):
         raise ConfigError(f"--data {target}: the working directory, which is in use: name a new directory below it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
-            f"--data {target}: there is something already; a server's directory is made whole, where nothing is yet: "
-            "name another one"
+            f"--data {target}: not empty; a server's directory is made where nothing is: name another one"
         )
     if not target.parent.is_dir():
         raise ConfigError(f"--data {target}: there is no directory {target.parent}")
+
+
+class StoreBuilder:
+    """Makes a server's directory from rows in order. Use it with `with`: unless `finish` returns, nothing remains.
+
+    Rows pass no update log or memtable. They go to files of RocksDB's format in `shard-0000/incoming`, which RocksDB
+    ingests at the end at its lowest level. So they are written once, and not compacted until they are updated.
+
+    Thread: any without an event loop, one at a time; it blocks.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        num_shards: int,
+        specs: Sequence[TableSpec],
+        run: str,
+        work: str = "backfill",
+        file_bytes: int | None = None,
+    ) -> None:
+        """Start making a directory; see `NewDataDir`, also for errors. `run` stands for the source of the rows.
+
+        `file_bytes` is about the length of a file of rows. None suits stores of terabytes: files should be few, as each
+        costs time in many places, but each row of an open file costs memory.
+        """
+        self.num_rows = 0
+        self._run = run
+        self._catalog = Catalog({})
+        self._meta = self._catalog.add(specs)
+        self._max_epoch, self._last_row = 1, -1
+        self._table: Table | None = None
+        self._finished_tables: set[str] = set()
+        self._directory = NewDataDir(target, num_shards=num_shards, work=work)
+        file_bytes = file_bytes or min(max(_ALL_FILES_BYTES // num_shards, _MIN_FILE_BYTES), _MAX_FILE_BYTES)
+        with self._directory.mapped_errors():
+            paths = map(self._directory.shard_path, range(num_shards))
+            self._shards = [_ShardFiles(path, file_bytes) for path in paths]
+
+    def add(self, fqn: str, chunk: RowChunk) -> None:
+        """Add rows in ascending order, all of one table before the next.
+
+        Raises:
+            RequestError: The rows are out of order, or an id or a version is out of range.
+        """
+        table = self._begin_table(fqn)
+        chunk.check(table.spec, after_row=self._last_row)
+        if chunk.row_ids.size:
+            self._put(table, chunk.row_ids, chunk.records(table.layout_of(table.spec.whole)))
+
+    def add_records(self, fqn: str, row_ids: _Ids, records: _Array) -> None:
+        """Add stored records, `RecordLayout(spec, spec.whole).dtype`[n], also of deleted rows; otherwise like `add`."""
+        table = self._begin_table(fqn)
+        if row_ids.size:
+            assert int(row_ids[0]) > self._last_row, "rows must come in the order of their ids"
+            self._put(table, row_ids, records)
+
+    def set_scalars(self, fqn: str, scalars: Iterable[Scalar]) -> None:
+        """Store a table's scalars on every shard."""
+        for scalar in scalars:
+            value = (scalar.name, scalar.dtype, scalar.data)
+            self._meta |= self._catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
+            self.raise_epoch(scalar.epoch)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Make trainers take epochs above this one, and above those of all rows."""
+        self._max_epoch = max(self._max_epoch, epoch)
+
+    def _put(self, table: Table, row_ids: _Ids, records: _Array) -> None:
+        self._last_row = int(row_ids[-1])
+        self.raise_epoch(int(np.max(records["epoch"])))
+        self.num_rows += row_ids.size
+        with self._directory.mapped_errors():
+            if len(self._shards) == 1:
+                self._shards[0].add(table, row_ids, records)
+                return
+            shards = shards_of_rows(table_seed(table.spec.fqn), row_ids, len(self._shards))
+            for number, files in enumerate(self._shards):
+                rows = np.flatnonzero(shards == number)
+                if rows.size:
+                    files.add(table, row_ids[rows], records[rows])
+
+    def _begin_table(self, fqn: str) -> Table:
+        """Return the table, and start its files unless it is the present one."""
+        if self._table is not None and self._table.spec.fqn == fqn:
+            return self._table
+        assert fqn not in self._finished_tables, f"rows of {fqn!r} after those of another table"
+        if self._table is not None:
+            self._finished_tables.add(self._table.spec.fqn)
+        self._table, self._last_row = self._catalog.find(fqn), -1
+        with self._directory.mapped_errors():
+            for files in self._shards:
+                files.end_file()
+        return self._table
+
+    def finish(self) -> None:
+        """Give the directory its name, durably; raises as `NewDataDir.publish` does."""
+        # The first start builds the index of identities.
+        meta = {key: value for key, value in self._meta.items() if not key.startswith(INDEXED_PREFIX)}
+        sessions = Sessions({})
+        meta |= self._directory.open_session(sessions, self._run).pack()
+        meta |= sessions.raise_version_epoch(self._max_epoch)
+        with self._directory.mapped_errors():
+            for files in self._shards:
+                files.finish(list(self._catalog), meta)
+        self._directory.publish(self._run, [table.spec for table in self._catalog])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for files in self._shards:
+            files.close()
+        self._directory.close()
+
+
+class _ShardFiles:
+    def __init__(self, path: Path, file_bytes: int) -> None:
+        self.path, self._incoming, self._file_bytes = path, path / "incoming", file_bytes
+        self._incoming.mkdir()
+        self._buffer = write_buffer()
+        self._writer: TableFileWriter | None = None
+        self._files: list[Path] = []
+
+    def add(self, table: Table, ids: _Ids, records: _Array) -> None:
+        if self._writer is None:
+            config = _STORE_CONFIG
+            self._writer = TableFileWriter(
+                block_bytes=config.block_bytes, bloom_bits_per_key=config.bloom_bits_per_key, buffer=self._buffer
+            )
+            self._files.append(self._incoming / f"{len(self._files) + 1:06d}.sst")
+            self._writer.begin(self._files[-1])
+        self._writer.add(SortedRun(table.table_id, table.layout_of(table.spec.whole), ids, records, None))
+        if self._writer.size_bytes >= self._file_bytes:
+            self.end_file()
+
+    def end_file(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.finish()
+            finally:
+                writer.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def finish(self, tables: Sequence[Table], meta: dict[bytes, bytes]) -> None:
+        self.end_file()
+        store = RowStore.open(self.path / "store", config=_STORE_CONFIG)
+        try:
+            # Runs without rows only register the column shards.
+            store.write_runs([_empty_run(table) for table in tables], meta=meta, applied_seq=FIRST_SEQ)
+        finally:
+            store.close()
+        if self._files:
+            self._ingest_files()
+        shutil.rmtree(self._incoming)
+        fsync_path(self.path / "store")
+
+    def _ingest_files(self) -> None:
+        options = rocksdict.IngestExternalFileOptions()
+        options.set_move_files(True)
+        try:
+            db = rocksdict.Rdict(str(self.path / "store"), rocks_options(_STORE_CONFIG))
+            try:
+                db.ingest_external_file([str(path) for path in self._files], options)
+            finally:
+                db.close()
+        except Exception as exc:  # rocksdict has no error class of its own
+            raise StorageError(f"{self.path}: RocksDB refuses the rows: {' '.join(str(exc).split())}") from exc
+
+
+def _empty_run(table: Table) -> SortedRun:
+    layout = table.layout_of(table.spec.whole)
+    return SortedRun(table.table_id, layout, np.empty(0, np.int64), np.empty(0, layout.dtype), None)

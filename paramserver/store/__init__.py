@@ -1,1 +1,1 @@
-"""A shard's rows: RocksDB, the way into it, and reads of what it has and does not have yet."""
+"""A shard's rows: RocksDB, the applier that writes to it, the memtable before it, and reads across both."""

@@ -1,8 +1,8 @@
-"""From the update log to RocksDB: acked batches are coalesced and applied behind the acks, and read meanwhile.
+"""Apply acked batches from the update log to the store, and read rows whether they are applied or not.
 
-A batch is submitted when it is durable. Its rows can be read at once, from the overlay (`pending.py`), and get into
-RocksDB a window of batches at a time, with the log position last: a hot row is written once for all of them, and large
-files are compacted less often. Rows stay in the frames in which they came until they are written, and are copied once.
+A batch is submitted when it is durable. Its rows can be read at once, from the memtable. They reach RocksDB a window of
+batches at a time, with the log position last: a hot row is written once per window, and large files need less
+compaction.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.process.short_pauses import step_back
-from headrace.paramserver.process.tracing import span
-from headrace.paramserver.store.apply_backlog import Backlog, Entry
-from headrace.paramserver.store.buffer_readers import BufferReaders
+from headrace.paramserver.store.backlog import Backlog, Entry
+from headrace.paramserver.store.coalescing import coalesce_all
+from headrace.paramserver.store.deltas import Batch, Part
+from headrace.paramserver.store.fair_semaphore import ROWS_PER_TABLE, Asker, FairSemaphore
 from headrace.paramserver.store.identity_index import FoundRows, IdentitySearch, in_store_order
-from headrace.paramserver.store.overlay import Overlay
-from headrace.paramserver.store.pending import Batch, Part, PendingRows, coalesce_all
-from headrace.paramserver.store.read_turns import ROWS_PER_TABLE, Asker, ReadTurns
+from headrace.paramserver.store.memtable import EpochReclaimer, Memtable, PendingRows
 from headrace.paramserver.store.row_reader import RowsRead, read_rows, settle
-from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.system.event_loop import lower_thread_priority
+from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
-from headrace.schemas.identity_claims import CLAIMS
+from headrace.schemas.row_records import CLAIMS
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Applier", "ApplierConfig"]
@@ -45,14 +45,14 @@ class ApplierConfig:
     """Settings of an applier.
 
     Attributes:
-        window_bytes: Batches that are coalesced and written together, with what coalescing them takes; one at least.
-            More of it writes a hot row less often; so much waits to be written while as much is being written.
-        hold_s: How long rows wait for others to be written with, seconds; 0 does not wait. Neither reads nor acks wait
-            for it: it costs memory, and that much more log to apply after a crash.
-        quiet_s: They wait no longer when no batch has come for so long, seconds.
-        flush_bytes: RocksDB is flushed after this much has been written to it, so that a restart replays no more.
-        flush_interval_s: It is flushed at least this often when something has been written, seconds.
-        num_read_threads: Look-ups of many rows that run at the same time; one more, of few rows, can beside them.
+        window_bytes: Memory of the batches that are coalesced and written together. A larger window writes a hot row
+            less often; as much again waits while a window is being written.
+        hold_s: How long rows wait for others to fill the window, seconds; 0 does not wait. Neither reads nor acks wait
+            for it; it costs memory, and more log to apply after a crash.
+        quiet_s: Rows stop waiting when no batch has come for this long, seconds.
+        flush_bytes: RocksDB is flushed after this much has been written, so that a restart replays no more.
+        flush_interval_s: RocksDB is flushed at least this often when something was written, seconds.
+        num_read_threads: Lookups of many rows that run at a time; one more, of few rows, can run beside them.
     """
 
     window_bytes: int = 96 << 20
@@ -63,11 +63,6 @@ class ApplierConfig:
     num_read_threads: int = 2
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ConfigError: One is out of range.
-        """
         for name in ("window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"applier setting {name} is {getattr(self, name)}, not above 0")
@@ -75,7 +70,7 @@ class ApplierConfig:
 
 @dataclass(slots=True)
 class _Task:
-    """Something to do with the store at one position of the log."""
+    """A call that waits for one position of the log."""
 
     seq: int
     work: Callable[[], None]
@@ -83,13 +78,16 @@ class _Task:
 
 
 class Applier:
-    """Applies batches to a store, and reads rows whether they are applied or not. Use it with `async with`.
+    """Applies batches to a store, and reads across memtable and store. Use it with `async with`.
+
+    The caller closes the store after the applier, and nobody else writes to it meanwhile. Methods that wait raise
+    `failed`, or UnavailableError when the applier is closed first; a canceled wait changes nothing.
 
     Attributes:
         applied_seq: Every batch up to here is in RocksDB.
         submitted_seq: Every batch up to here can be read.
-        pending_bytes: What batches that are not in RocksDB, or that readers look at, hold in memory.
-        failed: Why nothing is applied any more; None while all is well.
+        pending_bytes: Memory of batches that are not in RocksDB yet, or that readers may still use.
+        failed: Why the applier has stopped; None while it works.
 
     Thread: the loop's, for every method.
     """
@@ -97,20 +95,13 @@ class Applier:
     def __init__(
         self, store: RowStore, *, config: ApplierConfig | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Apply to `store`, which the caller closes after this.
-
-        Args:
-            store: Where rows go; nobody else writes to it meanwhile.
-            config: Settings.
-            clock: Monotonic seconds.
-        """
         self._store = store
         self._config = config or ApplierConfig()
         self._clock = clock
         self.applied_seq = self.submitted_seq = store.applied_seq
         self.pending_bytes = 0
         self.failed: HeadraceError | None = None
-        self._overlay = Overlay()
+        self._memtable = Memtable()
         self._backlog = Backlog(
             newest_seq=store.applied_seq,
             window_bytes=self._config.window_bytes,
@@ -121,9 +112,9 @@ class Applier:
         self._to_write = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks_at: deque[_Task] = deque()  # by seq
-        self._held: deque[Batch] = deque()  # not released yet, oldest first
-        self._readers = BufferReaders()
-        self._turns = ReadTurns(num_long=self._config.num_read_threads)
+        self._unreleased: deque[Batch] = deque()  # oldest first
+        self._readers = EpochReclaimer()
+        self._semaphore = FairSemaphore(num_long=self._config.num_read_threads)
         self._flushed_at_s = clock()
         self._flushing: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -132,8 +123,8 @@ class Applier:
 
     async def __aenter__(self) -> Applier:
         self._loop = asyncio.get_running_loop()
-        # Acks wait for the event loop and the log's writer, not for this.
-        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=step_back)
+        # Low priority: acks wait for the event loop and the log's writer, not for this thread.
+        self._write_pool = ThreadPoolExecutor(1, "headrace-apply", initializer=lower_thread_priority)
         self._flush_pool = ThreadPoolExecutor(1, "headrace-flush")
         self._read_pool = ThreadPoolExecutor(self._config.num_read_threads + 1, "headrace-read")
         self._task = asyncio.create_task(self._guard(self._write_forever()), name="headrace-apply")
@@ -143,20 +134,17 @@ class Applier:
         await self.close()
 
     def submit(self, batch: Batch) -> None:
-        """Take a durable batch; from now on it can be read. Never blocks: see `wait_below`.
-
-        Args:
-            batch: Of a higher seq than all before.
+        """Take a durable batch with a higher seq; it can be read from now on. Never blocks: see `wait_below`.
 
         Raises:
             HeadraceError: `failed`, or UnavailableError after `close`; the batch was not taken.
         """
         self._check()
         assert batch.seq > self.submitted_seq, f"batch {batch.seq} after {self.submitted_seq}"
-        parts = self._overlay.add(batch)
+        parts = self._memtable.add(batch)
         self.submitted_seq = batch.seq
         self.pending_bytes += batch.size_bytes
-        self._held.append(batch)
+        self._unreleased.append(batch)
         if self._backlog.add(batch, parts):
             self._to_write.set()
 
@@ -167,55 +155,42 @@ class Applier:
     async def read_many(
         self, wanted: Sequence[tuple[int, TableSpec, npt.NDArray[np.int64]]], *, asker: Asker | None = None
     ) -> list[RowsRead]:
-        """Return the newest acked values of rows of tables, applied or not, all as of one moment.
+        """Return the newest acked rows of several tables, applied or not, all as of one moment.
 
         Args:
-            wanted: Of each table its number, what it is, and int64[n], valid ids of the table, which may repeat.
+            wanted: For each table its number, its spec and int64[n] valid row ids, which may repeat.
             asker: Who asks; askers take turns.
-
-        Returns:
-            In the order asked for.
 
         Raises:
             StorageError: RocksDB could not be read.
-            UnavailableError: After `close`, or when the asker has gone before its turn has come.
+            UnavailableError: The applier is closed, or the asker was gone when its turn came.
 
-        Cancellation: nothing changes; the look-up may end by itself later.
+        Cancellation: changes nothing; the lookup may finish in its thread.
         """
 
         def begin() -> Callable[[], list[RowsRead]]:
             seq, get, layouts = self.submitted_seq, self._store.get, self._store.layouts
-            sources = [self._overlay.sources_of(number, spec, layouts(number)) for number, spec, _ in wanted]
+            sources = [self._memtable.sources_of(number, spec, layouts(number)) for number, spec, _ in wanted]
             pairs = list(zip(wanted, sources, strict=True))
             return lambda: [read_rows(number, spec, of, ids, get, seq=seq) for (number, spec, ids), of in pairs]
 
-        # Of several column shards each has keys of its own.
+        # Each column shard has keys of its own.
         weights = [(row_ids.size + ROWS_PER_TABLE) * (len(self._store.layouts(n)) or 1) for n, _, row_ids in wanted]
         return await self._look(begin, asker, sum(weights))
 
     async def find(
         self, table_id: int, spec: TableSpec, identities: npt.NDArray[np.int64], *, asker: Asker | None = None
     ) -> FoundRows:
-        """Return the rows that identities are mapped to, as the acked batches have left them, applied or not.
+        """Return the rows that identities, int64[n], map to, as of the acked batches.
 
-        Args:
-            table_id: Number of the table.
-            spec: What the table is; it has identities.
-            identities: int64[n], any order; may repeat.
-            asker: Who asks; askers take turns.
-
-        Raises:
-            StorageError: RocksDB could not be read.
-            UnavailableError: After `close`, or when the asker has gone before its turn has come.
-
-        Cancellation: nothing changes; the look-up may end by itself later.
+        Raises and is canceled as `read_many`.
         """
         search, get = IdentitySearch(identities, seq=self.submitted_seq), self._store.get
 
         def begin() -> Callable[[], None]:
-            # Both views are of this moment: there is no await between them.
-            claims = self._overlay.claims_source(table_id)
-            sources = self._overlay.sources_of(table_id, spec, self._store.layouts(table_id))
+            # No await between the two: both views are of one moment.
+            claims = self._memtable.claims_source(table_id)
+            sources = self._memtable.sources_of(table_id, spec, self._store.layouts(table_id))
             return lambda: search.attempt(table_id, spec, claims, sources, get)
 
         while not search.has_ended:
@@ -223,20 +198,17 @@ class Applier:
         return search.result()
 
     async def _look(self, begin: Callable[[], Callable[[], _T]], asker: Asker | None, num_rows: int) -> _T:
-        """Call something that looks at sources, in a thread, while the buffers that they refer to are kept.
+        """Run a lookup that weighs `num_rows` in a thread, and keep the buffers that it refers to until it ends.
 
-        Args:
-            begin: Called when it is the asker's turn, on the loop, for what is to be called then.
-            asker: Who asks.
-            num_rows: What the look-up weighs, see `ReadTurns.take`.
+        `begin` takes the views and returns the lookup; it is called on the loop when the asker's turn comes.
         """
         self._check_readable()
-        is_long = await self._turns.take(None if asker is None else asker.who, num_rows)
+        is_long = await self._semaphore.take(None if asker is None else asker.who, num_rows)
         try:
             self._check_readable()
-            # One that has given up dials again and asks anew: what it left behind must not come before the living.
+            # A client that gave up dials again and asks anew: what it left behind must not delay live clients.
             if asker is not None and not asker.is_connected:
-                raise UnavailableError("whoever has asked for these rows is gone")
+                raise UnavailableError("the client that asked for these rows has disconnected")
             ticket = self._readers.begin()
             try:
                 future = self._read_pool.submit(begin())
@@ -244,14 +216,14 @@ class Applier:
                 self._readers.end(ticket)
                 raise
         except BaseException:
-            self._turns.end(is_long)
+            self._semaphore.end(is_long)
             raise
 
         def ended() -> None:
             self._readers.end(ticket)
-            self._turns.end(is_long)
+            self._semaphore.end(is_long)
 
-        # Not when the caller stops waiting: the thread looks at the frames until it is done.
+        # Not when the caller stops waiting: the thread reads the frames until it is done.
         future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(ended))
         return await asyncio.wrap_future(future)
 
@@ -260,16 +232,10 @@ class Applier:
             raise UnavailableError("the store is closing")
 
     def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Call something in the applier's thread while RocksDB holds exactly the batches up to `seq`.
+        """Call blocking `work` in the applier's thread while RocksDB holds exactly the batches up to `seq`.
 
-        Applying waits for it; acks go on.
-
-        Args:
-            seq: Not below `submitted_seq`, nor below that of an earlier call.
-            work: Blocking; it may read and flush the store.
-
-        Returns:
-            Done when `work` has returned; fails with what it raised, or when the applier fails or closes first.
+        Applying waits for it; acks go on. `seq` is not below `submitted_seq`, nor below that of an earlier call. The
+        future ends with `work`, or fails with its exception, or when the applier fails or closes first.
 
         Raises:
             HeadraceError: `failed`, or UnavailableError after `close`.
@@ -282,35 +248,20 @@ class Applier:
         return task.done
 
     async def wait_applied(self, seq: int) -> None:
-        """Return when every batch up to `seq` is in RocksDB; its rows wait for no others from now on.
-
-        Raises:
-            HeadraceError: `failed`, or UnavailableError when closed first.
-
-        Cancellation: atomic.
-        """
+        """Wait until every batch up to `seq` is in RocksDB; its rows do not wait for a full window."""
         self._apply_now(seq)
         await self._wait_until(lambda: self.applied_seq >= seq)
 
     async def wait_failed(self) -> HeadraceError:
-        """Return why nothing is applied any more: `failed`, or UnavailableError when closed first.
-
-        Cancellation: atomic.
-        """
+        """Wait for the applier to stop; return `failed`, or UnavailableError when it was closed."""
         try:
             await self._wait_until(lambda: False)
         except HeadraceError as exc:
             return exc
-        raise AssertionError("what never is has been")
+        raise AssertionError("unreachable")
 
     async def wait_below(self, max_bytes: int) -> None:
-        """Return when `pending_bytes` is at most `max_bytes`: admission holds back acks with it.
-
-        Raises:
-            HeadraceError: `failed`, or UnavailableError when closed first.
-
-        Cancellation: atomic.
-        """
+        """Wait until `pending_bytes` is at most `max_bytes`. Admission delays acks with it."""
         if self.pending_bytes > max_bytes:
             self._apply_now(self.submitted_seq)
         await self._wait_until(lambda: self.pending_bytes <= max_bytes)
@@ -318,12 +269,10 @@ class Applier:
     async def close(self) -> None:
         """Apply what has been submitted, flush, and stop; after a failure only stop. Idempotent.
 
-        Buffers of batches that could not be applied are released too: the log has them.
+        Buffers of batches that could not be applied are released too: the log has them. After a StorageError of the
+        last flush, the log still has the rows.
 
-        Raises:
-            StorageError: The last flush failed; the update log has the rows.
-
-        Cancellation: the closing goes on; call it again to wait for it.
+        Cancellation: closing goes on; call it again to wait for it.
         """
         if self._task is None:
             return
@@ -343,7 +292,7 @@ class Applier:
         finally:
             for pool in (self._read_pool, self._flush_pool, self._write_pool):
                 await asyncio.to_thread(pool.shutdown)
-            while self._held:
+            while self._unreleased:
                 self._release_oldest()
             self._is_closed = True
             self._wake_waiters()
@@ -371,9 +320,9 @@ class Applier:
     def _fail(self, failure: HeadraceError) -> None:
         if self.failed is None:
             self.failed = failure
-            # Of a disk its line says all, to whoever runs the server; a traceback is for bugs.
+            # A disk error's line says it all; a traceback is for bugs.
             exc_info = None if isinstance(failure, StorageError) else failure
-            _log.error("nothing is applied any more: %s", failure, exc_info=exc_info)
+            _log.error("the applier has stopped: %s", failure, exc_info=exc_info)
         self._to_write.set()
         self._wake_waiters()
 
@@ -407,7 +356,10 @@ class Applier:
         self._wake_waiters()
 
     def _write(self, parts: dict[PendingRows, list[Part]], meta: dict[bytes, bytes], seq: int) -> None:
-        runs = [settle(run, self._store.get) for run in coalesce_all(parts)]
+        runs = [
+            settle(run, self._store.get)
+            for run in coalesce_all((rows.table_id, of_rows) for rows, of_rows in parts.items())
+        ]
         rows = [run for run in runs if run.layout is not CLAIMS]
         claims = [in_store_order(run) for run in runs if run.layout is CLAIMS]
         with span("headrace.apply", num_rows=sum(run.row_ids.size for run in rows), seq=seq):
@@ -416,7 +368,7 @@ class Applier:
     async def _run_task(self, task: _Task) -> None:
         try:
             await self._loop.run_in_executor(self._write_pool, task.work)
-        except Exception as exc:  # its caller's affair, not the applier's
+        except Exception as exc:  # the caller's error, not the applier's
             if not task.done.done():
                 task.done.set_exception(exc)
         else:
@@ -424,7 +376,7 @@ class Applier:
                 task.done.set_result(None)
 
     async def _wait_for_work(self) -> None:
-        """Return when there may be something to write or to flush, and see to it that nothing is held for too long."""
+        """Wait for something to write or flush, at most until the next deadline of either."""
         self._to_write.clear()
         hold_ends_s = self._backlog.hold_ends_s
         deadlines = [] if hold_ends_s is None else [hold_ends_s]
@@ -434,12 +386,12 @@ class Applier:
             async with asyncio.timeout(max(min(deadlines) - self._clock(), 0.0) if deadlines else None):
                 await self._to_write.wait()
         except TimeoutError:
-            pass  # that is what the clock is looked at for
-        if self._backlog.apply_held():
+            pass  # the caller checks the clock
+        if self._backlog.end_hold():
             self._to_write.set()
 
     def _release_oldest(self) -> None:
-        batch = self._held.popleft()
+        batch = self._unreleased.popleft()
         self.pending_bytes -= batch.size_bytes
         batch.release()
         self._wake_waiters()
@@ -472,7 +424,6 @@ class Applier:
             await waiter
 
     def _drop_tasks(self) -> None:
-        """Fail what can no longer be run."""
         while self._tasks_at:
             task = self._tasks_at.popleft()
             if not task.done.done():

@@ -1,4 +1,4 @@
-"""The tables that a shard knows: their numbers, specs and record layouts."""
+"""The catalog: a shard's tables with their numbers, specs, record layouts and scalars."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
+from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
-from headrace.schemas.near_names import first_of
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
@@ -18,21 +18,13 @@ __all__ = ["INDEXED_PREFIX", "Catalog", "Scalar", "Table", "pack_spec", "unpack_
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
-# Of a table whose identities are indexed from its first row on.
+# The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value that a table has once, such as an optimizer's count of steps.
-
-    Attributes:
-        name: The optimizer's name for it.
-        dtype: Element type.
-        data: One element.
-        epoch: Version of the value, first half.
-        step: Second half.
-    """
+    """An optimizer value that a table has once, such as a step count: its version, and one element of `dtype`."""
 
     name: str
     dtype: DType
@@ -43,13 +35,7 @@ class Scalar:
 
 @dataclass(slots=True)
 class Table:
-    """A registered table.
-
-    Attributes:
-        table_id: Number in this shard's row keys, from 1.
-        spec: What the table is.
-        scalars: By name, the newest that have come to this shard.
-    """
+    """A registered table: its number in this shard's row keys, from 1, its spec, and its newest scalars by name."""
 
     table_id: int
     spec: TableSpec
@@ -57,15 +43,11 @@ class Table:
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
-        """Return the layout of the records of one column shard."""
+        """Return the record layout of a column shard."""
         return self.layout_at(shard.offset, shard.width)
 
     def layout_at(self, offset: int, width: int) -> RecordLayout:
-        """Return the layout of the records of some columns.
-
-        Raises:
-            SpecMismatchError: The table has no such columns.
-        """
+        """Return the record layout of some columns. Raises SpecMismatchError when the table has no such columns."""
         layout = self._layouts.get((offset, width))
         if layout is None:
             fqn, dim = self.spec.fqn, self.spec.dim
@@ -77,14 +59,10 @@ class Table:
 
 
 class Catalog:
-    """Tables by name. Registration is kept in the update log and, once applied, in the store's metadata."""
+    """The tables by name. Registrations are kept in the update log and, once applied, in the store's metadata."""
 
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
-        """Read the tables back from the store's metadata.
-
-        Raises:
-            CorruptionError: An entry cannot be read.
-        """
+        """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
         for key, value in meta.items():
             if not key.startswith(_META_PREFIX):
@@ -105,22 +83,18 @@ class Catalog:
         return iter(list(self._tables.values()))
 
     def find(self, fqn: str) -> Table:
-        """Return a table by its fqn.
-
-        Raises:
-            UnknownTableError: No such table; the message names those that there are.
-        """
+        """Return a table by its fqn. Raises UnknownTableError, whose message lists some tables that exist."""
         table = self._tables.get(fqn)
         if table is None:
-            known = first_of(sorted(self._tables))  # to find the nearest of thousands would hold the shard up
+            known = first_of(sorted(self._tables))  # not the nearest names: searching thousands would block the loop
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
 
     def check(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
-        """Return those specs that are not registered yet, each once.
+        """Return the specs that are not registered yet, each once.
 
         Raises:
-            SpecMismatchError: A table of that name is registered, or given as well, with another spec.
+            SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
         for spec in specs:
@@ -129,18 +103,18 @@ class Catalog:
                 other = new.setdefault(spec.fqn, spec)
                 if other != spec:
                     raise SpecMismatchError(
-                        f"table {spec.fqn!r} is given twice, and not alike: {other.describe_difference(spec)}"
+                        f"table {spec.fqn!r} is given twice with different specs: {other.describe_difference(spec)}"
                     )
             elif table.spec != spec:
                 raise SpecMismatchError(
-                    f"table {spec.fqn!r} is registered otherwise (registered ≠ yours): "
-                    f"{table.spec.describe_difference(spec)}; what a table is stays: give yours another name, or serve "
-                    f"another directory"
+                    f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
+                    f"{table.spec.describe_difference(spec)}; a table's spec cannot change: give yours another name, "
+                    f"or serve another directory"
                 )
         return list(new.values())
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
-        """Register tables in order and return the metadata that keeps them; known tables are passed over."""
+        """Register tables in order, skipping known ones; return the metadata that keeps them."""
         meta = {}
         for spec in self.check(specs):
             table = self._add(len(self._tables) + 1, spec)
@@ -152,7 +126,7 @@ class Catalog:
     def set_scalars(
         self, fqn: str, scalars: Iterable[tuple[str, DType, bytes]], epoch: int, step: int
     ) -> dict[bytes, bytes]:
-        """Keep those scalars of a table that are as new as what there is; return the metadata that keeps them."""
+        """Keep those scalars of a table that are not older than the known ones; return the metadata to store."""
         table = self.find(fqn)
         for name, dtype, data in scalars:
             known = table.scalars.get(name)
@@ -168,16 +142,16 @@ class Catalog:
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:
-    """Return a spec as the plain list that metadata and log records hold. ON DISK: the order is fixed."""
+    """Return a spec as the plain list of metadata and log records. ON DISK: the order is fixed."""
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
     return [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
 
 
 def unpack_spec(packed: list[Any]) -> TableSpec:
-    """Return the spec of a list made by `pack_spec`.
+    """Return the spec that `pack_spec` packed.
 
     Raises:
-        ValueError: The list is not one.
+        ValueError: The list is not a spec.
         RequestError: A field is out of range.
     """
     fqn, num_rows, dim, dtype, states, has_identities = packed

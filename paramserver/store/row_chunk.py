@@ -1,4 +1,4 @@
-"""Rows of one table on their way into a store, whole: from a file, each with the version that it has or is given."""
+"""Row chunks: whole rows of one table from a file, on their way into a store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import NonFiniteError, RequestError
-from headrace.schemas.row_records import FLAG_DELETED, MAX_EPOCH, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import MAX_EPOCH
 
 __all__ = ["RowChunk"]
 
@@ -23,14 +24,10 @@ _Ids = npt.NDArray[np.int64]
 class RowChunk:
     """Some rows of one table, ascending by row id, each once.
 
-    Attributes:
-        row_ids: int64[n].
-        columns: `weights` and each `state:NAME`, [n, width], contiguous, of the spec's dtypes (bfloat16 as uint16).
-        epochs: Version of all rows, first half, or int64[n].
-        steps: Second half, likewise.
-        times_us: The trainer's wall clock, microseconds since 1970, likewise.
-        identities: int64[n] where the table has identities.
-        is_deleted: bool[n]; what the columns hold of such rows does not count. None where no row is.
+    `columns` has `weights` and each `state:NAME`, [n, width], contiguous, of the spec's dtypes (bfloat16 as uint16).
+    `epochs`, `steps` and `times_us` (microseconds since 1970) are one number for all rows, or int64[n]. `identities` is
+    int64[n] where the table has them. `is_deleted` is bool[n], None where no row is; columns of deleted rows do not
+    count.
     """
 
     row_ids: _Ids
@@ -47,14 +44,10 @@ class RowChunk:
         return self.row_ids.nbytes + sum(column.nbytes for column in self.columns.values())
 
     def check(self, spec: TableSpec, *, after_row: int) -> None:
-        """Check ids and versions.
-
-        Args:
-            spec: What the table is.
-            after_row: Last row of the chunk before; −1 before the first.
+        """Check ids and versions; `after_row` is the last row of the chunk before, −1 before the first.
 
         Raises:
-            RequestError: An id is out of range, not above the one before it, or a version is out of range.
+            RequestError: An id is out of range or not above the one before it, or a version is out of range.
         """
         spec.check_row_ids(self.row_ids)
         falls = np.flatnonzero(np.diff(self.row_ids, prepend=after_row) <= 0)
@@ -62,15 +55,14 @@ class RowChunk:
             at = int(falls[0])
             before = after_row if at == 0 else int(self.row_ids[at - 1])
             raise RequestError(
-                f"table {spec.fqn!r}: row {int(self.row_ids[at])} follows row {before}: rows must come in the order of "
-                "their ids, each once"
+                f"table {spec.fqn!r}: row {int(self.row_ids[at])} follows row {before}; rows must be ascending"
             )
         epochs, steps = np.asarray(self.epochs), np.asarray(self.steps)
         if np.any(epochs < 1) or np.any(epochs > MAX_EPOCH) or np.any(steps < 0):
             raise RequestError(f"table {spec.fqn!r}: an epoch is not in 1..{MAX_EPOCH}, or a step is below 0")
 
     def is_finite(self, layout: RecordLayout) -> npt.NDArray[np.bool_]:
-        """Return of each row whether no value of it is NaN or infinite, bool[n]; deleted rows are finite."""
+        """Return bool[n]: whether all values of a row are finite; deleted rows are."""
         finite = np.ones(self.row_ids.size, bool)
         for field, column in self.columns.items():
             dtype = layout.columns[field].dtype
@@ -80,22 +72,14 @@ class RowChunk:
         return finite if self.is_deleted is None else finite | self.is_deleted
 
     def check_finite(self, spec: TableSpec, layout: RecordLayout) -> None:
-        """Check that no value is NaN or infinite.
-
-        Raises:
-            NonFiniteError: Naming the first row that has one.
-        """
+        """Raise NonFiniteError for the first row that has a NaN or infinity."""
         finite = self.is_finite(layout)
         if not finite.all():
             row = int(self.row_ids[np.flatnonzero(~finite)[0]])
             raise NonFiniteError(f"table {spec.fqn!r}: row {row} has a NaN or an infinity")
 
     def take(self, rows: Any) -> RowChunk:
-        """Return a chunk of some of the rows.
-
-        Args:
-            rows: intp[m] ascending positions, bool[n], or a slice.
-        """
+        """Return a chunk of some rows: intp[m] ascending positions, bool[n], or a slice."""
 
         def some(values: Any) -> Any:
             return values[rows] if isinstance(values, np.ndarray) else values
@@ -111,11 +95,7 @@ class RowChunk:
         )
 
     def records(self, layout: RecordLayout) -> _Array:
-        """Return the records of the rows, `layout.dtype`[n].
-
-        Args:
-            layout: Of whole rows.
-        """
+        """Return the records of the rows, `layout.dtype`[n], for a layout of whole rows."""
         records = np.zeros(self.row_ids.size, layout.dtype)
         layout.set_header(records, ..., epoch=self.epochs, step=self.steps, time_us=self.times_us)
         if self.identities is not None:

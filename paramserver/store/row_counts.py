@@ -1,11 +1,11 @@
-"""About how many rows the files of a RocksDB hold, also of those of which RocksDB does not know.
+"""Estimate how many rows the files of a RocksDB hold, including files that RocksDB has not looked into.
 
-How many entries a file has stands in the file, and not in RocksDB's manifest: of a store that is opened RocksDB looks
-into 20 files, and takes all others for empty until it writes them anew. Of these the length is known. So they are taken
-to be as dense as the others of their column shard; where no file of it is known, one is looked into.
+Entry counts stand in the files, not in RocksDB's manifest: on opening a store it looks into 20 files and reports the
+others as empty until it rewrites them. It does know their lengths, so they are assumed as dense as the other files of
+their column shard; where none is known, one is read.
 
-A file with more than one column shard, or with claims of identities (`identity_claims.py`) beside rows, is looked into
-once: its index, and of each column shard a block or a few.
+A file with several column shards, or with identity claims beside rows, is read once: its index, and for each column
+shard a block or a few.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.store.table_file_reader import TableFileReader
+from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.identity_claims import CLAIMS_SHARD
 from headrace.schemas.row_keys import key_prefix
+from headrace.schemas.row_records import CLAIMS_SHARD
 
 __all__ = ["FileRowCounts"]
 
@@ -31,21 +31,16 @@ _Density = tuple[int, int]  # entries, bytes
 class FileRowCounts:
     """Counts the rows of one store's files.
 
-    Thread: any, also several: at worst a file is looked into twice.
+    Thread: any, also several: at worst a file is read twice.
     """
 
     def __init__(self, path: Path) -> None:
-        """Know of none; `path` is the store's directory."""
         self._path = path
-        self._densities: dict[bytes, _Density] = {}  # of files with one prefix, one of each that was looked into
+        self._densities: dict[bytes, _Density] = {}  # by prefix, from one file each of those that were read
         self._counts: dict[str, Mapping[bytes, int]] = {}  # by name, of files with several prefixes
 
     def count(self, files: Sequence[dict[str, Any]]) -> Counter[int]:
-        """Return about how many rows the files hold, by table id; claims are none, and metadata is no table's.
-
-        Args:
-            files: All, as RocksDB lists them.
-        """
+        """Return about how many rows the files that RocksDB lists hold, by table id, without claims and metadata."""
         known: dict[bytes, _Density] = {}
         for file in files:
             first, last = _prefixes_of(file)
@@ -62,7 +57,7 @@ class FileRowCounts:
                 name = file["name"]
                 counts[name] = self._counts.get(name) or self._count_by_prefix(file)
                 _add(counts[name], totals)
-        self._counts = counts  # without those of files that are gone
+        self._counts = counts  # drops files that are gone
         return totals
 
     def _estimate(self, file: dict[str, Any], prefix: bytes, known: Mapping[bytes, _Density]) -> int:
@@ -76,7 +71,7 @@ class FileRowCounts:
     def _count_by_prefix(self, file: dict[str, Any]) -> Mapping[bytes, int]:
         if found := _look_into(self._path_of(file)):
             return found
-        # Of a kind that is not read here: shared out evenly among the tables between its first key and its last.
+        # Our reader does not know this kind: share the entries evenly among the tables in its key range.
         low, high = (int.from_bytes(prefix[:_TABLE_BYTES], "big") for prefix in _prefixes_of(file))
         tables = range(max(low, 1), high + 1)
         return {key_prefix(table_id): int(file["num_entries"]) // len(tables) for table_id in tables}
@@ -98,12 +93,12 @@ def _prefixes_of(file: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def _look_into(path: Path) -> Mapping[bytes, int]:
-    """Return about how many entries a file has of each prefix; none when it cannot be told."""
+    """Return about how many entries a file has of each prefix; empty when that cannot be told."""
     try:
         reader = TableFileReader.open(path)
-        if reader is None:  # of a kind that is not read here
+        if reader is None:  # our reader does not know this kind
             return {}
         with reader:
             return reader.count_by_prefix(_PREFIX_BYTES)
-    except HeadraceError:  # compacted away since it was listed; or damaged, as whoever reads its rows will be told
+    except HeadraceError:  # compacted away since it was listed; or damaged, which readers of its rows will report
         return {}

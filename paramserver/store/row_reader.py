@@ -1,4 +1,4 @@
-"""Whole rows out of the overlay and RocksDB, whatever column shards they were written in."""
+"""Read whole rows from the memtable and RocksDB, whatever column shards they were written in."""
 
 from __future__ import annotations
 
@@ -9,33 +9,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.store.pending import CoalescedRun, PendingSnapshot, Run
+from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
+from headrace.paramserver.store.memtable import ShardSource
 from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
 from headrace.schemas.tables import StateKind, TableSpec
+from headrace.schemas.version import is_newer_record
 
-__all__ = ["GetValues", "RowsRead", "ShardSource", "read_records", "read_rows", "settle"]
+__all__ = ["GetValues", "RowsRead", "read_records", "read_rows", "settle"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
 
-# Rows of one multi-get: what it returns becomes Python objects with the GIL held, about 1 µs a row.
+# Rows of one multi-get: its results become Python objects with the GIL held, about 1 µs each.
 _ROWS_PER_GET = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsRead:
-    """The newest acked values of some rows, in the order asked for.
+    """The newest acked values of n rows, in the order asked for; each batch up to log position `seq` is included.
 
-    Attributes:
-        presence: uint8[n], `RowPresence`.
-        weights: `spec.dtype.numpy`[n, dim], contiguous; zero where the row is not present.
-        states: `[n, width]` by name, contiguous, each in its own dtype; zero where the row is not present.
-        epochs: int64[n]; 0 where missing.
-        steps: int64[n]; 0 where missing.
-        times_us: int64[n], microseconds since 1970; 0 where missing.
-        identities: int64[n] where the table has identities; 0 where the row is not present.
-        seq: Every batch up to this position of the log is in the answer.
+    `presence` is uint8[n], `RowPresence`. `weights`, `spec.dtype.numpy`[n, dim], and `states`, [n, width] each in its
+    own dtype, are contiguous. They and `identities`, int64[n] where the table has them, are zero where the row is not
+    present. `epochs`, `steps` and `times_us` (microseconds since 1970), int64[n], are 0 where it is missing.
     """
 
     presence: npt.NDArray[np.uint8]
@@ -48,23 +44,8 @@ class RowsRead:
     seq: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSource:
-    """Where a reader looks for the rows of one column shard.
-
-    Attributes:
-        layout: Of the shard's records.
-        snapshot: What pends; taken before RocksDB is read.
-        is_stored: RocksDB may have rows of this shard.
-    """
-
-    layout: RecordLayout
-    snapshot: PendingSnapshot | None
-    is_stored: bool
-
-
 GetValues = Callable[[list[bytes]], list[bytes | None]]
-"""Reads the value of each key; None where there is none."""
+"""Returns the value of each key; None where there is none."""
 
 
 def read_rows(
@@ -74,59 +55,45 @@ def read_rows(
 
     Args:
         table_id: Number of the table.
-        spec: What the table is.
-        sources: Each column shard that rows of the table may have been written in.
+        spec: The table's spec.
+        sources: A source for each column shard in which rows of the table may have been written.
         row_ids: int64[n], any order, may repeat.
         get: Reads values from RocksDB.
-        seq: Position in the log that the snapshots are from.
+        seq: Log position of the snapshots.
 
     Raises:
         StorageError: RocksDB could not be read.
-        CorruptionError: It holds something else than records of this table.
+        CorruptionError: It holds something other than records of this table.
 
     Thread: any; blocking.
     """
-    # Neighbours share blocks, and sorted searches are kind to the caches.
+    # Neighbors share blocks, and sorted searches use the caches well.
     order = np.argsort(row_ids, kind="stable")
     sorted_ids = np.ascontiguousarray(row_ids[order])
     shards = [(source.layout, _read_shard(table_id, source, sorted_ids, get)) for source in sources]
     back = np.empty_like(order)
     back[order] = np.arange(order.size)
     if len(shards) == 1 and shards[0][0].shard == spec.whole:
-        return _from_whole(spec, *shards[0], back, seq)
+        layout, pick = shards[0]
+        presence = pick.has.astype(np.uint8) * np.uint8(PRESENT)
+        presence[(pick.records["flags"] & FLAG_DELETED) != 0] = DELETED
+        return _rows_read(spec, layout, presence, pick.records, pick.records, back, seq)
     return _assemble(spec, shards, back, seq)
 
 
 def read_records(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> tuple[_Array, npt.NDArray[np.bool_]]:
-    """Return (records, whether there is one) of ids of one column shard.
+    """Return (records, whether there is one) for int64[n] ascending ids of one column shard, each once.
 
-    Args:
-        table_id: Number of the table.
-        source: Where the records are.
-        ids: int64[n], ascending, each once.
-        get: Reads values from RocksDB.
-
-    Raises:
-        StorageError: RocksDB could not be read.
-        CorruptionError: It holds something else than records of this layout.
-
-    Thread: any; blocking.
+    Raises and runs as `read_rows` does.
     """
     pick = _read_shard(table_id, source, ids, get)
     return pick.records, pick.has
 
 
-def settle(run: Run | CoalescedRun, get: GetValues) -> Run | CoalescedRun:
-    """Return a run without the conditional rows that RocksDB has newer versions of.
+def settle(run: SortedRun | CoalescedRows, get: GetValues) -> SortedRun | CoalescedRows:
+    """Return a run without its conditional rows that are older than RocksDB's. REQUIRES: nothing older pends.
 
-    Args:
-        run: The oldest that is not in RocksDB.
-        get: Reads values from RocksDB.
-
-    Raises:
-        StorageError: RocksDB could not be read.
-
-    Thread: any; blocking.
+    Raises StorageError when RocksDB cannot be read. Thread: any; blocking.
     """
     if run.is_conditional is None:
         return run
@@ -135,13 +102,13 @@ def settle(run: Run | CoalescedRun, get: GetValues) -> Run | CoalescedRun:
     for start in range(0, rows.size, _ROWS_PER_GET):
         some = rows[start : start + _ROWS_PER_GET]
         stored, _ = run.layout.decode(get(encode_keys(run.table_id, run.layout.shard, run.row_ids[some])))
-        # What is missing decodes as version (0, 0), which nothing is older than.
-        keep[some] = ~_is_newer(stored, run.records_at(some))
+        # A missing row decodes as version (0, 0), and nothing is older.
+        keep[some] = ~is_newer_record(stored, run.records_at(some))
     return run.take(keep)
 
 
 class _Pick:
-    """The record of each row that counts so far, while sources are gone through from the newest to the oldest."""
+    """The winning record of each row so far; sources are offered from the newest to the oldest."""
 
     def __init__(self, layout: RecordLayout, size: int) -> None:
         self.records = np.zeros(size, layout.dtype)
@@ -149,42 +116,23 @@ class _Pick:
         self.open = np.arange(size)
 
     def offer(self, at: _Array, records: _Array, is_conditional: _Array | None) -> None:
-        """Take what an older source has.
-
-        Args:
-            at: Positions in `open`.
-            records: One a position.
-            is_conditional: Whether a row's record leaves it open; None where none does.
-        """
+        """Take an older source's records, one for each position `at` in `open`; conditional ones leave rows open."""
         self.take(self.open[at], records)
         closed = at if is_conditional is None else at[~is_conditional]
         self.open = np.delete(self.open, closed)
 
     def take(self, rows: _Array, records: _Array) -> None:
-        """Take what a source has, and close nothing: of the oldest one, after which none is asked.
-
-        Args:
-            rows: Which, open ones.
-            records: One a row.
-        """
-        # A record of the same version that came later stays.
-        wins = ~self.has[rows] | _is_newer(records, self.records[rows])
+        """Take records of open rows without closing the rows: for the oldest source."""
+        # Of equal versions the later record stays.
+        wins = ~self.has[rows] | is_newer_record(records, self.records[rows])
         self.records[rows[wins]] = records[wins]
         self.has[rows] = True
-
-
-def _is_newer(records: _Array, others: _Array) -> npt.NDArray[np.bool_]:
-    epochs, other_epochs = records["epoch"], others["epoch"]
-    newer: npt.NDArray[np.bool_] = (epochs > other_epochs) | (
-        (epochs == other_epochs) & (records["step"] > others["step"])
-    )
-    return newer
 
 
 def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -> _Pick:
     pick = _Pick(source.layout, ids.size)
     if source.snapshot is not None:
-        # `find` looks for all rows in each source: what has been found is dropped here, before it is compared.
+        # `find` looks for all rows in each source; drop those already found before comparing the rest.
         for at, records, is_conditional in source.snapshot.find(ids):
             where = np.searchsorted(pick.open, at)
             where[where == pick.open.size] = 0
@@ -198,44 +146,39 @@ def _read_shard(table_id: int, source: ShardSource, ids: _Ids, get: GetValues) -
             rows = wanted[start : start + _ROWS_PER_GET]
             records, presence = source.layout.decode(get(encode_keys(table_id, source.layout.shard, ids[rows])))
             found = np.flatnonzero(presence)
-            # To close rows takes a look at all that are open: of many rows, once for each 2,048 of them.
+            # `offer` would scan all open rows once for each 2,048 of them.
             pick.take(rows[found], records[found])
     return pick
 
 
-def _presence(pick: _Pick) -> npt.NDArray[np.uint8]:
-    presence = pick.has.astype(np.uint8) * np.uint8(PRESENT)
-    presence[(pick.records["flags"] & FLAG_DELETED) != 0] = DELETED
-    return presence
-
-
-def _from_whole(spec: TableSpec, layout: RecordLayout, pick: _Pick, back: _Array, seq: int) -> RowsRead:
-    records = pick.records
-
+def _rows_read(
+    spec: TableSpec, layout: RecordLayout, presence: _Array, header: _Array, columns: Any, back: _Array, seq: int
+) -> RowsRead:
     def column(name: str) -> _Array:
-        # The same `take` that undoes the sorting makes the column contiguous.
+        # The same indexing that undoes the sort makes the column contiguous.
         of = layout.columns[name]
-        return records[name][back].view(of.dtype.numpy).reshape(back.size, of.width)
+        values: _Array = columns[name][back].view(of.dtype.numpy).reshape(back.size, of.width)
+        return values
 
     return RowsRead(
-        presence=_presence(pick)[back],
+        presence=presence[back],
         weights=column("weights"),
         states={state.name: column(f"state:{state.name}") for state in spec.states},
-        epochs=records["epoch"][back].astype(np.int64),
-        steps=records["step"][back].astype(np.int64),
-        times_us=records["time_us"][back].astype(np.int64),
-        identities=records["identity"][back].astype(np.int64) if spec.has_identities else None,
+        epochs=header["epoch"][back].astype(np.int64),
+        steps=header["step"][back].astype(np.int64),
+        times_us=header["time_us"][back].astype(np.int64),
+        identities=header["identity"][back].astype(np.int64) if spec.has_identities else None,
         seq=seq,
     )
 
 
 def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], back: _Array, seq: int) -> RowsRead:
-    """Put rows together from several column shards: in each column the newest record of the row wins.
+    """Assemble rows from several column shards: in each column the row's newest record wins.
 
-    What a row has once (version, identity) comes from its newest record; of equals, from the one of the lowest columns.
-    Rowwise states, of which each column shard has a copy of its own, come with the row's first column: the shards of a
-    run reach the store at different steps, and an answer that went from copy to copy would be none. A row is present
-    where any column's newest record is.
+    Version and identity come from the row's newest record; of equal ones, from the lowest columns. Each column shard
+    has its own copy of rowwise states; the copy of the row's first column counts, because ranks' shards reach the store
+    at different steps and an answer must not switch between copies. A row is present where any column's newest record
+    is.
     """
     size = back.size
     pointwise = [state.name for state in spec.states if state.kind is StateKind.POINTWISE]
@@ -263,16 +206,7 @@ def _assemble(spec: TableSpec, shards: Sequence[tuple[RecordLayout, _Pick]], bac
         has[rows] = True
         is_live[rows, first:end] = ((records["flags"] & FLAG_DELETED) == 0)[:, None]
     presence = np.where(is_live.any(axis=1), PRESENT, np.where(has, DELETED, 0)).astype(np.uint8)
-    return RowsRead(
-        presence=presence[back],
-        weights=columns["weights"][back],
-        states={state.name: columns[f"state:{state.name}"][back] for state in spec.states},
-        epochs=header["epoch"][back].astype(np.int64),
-        steps=header["step"][back].astype(np.int64),
-        times_us=header["time_us"][back].astype(np.int64),
-        identities=header["identity"][back].astype(np.int64) if spec.has_identities else None,
-        seq=seq,
-    )
+    return _rows_read(spec, whole, presence, header, columns, back, seq)
 
 
 def _oldest_first(shards: Sequence[tuple[RecordLayout, _Pick]]) -> Iterator[tuple[RecordLayout, _Pick, _Array]]:
@@ -280,7 +214,7 @@ def _oldest_first(shards: Sequence[tuple[RecordLayout, _Pick]]) -> Iterator[tupl
     shards = sorted(shards, key=lambda shard: shard[0].shard, reverse=True)
     steps = np.stack([pick.records["step"] for _, pick in shards])
     epochs = np.stack([pick.records["epoch"] for _, pick in shards])
-    # Stable, so of equals the later one, of lower columns, is painted over the other.
+    # Stable: of equals the later one, of lower columns, overwrites the other.
     order = np.lexsort((steps, epochs), axis=0)
     for turn in order:
         for number, (layout, pick) in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Flushes that are not durable on every shard yet: handed over by one thread, delivered by another."""
+"""Outstanding flushes: submitted by one thread, delivered by another, not yet durable on every shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.errors import HeadraceError
-from headrace.streamer.flush.flush import Flush, FlushedDeletions, Pending
+from headrace.streamer.flush.layout import Flush, FlushedDeletions, Pending
 from headrace.streamer.stats import LagReservoir
 
 __all__ = ["OutstandingFlush", "OutstandingFlushes"]
@@ -19,13 +19,7 @@ __all__ = ["OutstandingFlush", "OutstandingFlushes"]
 
 @dataclass(eq=False, slots=True)
 class OutstandingFlush:
-    """A flush that is not durable on every shard.
-
-    Attributes:
-        flush: As it is now: whole, or on its way from a device.
-        num_shards_left: Shards on which it is not durable.
-        is_spooled: Its rows are in the spool, and its staging buffer is given back.
-    """
+    """A flush in its present form: on its way from a device, whole, or spooled, without a staging buffer."""
 
     flush: Flush
     num_shards_left: int
@@ -33,19 +27,14 @@ class OutstandingFlush:
 
 
 class OutstandingFlushes:
-    """The flushes that are outstanding, in the order of their hand-over, and what has become of the others.
-
-    Thread: any. What an entry holds is changed by the delivering thread only.
-    """
+    """The outstanding flushes in order, and figures of others. Thread: any; only the delivering one changes entries."""
 
     def __init__(self) -> None:
         """Begin empty."""
-        # Whoever waits for a change waits on the condition.
         self._changed = threading.Condition()
         self._entries: deque[OutstandingFlush] = deque()
         self._error: HeadraceError | None = None
-        self._inflight_bytes = 0
-        self._num_flushes = self._num_rows = 0
+        self._inflight_bytes = self._num_flushes = self._num_rows = 0
         self._acked_step = -1
         self._lags = LagReservoir()
 
@@ -54,11 +43,11 @@ class OutstandingFlushes:
 
     @property
     def error(self) -> HeadraceError | None:
-        """What has ended the delivery for good."""
+        """The error that has ended delivery for good."""
         return self._error
 
     def add(self, flush: Flush, *, num_shards: int) -> OutstandingFlush:
-        """Note a flush that is being handed over; until it is taken it can be withdrawn."""
+        """Add a flush that is being submitted; it can be withdrawn until it is taken."""
         entry = OutstandingFlush(flush, num_shards)
         with self._changed:
             self._entries.append(entry)
@@ -66,7 +55,7 @@ class OutstandingFlushes:
         return entry
 
     def withdraw(self, flush: Flush) -> bool:
-        """Forget a flush whose hand-over was interrupted; return False when it is taken, and will be delivered."""
+        """Remove a flush whose submission was interrupted; return False if it is taken, and will be delivered."""
         with self._changed:
             if flush.is_taken:
                 return False
@@ -79,7 +68,7 @@ class OutstandingFlushes:
         return True
 
     def take(self, entry: OutstandingFlush) -> bool:
-        """Take a flush for delivery; return False when it has been withdrawn."""
+        """Take a flush for delivery; return False if it was withdrawn."""
         with self._changed:
             if entry not in self._entries:
                 return False
@@ -87,7 +76,7 @@ class OutstandingFlushes:
         return True
 
     def complete(self, entry: OutstandingFlush, flush: Flush | None) -> None:
-        """Put the whole flush in the place of one that was on its way from a device; None: it has come to nothing."""
+        """Replace a flush that was on its way from a device by the whole flush; None: it failed, remove it."""
         with self._changed:
             self._inflight_bytes -= entry.flush.size_bytes
             if flush is None:
@@ -103,7 +92,7 @@ class OutstandingFlushes:
             return next(entry for entry in self._entries if entry.flush is flush)
 
     def note_durable(self, entry: OutstandingFlush) -> None:
-        """Note that every shard has all of a flush, and tell who waits."""
+        """Remove a flush that every shard has, and wake waiters."""
         flush = entry.flush
         with self._changed:
             self._entries.remove(entry)
@@ -116,37 +105,28 @@ class OutstandingFlushes:
             self._changed.notify_all()
 
     def fail(self, error: HeadraceError) -> list[Pending]:
-        """Note what has ended the delivery, the first of it, and tell who waits.
-
-        Returns:
-            What of the flushes is still on its way from a device.
-        """
+        """End delivery with its first error, wake waiters, and return what is still on its way from a device."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
             return [entry.flush.pending for entry in self._entries if entry.flush.pending is not None]
 
     def wait_durable(self, timeout_s: float) -> tuple[int, int]:
-        """Wait until nothing is outstanding.
-
-        Returns:
-            How many flushes are outstanding after that time, and their bytes; (0, 0) when none is.
+        """Wait until nothing is outstanding; return (flushes, bytes) that still are after `timeout_s`.
 
         Raises:
-            HeadraceError: The delivery has ended.
+            HeadraceError: Delivery has ended.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while self._entries and self._error is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    break
+            while self._entries and self._error is None and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
             if self._error is not None:
                 raise self._error
             return len(self._entries), self._inflight_bytes
 
     def deletions(self) -> dict[str, list[int]]:
-        """Return, by fqn, the global ids of rows whose deletion is handed over and not durable on every shard."""
+        """Return, by fqn, the global ids of rows whose deletion is outstanding."""
         found: dict[str, list[int]] = {}
         with self._changed:
             for entry in self._entries:
@@ -157,7 +137,7 @@ class OutstandingFlushes:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of `StreamerStats` that it knows, all as of one moment."""
+        """Return the fields of `StreamerStats` that are known here, all as of one moment."""
         with self._changed:
             return {
                 "acked_step": self._acked_step,

@@ -1,10 +1,9 @@
-"""The background half: a thread with its own event loop, one channel a shard, and what becomes of a flush."""
+"""The sender: a thread with its own event loop, and one channel per shard, that delivers flushes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import random
@@ -13,17 +12,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.durations import format_seconds
+from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.schemas.sizes import format_size
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
-from headrace.streamer.delivery.rendezvous import Connect, Store, Writer, claim_epoch, find_store, open_session
-from headrace.streamer.delivery.shard_channel import ShardChannel
+from headrace.streamer.delivery.rendezvous import Rendezvous, Store, Writer, connector
 from headrace.streamer.delivery.spool import Spool
-from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.layout import Flush
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
 
@@ -36,25 +33,24 @@ _T = TypeVar("_T")
 class Sender:
     """Delivers flushes to all shards from a daemon thread.
 
-    How much is outstanding is bounded by the staging buffers, and by the spool's size and count.
+    The staging buffers, and the spool's size and count, bound what is outstanding.
 
     Thread: the training thread's, except where a method says otherwise.
+
+    Attributes:
+        num_new_stores: How often an empty store replaced the old one, so that every row must be sent again.
     """
 
-    def __init__(self, *, config: StreamerConfig, pool: StagingPool, connect: Connect | None = None) -> None:
-        """Prepare; `start` begins.
-
-        Args:
-            config: The streamer's settings.
-            pool: Where staging buffers go back to.
-            connect: Opens a connection; None for a plain one.
+    def __init__(self, *, config: StreamerConfig, pool: StagingPool) -> None:
+        """Prepare; `start` begins. Staging buffers return to `pool`.
 
         Raises:
-            ConfigError: The spool's directory cannot be used.
+            ConfigError: The spool's directory, or a file for TLS, cannot be used.
         """
         self._config, self._pool = config, pool
-        self._connect = connect or functools.partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s)
+        self._connect = connector(config)
         self._random = random.Random(os.urandom(16)).random
+        self._rendezvous = Rendezvous(self._connect, timeout_s=config.connect_timeout_s, random=self._random)
         self._spool = None
         if config.policy == "spool" and config.spool_dir is not None:
             self._spool = Spool(config.spool_dir, max_bytes=config.spool_bytes)
@@ -63,35 +59,30 @@ class Sender:
         self._writer: Writer | None = None
         self._outstanding = OutstandingFlushes()
         self._unspooled: asyncio.Queue[OutstandingFlush] | None = None
-        # Once a flush was incomplete all go this way, in their order.
+        # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._is_stopping = False
-        self._generation = 0
+        self.num_new_stores = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
-        # A daemon: a trainer that ends without `close` must end.
+        # A daemon: a trainer without `close` must be able to exit.
         self._thread = threading.Thread(target=self._run, name="headrace-sender", daemon=True)
 
     @property
     def error(self) -> HeadraceError | None:
-        """What has ended streaming for good."""
+        """The error that has ended streaming for good."""
         return self._outstanding.error
 
     @property
     def server_ids(self) -> tuple[str, ...]:
-        """Identity of each shard's store, in the order of the shards: another one's, once that has taken its place."""
+        """Identity of each shard's present store, in the order of the shards."""
         return tuple(channel.server_id for channel in self._channels)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """What each shard has acked last, see `ShardChannel.place`."""
+        """Each shard's `ShardChannel.place`."""
         return tuple(channel.place for channel in self._channels)
-
-    @property
-    def generation(self) -> int:
-        """How often an empty store has been found in the place of the old one: then every row is wanted again."""
-        return self._generation
 
     def start(self) -> None:
         """Start the thread."""
@@ -99,27 +90,17 @@ class Sender:
         self._started.wait()
 
     def find_store(self, host: str, port: int, writer: Writer) -> Store:
-        """Return the store at an address, see `rendezvous.find_store`."""
-        timeout_s = self._config.connect_timeout_s
-        return self._call(
-            lambda: find_store(host, port, writer, self._connect, timeout_s=timeout_s, random=self._random),
-            timeout_s=timeout_s,
-        )
+        """Return the store at an address, see `Rendezvous.find_store`."""
+        return self._call(lambda: self._rendezvous.find_store(host, port, writer))
 
-    def claim_epoch(self, store: Store, writer: Writer) -> Writer:
-        """Return the writer in an epoch of its own, see `rendezvous.claim_epoch`."""
-        timeout_s = self._config.connect_timeout_s
-        return self._call(
-            lambda: claim_epoch(store, writer, self._connect, timeout_s=timeout_s, random=self._random),
-            timeout_s=timeout_s,
-        )
+    def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
+        """Return the writer in an epoch of its own, see `Rendezvous.acquire_epoch`."""
+        return self._call(lambda: self._rendezvous.acquire_epoch(store, writer))
 
     def open(self, store: Store, writer: Writer) -> None:
-        """Open the writer's session on all shards, which fences older epochs off, and begin to deliver.
+        """Open the writer's session on all shards, which fences older epochs, and begin to deliver.
 
-        Raises:
-            FencedError: A newer epoch holds the run.
-            UnavailableError: A shard cannot be reached.
+        Raises as `Rendezvous.open_session`.
         """
         self._writer = writer
         self._channels = [
@@ -134,68 +115,51 @@ class Sender:
             )
             for shard in store.shards
         ]
-        self._call(self._open, timeout_s=self._config.connect_timeout_s)
+        self._call(self._open)
 
     def register(self, specs: list[TableSpec]) -> None:
-        """Register tables on all shards.
-
-        Raises:
-            SpecMismatchError: A shard has a table of that name with another spec.
-            UnavailableError: A shard cannot be reached.
-        """
-        self._call(lambda: self._register(specs), timeout_s=self._config.connect_timeout_s)
+        """Register tables on all shards. Raises as `Rendezvous.open_session`."""
+        self._call(lambda: self._register(specs))
 
     def submit(self, flush: Flush) -> None:
-        """Take a flush and its staging buffer, whole or not at all; never blocks.
-
-        Raises:
-            HeadraceError: Streaming has ended.
-        """
+        """Take over a flush and its staging buffer, unless streaming has ended with an error. Never blocks."""
         if self.error is not None:
             raise self.error
         loop = self._loop
         assert loop is not None and not self._is_stopping, "the sender is not running"
         entry = self._outstanding.add(flush, num_shards=len(self._channels))
-        # If the loop ends between the check and here, this raises; then the trainer is ending too.
+        # This raises if the loop has just ended; then the trainer is ending too.
         loop.call_soon_threadsafe(self._accept, entry)
 
     def withdraw(self, flush: Flush) -> bool:
-        """Take back a flush whose `submit` was interrupted (Ctrl-C); return False when it is on its way already.
-
-        Then it will be delivered, and its staging buffer is not the caller's.
-        """
+        """Take back a flush whose `submit` was interrupted; return False if the sender keeps it, and its buffer."""
         return self._outstanding.withdraw(flush)
 
     def deletions_on_their_way(self) -> dict[str, list[int]]:
-        """Return, by fqn, the global ids of rows whose deletion is handed over and not durable on every shard."""
+        """Return, by fqn, the global ids of rows whose deletion was submitted and is not durable on every shard."""
         return self._outstanding.deletions()
 
     def wait_durable(self, timeout_s: float) -> None:
-        """Return when all that was submitted is durable on every shard.
+        """Wait until everything submitted is durable on every shard.
 
         Raises:
-            UnavailableError: It is not, within the time; the message names the shards that are behind.
+            UnavailableError: Not in time; the message names the shards that are behind.
             HeadraceError: Streaming has ended.
         """
         num_flushes, size_bytes = self._outstanding.wait_durable(timeout_s)
-        if not num_flushes:
-            return
-        raise UnavailableError(
-            f"{num_flushes} flushes ({format_size(size_bytes)}) are not durable on every shard: {self.describe_delay()}"
-        )
+        if num_flushes:
+            flushes = f"{num_flushes} flushes ({format_size(size_bytes)})"
+            raise UnavailableError(f"{flushes} are not durable on every shard: {self.describe_delay()}")
 
     def describe_delay(self) -> str:
-        """Name the shards that keep the oldest flush from being durable; one line."""
+        """Name the shards that have not acked everything, in one line."""
         late = [channel for channel in self._channels if channel.num_behind]
         return "; ".join(channel.describe() for channel in late) or "no shard is behind"
 
     def stats(self, *, step: int = 0, num_dirty_rows: int = 0, failure: HeadraceError | None = None) -> StreamerStats:
-        """Return what has been done so far, with what only the caller knows.
-
-        Thread: any.
-        """
-        held_up = next((channel.last_error for channel in self._channels if channel.last_error), None)
-        error = failure or self.error or held_up
+        """Return what was done so far, completed with the caller's figures. Thread: any."""
+        outage = next((channel.last_error for channel in self._channels if channel.last_error), None)
+        error = failure or self.error or outage
         return StreamerStats(
             **self._outstanding.figures(),
             step=step,
@@ -207,13 +171,7 @@ class Sender:
         )
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread; what is not durable stays undelivered. Idempotent.
-
-        Thread: any.
-
-        Args:
-            timeout_s: How long to wait for its end; it is a daemon, so giving up is harmless.
-        """
+        """End the thread; what is not durable stays undelivered. Idempotent. Thread: any."""
         self._is_stopping = True
         self._pool.close()
         loop, stop = self._loop, self._stop
@@ -222,21 +180,22 @@ class Sender:
         try:
             loop.call_soon_threadsafe(stop.set)
         except RuntimeError:
-            return  # the loop has just ended by itself
+            return  # the loop has just ended
         if threading.current_thread() is self._thread:
-            return  # the garbage collector may run a streamer's finalizer on any thread
+            return  # the garbage collector runs finalizers on any thread
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning("the sender's thread has not ended within %g s", timeout_s)
 
-    def _call(self, start: Callable[[], Coroutine[Any, Any, _T]], *, timeout_s: float) -> _T:
+    def _call(self, start: Callable[[], Coroutine[Any, Any, _T]], *, timeout_s: float | None = None) -> _T:
         """Run a coroutine on the sender's loop and return its result, or raise `UnavailableError` at the deadline."""
+        timeout_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
         assert self._loop is not None
         if self.error is not None:
             raise self.error
 
         async def limited() -> _T:
-            async with asyncio.timeout(timeout_s + 1):  # each call has its own, nearer deadline and better words
+            async with asyncio.timeout(timeout_s + 1):  # each call has an earlier deadline with a better message
                 return await start()
 
         future: Future[_T] = asyncio.run_coroutine_threadsafe(limited(), self._loop)
@@ -245,7 +204,7 @@ class Sender:
         except TimeoutError as exc:
             raise UnavailableError(f"the parameter server has not answered within {format_seconds(timeout_s)}") from exc
         finally:
-            future.cancel()  # without effect when it is done; matters when an interrupt ends the wait
+            future.cancel()  # has an effect only if an interrupt ended the wait
 
     def _run(self) -> None:
         try:
@@ -260,7 +219,7 @@ class Sender:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._started.set()
         await self._stop.wait()
-        # What is left of the channels is cancelled, and their connections closed, as `asyncio.run` ends.
+        # `asyncio.run` then cancels the channels, which close their connections.
 
     async def _open(self) -> None:
         replies = await self._say_hello([])
@@ -268,7 +227,7 @@ class Sender:
             if reply.server_id != channel.shard.server_id:
                 raise UnavailableError(f"{channel.shard} has changed while it was being asked; try again")
             if reply.last_client_seq:
-                raise channel.impostor(reply.last_client_seq)
+                raise channel.other_writer_error(reply.last_client_seq)
         self._tasks = [asyncio.create_task(self._guarded(channel.run())) for channel in self._channels]
         if self._spool is not None:
             self._unspooled = asyncio.Queue()
@@ -276,14 +235,8 @@ class Sender:
 
     async def _say_hello(self, specs: list[TableSpec]) -> list[Any]:
         assert self._writer is not None
-        return await open_session(
-            [channel.shard for channel in self._channels],
-            self._writer,
-            specs,
-            self._connect,
-            timeout_s=self._config.connect_timeout_s,
-            random=self._random,
-        )
+        shards = [channel.shard for channel in self._channels]
+        return await self._rendezvous.open_session(shards, self._writer, specs)
 
     async def _register(self, specs: list[TableSpec]) -> None:
         await self._say_hello(specs)
@@ -299,13 +252,13 @@ class Sender:
             self._fail(exc)
 
     def _fail(self, exc: BaseException) -> None:
-        """End streaming for good; the training thread is told at its next call."""
-        if not isinstance(exc, HeadraceError):
-            _log.error("streaming has failed by a bug", exc_info=exc)
-            error: HeadraceError = HeadraceError(f"streaming has failed: {type(exc).__name__}: {exc}")
-            error.__cause__ = exc
-        else:
+        """End streaming for good; the training thread meets the error at its next call."""
+        if isinstance(exc, HeadraceError):
             error = exc
+        else:
+            _log.error("streaming has failed by a bug", exc_info=exc)
+            error = HeadraceError(f"streaming has failed: {type(exc).__name__}: {exc}")
+            error.__cause__ = exc
         incomplete = self._outstanding.fail(error)
         self._pool.close()
         for task in self._tasks:
@@ -317,7 +270,7 @@ class Sender:
         if not self._outstanding.take(entry):
             return
         if entry.flush.pending is not None and self.error is not None:
-            entry.flush.pending.abandon()  # streaming has ended while it was submitted
+            entry.flush.pending.abandon()  # streaming has ended meanwhile
             return
         if entry.flush.pending is not None and self._incomplete is None:
             self._incomplete = asyncio.Queue()
@@ -328,20 +281,15 @@ class Sender:
             self._incomplete.put_nowait(entry)
 
     async def _run_completion(self, incomplete: asyncio.Queue[OutstandingFlush]) -> None:
-        """Wait for what of the flushes is on its way from a device, in order."""
+        """Complete flushes that are on their way from a device, in order."""
         while True:
             entry = await incomplete.get()
-            if await self._complete(entry):
-                self._pass_on(entry)
-
-    async def _complete(self, entry: OutstandingFlush) -> bool:
-        """Return whether a flush is whole; else it has come to nothing, and its owner takes its buffer back."""
-        flush = entry.flush
-        if flush.pending is None:
-            return True
-        completed = await asyncio.to_thread(flush.pending.complete, flush)
-        self._outstanding.complete(entry, completed)
-        return completed is not None
+            if entry.flush.pending is not None:
+                completed = await asyncio.to_thread(entry.flush.pending.complete, entry.flush)
+                self._outstanding.complete(entry, completed)
+                if completed is None:
+                    continue  # it failed, and its owner takes its buffer back
+            self._pass_on(entry)
 
     def _pass_on(self, entry: OutstandingFlush) -> None:
         if self._unspooled is None:
@@ -354,10 +302,10 @@ class Sender:
             channel.enqueue(entry.flush)
 
     async def _run_spool(self, spool: Spool, unspooled: asyncio.Queue[OutstandingFlush]) -> None:
-        """Move flushes that would wait for others to disk, in order."""
+        """Move flushes that would wait in memory to disk, in order."""
         while True:
             entry = await unspooled.get()
-            # The only one there is goes out from memory: as long as the server keeps up, nothing is written.
+            # A lone flush is sent from memory: while the server keeps up, nothing is written.
             if len(self._outstanding) > 1:
                 await self._spool_one(spool, entry)
             self._enqueue(entry)
@@ -376,7 +324,6 @@ class Sender:
         self._pool.release(staging)
 
     def _on_durable(self, flush: Flush) -> None:
-        """Note, on the loop's thread, that one more shard has all of a flush."""
         entry = self._outstanding.entry_of(flush)
         entry.num_shards_left -= 1
         if entry.num_shards_left:
@@ -388,5 +335,5 @@ class Sender:
             self._pool.release(flush.staging)
 
     def _on_new_store(self) -> int:
-        self._generation += 1
-        return self._generation
+        self.num_new_stores += 1
+        return self.num_new_stores

@@ -1,7 +1,7 @@
-"""The spool: flushes that wait on disk, so that their staging buffers are free for the next.
+"""The spool: flushes that wait on disk, so that their staging buffers are free for the next ones.
 
-It outlives an outage of the server, not the trainer: one that starts again has a new epoch and streams what the store
-lacks. So the files have no name and are never synced, and a crash leaves nothing behind.
+It outlives an outage of the server, not the trainer: a restarted trainer has a new epoch and streams what the store
+lacks. So the files are unnamed and never synced, and a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,36 +14,22 @@ import threading
 from pathlib import Path
 
 from headrace.schemas.errors import ConfigError
-from headrace.streamer.flush.flush import Column, Flush, FlushedDeletions, FlushedTable
+from headrace.streamer.flush.layout import Column, Flush, FlushedDeletions, FlushedTable
 
 __all__ = ["Spool"]
 
-# The least that a flush is charged, and how many there may be: each has a mapping and some KiB of memory, and a process
-# may have 65 530 mappings. Python keeps a file descriptor with each, of which the trainer needs most for itself.
+# The least that a flush is charged, and the most flushes: each has a mapping and some KiB of memory, and a process may
+# have 65 530 mappings. Python keeps a file descriptor with each mapping, and the trainer needs most of those itself.
 _MIN_BYTES = mmap.PAGESIZE
 _MAX_FLUSHES = 1024
 _SHARE_OF_DESCRIPTORS = 4
 
 
 class Spool:
-    """A bounded place on disk for flushes.
-
-    Thread: any, but one `store` at a time.
-
-    Attributes:
-        used_bytes: Disk taken.
-    """
+    """A bounded place on disk for flushes; `used_bytes` are taken. Thread: any, but one `store` at a time."""
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
-        """Check the directory.
-
-        Args:
-            directory: On a local disk; must exist.
-            max_bytes: Disk that may be taken.
-
-        Raises:
-            ConfigError: Files cannot be made there.
-        """
+        """Check that files can be created in the directory, on a local disk; raise `ConfigError` if not."""
         self._directory, self._max_bytes = directory, max_bytes
         self._lock = threading.Lock()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -58,12 +44,9 @@ class Spool:
             raise ConfigError(f"spool_dir {directory}: {exc.strerror}") from exc
 
     def store(self, flush: Flush) -> list[FlushedTable | FlushedDeletions] | None:
-        """Write a flush's columns to disk and return its tables with the columns there; None when there is no room.
+        """Write a flush's columns to disk; return its tables with the columns there, or None if there is no room.
 
-        The caller gives the staging buffer back, and calls `remove` when the flush is durable on the server.
-
-        Raises:
-            OSError: The disk is full or fails; the flush is as before.
+        Then the caller releases the staging buffer, and later calls `remove`. An `OSError` leaves the flush as it was.
         """
         size_bytes = self._charge_of(flush)
         with self._lock:
@@ -78,7 +61,7 @@ class Spool:
             raise
 
     def remove(self, flush: Flush) -> None:
-        """Account for a stored flush that is not needed any more; its file goes with the last view of it."""
+        """Stop counting a flush that is not needed any more; its file goes with the last view of it."""
         with self._lock:
             self._num_flushes -= 1
             self.used_bytes -= self._charge_of(flush)
@@ -93,7 +76,7 @@ class Spool:
             for table in flush.tables:
                 for column in table.columns:
                     _write_all(file.fileno(), column.data)
-            # Written by calls, not through the mapping: a full disk is then an error and not a signal.
+            # Written by calls, not through the mapping: there, a full disk is a signal instead of an error.
             view = memoryview(mmap.mmap(file.fileno(), flush.size_bytes, prot=mmap.PROT_READ))
         stored: list[FlushedTable | FlushedDeletions] = []
         offset = 0

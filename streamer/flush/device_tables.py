@@ -1,18 +1,17 @@
-"""The tables that one device streams by itself: their ranges of its bitmap, and where their columns lie now."""
+"""The tables that one device drains: their ranges of its bitmap, and their columns' present places."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from headrace.kernels.cut_plan import CutPlan, CutTable
-from headrace.kernels.dirty_rows import DirtyRows
-from headrace.schemas.near_names import first_of
-from headrace.streamer.device.device_dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
-from headrace.streamer.device.device_runtime import DeviceRuntime
+from headrace.kernels.dirty_drain import DrainPlan, DrainTable
+from headrace.kernels.dirty_sets import DirtyRows
+from headrace.paramserver.system.text import first_of
+from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows, slots_of
+from headrace.streamer.device.runtime import DeviceRuntime, RuntimeOf
 from headrace.streamer.flush.gather import RowGatherer
 
 __all__ = ["DeviceTables"]
@@ -21,33 +20,25 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceTables:
-    """Tables on one device, and the bitmap of their changed rows.
+    """Tables on one device, and the bitmap of their dirty rows.
 
     Thread: the training thread's.
 
     Attributes:
-        bitmap: Of all tables; None before there was any.
-        sources: In the order of their slots.
+        bitmap: Bitmap of all tables; None before the first one.
+        sources: Tables in the order of their slots.
     """
 
-    def __init__(self, num_shards: int, runtime_of: Callable[[torch.device], DeviceRuntime | str]) -> None:
-        """Begin without tables.
-
-        Args:
-            num_shards: Shards of the store.
-            runtime_of: Returns what a device is driven by, or why it cannot be.
-        """
+    def __init__(self, num_shards: int, runtime_of: RuntimeOf) -> None:
+        """Begin without tables."""
         self._num_shards, self._runtime_of = num_shards, runtime_of
         self.bitmap: DeviceBitmap | None = None
         self.sources: list[RowGatherer] = []
         self._columns: list[tuple[Tensor, ...]] = []
-        self._plan: CutPlan | None = None
+        self._plan: DrainPlan | None = None
 
     def choose(self, sources: Sequence[RowGatherer]) -> tuple[DeviceBitmap | None, list[RowGatherer]]:
-        """Return those of some tables that can be taken over, and the bitmap that would be theirs.
-
-        Why the others cannot is said in the log.
-        """
+        """Return the tables that can be taken over, and their bitmap. The log says why the others cannot."""
         bitmap, taken = self.bitmap, []
         refused: dict[str, list[RowGatherer]] = {}
         for source in sources:
@@ -69,7 +60,7 @@ class DeviceTables:
         return bitmap, taken
 
     def take_over(self, sources: Sequence[RowGatherer], bitmap: DeviceBitmap) -> None:
-        """Keep the changed rows of tables on the device from now on. REQUIRES: `choose` has returned both."""
+        """Keep tables' dirty rows on the device from now on. REQUIRES: `choose` has returned both."""
         first_slot = bitmap.num_slots
         bitmap.grow(sum(slots_of(source.table.num_local_rows) for source in sources))
         for source in sources:
@@ -80,9 +71,9 @@ class DeviceTables:
         self.sources = [*self.sources, *sources]
 
     def take_leavers(self) -> list[RowGatherer]:
-        """Look at all tables before a cut, and return those that cannot be cut here any more.
+        """Remove and return the tables that cannot be drained any more; call it before each drain.
 
-        Their changed rows are sets on the host from now on; to move them there waits for the device.
+        Their dirty rows move to sets on the host, which waits for the device.
         """
         staying, columns, leavers = [], [], []
         for source in self.sources:
@@ -99,16 +90,16 @@ class DeviceTables:
             _log.warning("device_pipeline: gathered by the host from now on: %s", _names(leavers))
         return leavers
 
-    def plan(self) -> CutPlan | None:
-        """Return the plan of the tables as `take_leavers` has found them; None without tables.
+    def plan(self) -> DrainPlan | None:
+        """Return the plan of the tables as `take_leavers` has left them; None without tables.
 
-        It is the last one, unless a column has moved since.
+        The last plan is reused unless a column has moved.
         """
         if not self.sources:
             return None
         if self._plan is None or not self._is_present(self._plan):
             tables = [
-                CutTable(
+                DrainTable(
                     first_slot=_slot_of(source),
                     num_rows=source.table.num_local_rows,
                     row_offset=source.table.row_offset,
@@ -117,20 +108,20 @@ class DeviceTables:
                 )
                 for source, columns in zip(self.sources, self._columns, strict=True)
             ]
-            self._plan = CutPlan(tables, self._num_shards)
+            self._plan = DrainPlan(tables, self._num_shards)
         return self._plan
 
-    def _is_present(self, plan: CutPlan) -> bool:
+    def _is_present(self, plan: DrainPlan) -> bool:
         is_same = len(plan.tables) == len(self.sources) and all(
             table.first_slot == _slot_of(source) and _are_same(table.columns, columns)
             for table, source, columns in zip(plan.tables, self.sources, self._columns, strict=True)
         )
-        # A storage may be given other memory in its place, as by whoever moves tables off the device and back.
+        # A storage may get other memory in place, as when tables are moved off the device and back.
         return is_same and plan.addresses == [column.data_ptr() for column in plan.columns]
 
 
 def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
-    """Return why a table cannot go the device's way; None when it can."""
+    """Return why a table cannot be drained on the device; None if it can."""
     table = source.table
     if table.index is not None or table.meta is not None or table.spec.has_identities:
         return "rows with virtual ids, identities or runtime meta"
@@ -148,7 +139,7 @@ def _refusal(source: RowGatherer, bitmap: DeviceBitmap) -> str | None:
 
 
 def _columns_of(source: RowGatherer) -> tuple[Tensor, ...]:
-    """Return the live weights and states, in the order of the wire's."""
+    # The live weights and states, in the order of the wire.
     table = source.table
     states = table.states() if source.format.states else {}
     return (table.weights().detach(), *(states[state.name].detach() for state, _ in source.format.states))
@@ -165,8 +156,8 @@ def _slot_of(source: RowGatherer) -> int:
 
 
 def _are_same(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
-    """Return whether columns are the same parts of the same storages, which the old ones keep from others."""
-    # One call of torch for storage, place, shape and strides: asked for one by one they take twice as long.
+    # The old columns keep their storages, so no other tensor can have the same one.
+    # One call of torch compares storage, place, shape and strides; single calls take twice as long.
     return all(a.is_set_to(b) and a.dtype == b.dtype for a, b in zip(before, now, strict=True))
 
 

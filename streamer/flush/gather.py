@@ -1,4 +1,4 @@
-"""Copies the present values of rows into a staging buffer, column by column, in the order in which they are sent."""
+"""Gathering: the present values of rows are copied into a staging buffer, column by column, ordered by shard."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.kernels.torch_dtypes import DTYPES
+from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import NonFiniteError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType
-from headrace.streamer.flush.flush import Column, FlushedDeletions, FlushedTable, TableFormat
+from headrace.streamer.flush.layout import Column, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
-from headrace.streamer.taps.row_meta import MAX_META_BYTES
+from headrace.streamer.taps.row_extras import MAX_META_BYTES
 from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["RowGatherer", "check_finite", "scalar_bytes"]
@@ -24,24 +24,18 @@ _DELETION_BYTES = 8
 
 
 class RowGatherer:
-    """Gathers rows of one tapped table; what it needs to know of it is computed once.
+    """Gathers rows of one tapped table.
 
     Thread: the training thread's.
 
     Attributes:
         table: The table.
-        format: How its rows lie on the wire.
-        seed: Of the hash that deals its rows out to shards.
+        format: Layout of its rows on the wire.
+        seed: `schemas.routing.table_seed`, for the hash that gives a row's shard.
     """
 
     def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
-        """Look at a table.
-
-        Args:
-            table: The table.
-            num_shards: Shards of the store.
-            rejects_non_finite: Raise where a value is NaN or Inf.
-        """
+        """Prepare to gather from a table; with `rejects_non_finite`, NaN and Inf are errors."""
         self.table = table
         self.format = TableFormat(table.spec, table.shard)
         self.seed = table_seed(table.spec.fqn)
@@ -50,27 +44,25 @@ class RowGatherer:
 
     @property
     def longest_row_bytes(self) -> int:
-        """Bytes of a buffer that one row takes at most, its meta included."""
+        """Upper bound for one row in a buffer, including its meta."""
         return self._padding_bytes(1) + self.format.row_bytes + (MAX_META_BYTES if self.table.meta else 0)
 
     def rows_that_fit(self, free_bytes: int) -> int:
-        """Return how many rows fit into so many bytes of a buffer, whichever they are."""
+        """Return how many rows, whichever they are, fit into `free_bytes` of a buffer."""
         num_rows = max(0, free_bytes - self._padding_bytes(self._num_groups)) // self._row_bytes
         return num_rows or int(free_bytes >= self.bytes_of_rows(1))
 
     def bytes_of_rows(self, num_rows: int) -> int:
-        """Return the bytes of a buffer that so many rows take at most."""
+        """Return an upper bound for this many rows in a buffer."""
         return num_rows * self._row_bytes + self._padding_bytes(min(num_rows, self._num_groups))
 
     def gather(self, local_ids: _Ids, buffer: StagingBuffer) -> Iterator[FlushedTable | FlushedDeletions]:
-        """Yield rows with their present values; and as deletions those of virtual ids that are not held any more.
+        """Copy rows, int64[n], ascending and unique, to a buffer that has room, see `rows_that_fit`; yield them.
 
-        Args:
-            local_ids: int64[n], ascending, each once.
-            buffer: Where they are copied to; has room for them, see `rows_that_fit`.
+        Rows of virtual ids that the table does not have any more become deletions.
 
         Raises:
-            NonFiniteError: A value is NaN or Inf, and they are rejected.
+            NonFiniteError: A value is NaN or Inf, and these are rejected.
         """
         if self.table.index is not None:
             is_held = self.table.places(torch.from_numpy(local_ids)).numpy() >= 0
@@ -83,23 +75,18 @@ class RowGatherer:
                 yield self._gather(ids, meta_bytes, buffer)
 
     def deletions(self, local_ids: _Ids, buffer: StagingBuffer) -> FlushedDeletions:
-        """Return rows to be deleted.
-
-        Args:
-            local_ids: int64[n], each once.
-            buffer: Where their ids are copied to; has room for them.
-        """
+        """Copy the ids of rows to be deleted, int64[n], unique, to a buffer that has room; return them."""
         local_ids, bounds = self._route(local_ids)
         return FlushedDeletions(self.format, bounds, self._carve_ids(torch.from_numpy(local_ids), buffer)[1])
 
     @staticmethod
     def deletions_that_fit(free_bytes: int) -> int:
-        """Return how many deletions fit into so many bytes of a buffer."""
+        """Return how many deletions fit into `free_bytes` of a buffer."""
         return max(0, free_bytes - ALIGNMENT_BYTES) // _DELETION_BYTES
 
     @staticmethod
     def bytes_of_deletions(num_rows: int) -> int:
-        """Return the bytes of a buffer that so many deletions take at most."""
+        """Return an upper bound for this many deletions in a buffer."""
         return num_rows * _DELETION_BYTES + ALIGNMENT_BYTES
 
     @property
@@ -108,16 +95,15 @@ class RowGatherer:
 
     @property
     def _num_groups(self) -> int:
-        """Into how many parts a flush may have to split the rows: those with equally long meta are together."""
+        # Rows with equally long meta are together; so a flush may split them into this many parts.
         return 1 + self.table.meta.num_widths if self.table.meta else 1
 
     def _padding_bytes(self, num_groups: int) -> int:
         num_columns = num_groups * (self.format.num_columns + (self.table.meta is not None))
-        # Rows with virtual ids that are gone become deletions, a column of their own.
+        # Rows of virtual ids that are gone become deletions, another column.
         return (num_columns + (self.table.index is not None)) * ALIGNMENT_BYTES
 
     def _gather(self, local_ids: _Ids, meta_bytes: int, buffer: StagingBuffer) -> FlushedTable:
-        """Copy rows into the buffer, ordered by shard and within it by id."""
         fmt, table = self.format, self.table
         local_ids, bounds = self._route(local_ids)
         num_rows, ids = local_ids.size, torch.from_numpy(local_ids)
@@ -155,17 +141,17 @@ class RowGatherer:
         )
 
     def _carve_ids(self, local_ids: torch.Tensor, buffer: StagingBuffer) -> tuple[torch.Tensor, Column]:
-        """Return the global ids, int64[n, 1], in the buffer, and as a column."""
+        # The global ids, int64[n, 1], in the buffer; and the same as a column.
         carved = buffer.carve(DType.INT64, local_ids.numel(), 1)
         torch.add(local_ids, self.table.row_offset, out=carved.tensor.view(-1))
         return carved.tensor, Column(carved.data, 8)
 
     def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int]]:
-        """Return (local ids by shard, where each shard's begin and the last one's end)."""
+        """Return (local ids ordered by shard and then by id, bounds of the shards)."""
         if self._num_shards == 1:
             return local_ids, [0, local_ids.size]
         shards = shards_of_rows(self.seed, local_ids + self.table.row_offset, self._num_shards)
-        # 16 bits: numpy sorts these by radix, several times as fast as 64.
+        # numpy sorts 16 bits by radix, several times as fast as 64.
         order = np.argsort(shards.astype(np.uint16), kind="stable")
         ends = np.cumsum(np.bincount(shards, minlength=self._num_shards))
         return local_ids[order], [0, *ends.tolist()]
@@ -176,16 +162,10 @@ class RowGatherer:
 
 
 def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
-    """Look at every value of a column.
-
-    Args:
-        fmt: The table.
-        column: What it is, for the error.
-        values: `[n, width]` on the CPU.
-        row_ids: int64, n elements, global.
+    """Check every value of a column, `[n, width]` on the CPU, of rows with these global ids, int64, n elements.
 
     Raises:
-        NonFiniteError: A value is NaN or Inf.
+        NonFiniteError: A value is NaN or Inf; the message has the table and the column's name.
     """
     if not values.dtype.is_floating_point:
         return
@@ -199,13 +179,12 @@ def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: t
 
 
 def scalar_bytes(value: torch.Tensor) -> tuple[DType, bytes]:
-    """Return the type and the bytes of a tensor of one element."""
+    """Return the type and the bytes of a tensor with one element."""
     dtype = DTYPES[value.dtype]
     return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
 def _copy_rows(source: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of a tensor on any device into CPU memory."""
     if source.device.type == "cpu":
         torch.index_select(source, 0, places, out=out)
     else:

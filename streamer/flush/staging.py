@@ -1,4 +1,4 @@
-"""Staging: the two buffers that hold a flush between the training thread and the last shard's ack."""
+"""Staging buffers: they hold a flush from the training thread until the last shard's ack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels.torch_dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.schemas.tables import DType
 
 __all__ = ["ALIGNMENT_BYTES", "NUM_STAGING_BUFFERS", "Carved", "StagingBuffer", "StagingPool"]
@@ -20,24 +20,14 @@ NUM_STAGING_BUFFERS = 2
 
 
 class Carved(NamedTuple):
-    """A column's place in a staging buffer.
-
-    Attributes:
-        tensor: dtype[num_rows, width], CPU, contiguous; to be filled.
-        data: The same bytes, for the wire.
-    """
+    """A column's place in a staging buffer: a contiguous tensor to be filled, and the same bytes for the wire."""
 
     tensor: torch.Tensor
     data: memoryview
 
 
 class StagingBuffer:
-    """Memory of a fixed size, out of which the columns of one flush are carved. Not thread-safe: it has one owner.
-
-    Attributes:
-        size_bytes: Its size.
-        used_bytes: What is carved.
-    """
+    """Memory of a fixed size from which the columns of one flush are carved. Not thread-safe: it has one owner."""
 
     def __init__(self, size_bytes: int) -> None:
         """Allocate; pages are not touched before they are used."""
@@ -45,14 +35,14 @@ class StagingBuffer:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.used_bytes = 0
         storage = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
-        # torch aligns by itself on every platform known; the offset keeps the promise if it ever does not.
+        # torch aligns on every known platform; the offset keeps the promise if it ever does not.
         self._bytes = storage[-storage.data_ptr() % ALIGNMENT_BYTES :][: self.size_bytes]
         self._view = self._bytes.numpy().data
         self._typed = {dtype: self._bytes.view(torch_dtype) for dtype, torch_dtype in TORCH_DTYPES.items()}
 
     @property
     def free_bytes(self) -> int:
-        """What can still be carved."""
+        """Bytes that can still be carved."""
         return self.size_bytes - self.used_bytes
 
     def carve(self, dtype: DType, num_rows: int, width: int) -> Carved:
@@ -73,16 +63,14 @@ class StagingBuffer:
         """Return the bytes carved so far."""
         return self._view[: self.used_bytes]
 
-    def clear(self) -> None:
-        """Take everything back. REQUIRES: nothing carved is in use any more."""
+    def cleared(self) -> StagingBuffer:
+        """Make all bytes free, and return the buffer. REQUIRES: nothing carved is in use any more."""
         self.used_bytes = 0
+        return self
 
 
 class StagingPool:
-    """The staging buffers that are free.
-
-    Thread: any.
-    """
+    """The free staging buffers. Thread: any."""
 
     def __init__(self, size_bytes: int, *, num_buffers: int = NUM_STAGING_BUFFERS) -> None:
         """Allocate all buffers."""
@@ -93,54 +81,45 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        """Buffers that nobody holds."""
+        """Number of free buffers."""
         return len(self._free)
 
     def reserve(self, timeout_s: float = 0.0) -> StagingBuffer | None:
-        """Return an empty buffer; None when none becomes free in time, or when the pool is closed.
+        """Return an empty buffer; None if none becomes free in time, or if the pool is closed.
 
-        It stays in the pool until `remove`, so whoever is interrupted (Ctrl-C) while filling it has not lost it.
-
-        Thread: one alone, which fills one buffer at a time.
-
-        Args:
-            timeout_s: How long to wait; 0 does not wait.
+        It stays in the pool until `remove`, so a caller that is interrupted (Ctrl-C) while filling it does not lose it.
+        The timeout is in seconds; 0 does not wait. Thread: one alone, which fills one buffer at a time.
         """
         if timeout_s <= 0:
-            # One atomic operation, because a step takes this path and finds no buffer as often as not.
+            # One atomic operation, because every step comes here and often finds no buffer. Take the last one given
+            # back: if the server keeps up, the other one's memory is never touched.
             try:
-                # The last one given back: where the server keeps up, the memory of the other is never touched.
-                return self._cleared(self._free[-1])
+                return self._free[-1].cleared()
             except IndexError:
                 return None
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not self._is_closed:
                 if self._free:
-                    return self._cleared(self._free[-1])
+                    return self._free[-1].cleared()
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     return None
         return None
 
     def remove(self, buffer: StagingBuffer) -> None:
-        """Take a buffer that is reserved out of the pool: whoever gets it gives it back."""
+        """Take a reserved buffer out of the pool; its owner releases it."""
         self._free.remove(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Give a buffer back; one that was not removed stays. REQUIRES: nothing carved out of it is in use any more."""
-        buffer.clear()
+        """Return a buffer, removed or not, to the pool. REQUIRES: nothing carved from it is in use any more."""
+        buffer.cleared()
         with self._changed:
             if buffer not in self._free:
                 self._free.append(buffer)
             self._changed.notify()
 
-    @staticmethod
-    def _cleared(buffer: StagingBuffer) -> StagingBuffer:
-        buffer.clear()
-        return buffer
-
     def close(self) -> None:
-        """Wake whoever waits: there will be no more free buffers."""
+        """Wake all waiting threads: no buffer becomes free any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

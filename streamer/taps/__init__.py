@@ -1,1 +1,1 @@
-"""Taps: which rows of a model's tables an optimizer has changed."""
+"""Hooks that learn which rows the optimizer has changed; all run on the training thread unless they say otherwise."""

@@ -1,4 +1,4 @@
-"""Which part of a table a rank streams: the split of replicated rows over their ranks, and the shards of a DTensor.
+"""Compute which part of a table a rank streams: replicated rows are split over their ranks, DTensors by shard.
 
 Source: `torch/distributed/tensor/placement_types.py` (`Shard`, `_StridedShard`: how each cuts a dimension), torch 2.13.
 """
@@ -17,64 +17,45 @@ from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.model_tree import is_a
 from headrace.streamer.taps.tapped_table import TablePart
 
-__all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "owned_part", "replicas_in"]
+__all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "replica_part", "replicas_in"]
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Ranks that hold the same values, and which of them this one is.
-
-    Attributes:
-        index: This rank's place among them, 0 to `count` - 1.
-        count: How many they are.
-    """
+    """The ranks that hold the same values: their count, and this rank's index among them."""
 
     index: int
     count: int
 
-    def owned(self, num_rows: int) -> tuple[int, int]:
-        """Return the first row that this rank owns, and the end: every row has exactly one owner."""
+    def row_range(self, num_rows: int) -> tuple[int, int]:
+        """Return the first row that this rank streams, and the end; every row belongs to exactly one rank."""
         return num_rows * self.index // self.count, num_rows * (self.index + 1) // self.count
 
 
 def replicas_in(fqn: str, group: Any) -> Replicas:
-    """Return the replicas that a process group keeps equal.
-
-    Args:
-        fqn: The table, for the error.
-        group: Of `DistributedDataParallel`.
-
-    Raises:
-        UnsupportedModelError: It is not all ranks: each group would stream its own values of the same rows.
-    """
+    """Return the replicas of a table that a `DistributedDataParallel` keeps equal; refuse groups of some ranks only."""
     size, world_size = dist.get_world_size(group), dist.get_world_size()
     if size != world_size:
         raise UnsupportedModelError(
-            f"table {fqn!r} is kept equal on {size} of the {world_size} ranks: values of several groups cannot be told "
-            f"apart; replicate it over all ranks"
+            f"table {fqn!r} is kept equal on only {size} of the {world_size} ranks, so several groups would stream "
+            f"different values: replicate it over all ranks"
         )
     return Replicas(dist.get_rank(group), size)
 
 
-def owned_part(part: TablePart, num_local_rows: int, replicas: Replicas) -> TablePart:
-    """Return the rows of a replicated part that this rank streams.
-
-    Args:
-        part: What all replicas hold, from row 0 of their tensor.
-        num_local_rows: Rows of the tensor.
-        replicas: Those that hold it.
-    """
-    first, end = replicas.owned(num_local_rows)
+def replica_part(part: TablePart, num_local_rows: int, replicas: Replicas) -> TablePart:
+    """Return the rows that this rank streams of a part with `num_local_rows` that each replica holds."""
+    first, end = replicas.row_range(num_local_rows)
     return dataclasses.replace(part, row_offset=part.row_offset + first, first_row=first, num_local_rows=end - first)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor, without importing its module."""
     return is_a(tensor, "DTensor")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the live local tensor of a DTensor, or the tensor itself; without gradient, and not to be kept."""
+    """Return the live local tensor of a DTensor, or the tensor itself, detached. Do not keep it."""
     detached = tensor.detach()
     if is_dtensor(tensor):
         local: torch.Tensor = detached._local_tensor  # type: ignore[attr-defined]
@@ -85,15 +66,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
     """Return the parts of a table that the local tensor of a DTensor holds and this rank streams.
 
-    A strided shard is several runs of rows (or columns), each of which is a part. Rows that a mesh dimension replicates
-    are split over its ranks.
-
-    Args:
-        fqn: The table.
-        tensor: DTensor `[rows, columns]`.
+    Each run of rows (or columns) of a strided shard is a part. Rows that a mesh dimension replicates are split over its
+    ranks.
 
     Raises:
-        UnsupportedModelError: The layout is not one that can be followed.
+        UnsupportedModelError: The layout is not supported.
     """
     mesh, (num_rows, dim) = tensor.device_mesh, tensor.shape
     coordinate = mesh.get_coordinate()
@@ -121,7 +98,7 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
             f"table {fqn!r}: a DTensor of placements {tensor.placements} has a local tensor of {local_shape}, "
             f"not of {(_length(runs[0]), _length(runs[1]))}"
         )
-    rows = list(_own(_with_local_firsts(runs[0]), Replicas(replica, num_replicas).owned(local_shape[0])))
+    rows = list(_within(_with_local_firsts(runs[0]), Replicas(replica, num_replicas).row_range(local_shape[0])))
     return tuple(
         TablePart(
             fqn=fqn,
@@ -139,12 +116,12 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
     )
 
 
+# The runs of a local dimension: where each begins in the whole dimension, and its length.
 _Runs = list[tuple[int, int]]
-"""Where each run of a local dimension begins in the whole one, and its length."""
 
 
 def _check_order(fqn: str, tensor: Any) -> None:
-    """Refuse shards of one dimension that are not cut from the first mesh dimension to the last."""
+    """Refuse shards of one dimension that are not split from the first mesh dimension to the last."""
     spec = tensor._spec
     order = getattr(spec, "shard_order", None)
     if order and order != type(spec).compute_default_shard_order(tensor.placements):
@@ -156,9 +133,9 @@ def _length(runs: _Runs) -> int:
 
 
 def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
-    """Return the chunk `index` of `count` as `torch.chunk` cuts: equal ones, and what is left in the last."""
+    """Return chunk `index` of `count` like `torch.chunk`: equal ones, and the rest in the last."""
     size = -(-_length(runs) // count)
-    return _cut(runs, size * index, size * (index + 1))
+    return _slice(runs, size * index, size * (index + 1))
 
 
 def _strided_chunk(runs: _Runs, split_factor: int, count: int, index: int) -> _Runs:
@@ -166,7 +143,7 @@ def _strided_chunk(runs: _Runs, split_factor: int, count: int, index: int) -> _R
     return [run for part in range(split_factor) for run in _chunk(_chunk(runs, split_factor, part), count, index)]
 
 
-def _cut(runs: _Runs, first: int, end: int) -> _Runs:
+def _slice(runs: _Runs, first: int, end: int) -> _Runs:
     """Return the local positions `first` to `end - 1`."""
     found, at = [], 0
     for start, length in runs:
@@ -178,7 +155,7 @@ def _cut(runs: _Runs, first: int, end: int) -> _Runs:
 
 
 def _with_local_firsts(runs: _Runs) -> Iterator[tuple[int, int, int]]:
-    """Yield (where it begins in the whole, length, where it begins here) for each run; runs that touch become one."""
+    """Merge adjacent runs; yield (begin in the whole dimension, length, begin in the local tensor) of each."""
     at = 0
     merged: _Runs = []
     for start, length in runs:
@@ -191,9 +168,9 @@ def _with_local_firsts(runs: _Runs) -> Iterator[tuple[int, int, int]]:
         at += length
 
 
-def _own(runs: Iterator[tuple[int, int, int]], owned: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield what lies in the owned range of local positions."""
+def _within(runs: Iterator[tuple[int, int, int]], row_range: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Clip runs to a range of local positions."""
     for start, length, at in runs:
-        low, high = max(owned[0], at), min(owned[1], at + length)
+        low, high = max(row_range[0], at), min(row_range[1], at + length)
         if low < high:
             yield start + low - at, high - low, low

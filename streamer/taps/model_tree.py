@@ -1,7 +1,8 @@
-"""The modules of a model and the optimizers of a trainer, looked at through the wrappers around them."""
+"""Find the modules of a model and the optimizers of a trainer behind their wrappers, and select tables by name."""
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["Found", "inner_optimizers", "is_a", "named_modules"]
+__all__ = ["FoundModule", "Selection", "check_names", "inner_optimizers", "is_a", "named_modules"]
 
-# Attribute under which a wrapper holds the module that the user wrote; wrapper's class by name, so that nothing is
-# imported that the model does not use.
+# By a wrapper's class, the attribute that holds the user's module. Class names, so that nothing is imported that the
+# model does not use.
 _WRAPPERS = {
     "DistributedModelParallel": "_dmp_wrapped_module",
     "DistributedDataParallel": "module",
@@ -24,7 +26,7 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
 }
 
-# The same of wrappers around one optimizer that write no table themselves: TorchRec's, Lightning's, Accelerate's.
+# The same for wrappers around one optimizer that write no table themselves: TorchRec's, Lightning's, Accelerate's.
 _OPTIMIZER_WRAPPERS = {
     "KeyedOptimizerWrapper": "_optimizer",
     "OptimizerWrapper": "_optimizer",
@@ -34,56 +36,47 @@ _OPTIMIZER_WRAPPERS = {
 
 
 def is_a(thing: object, class_name: str) -> bool:
-    """Return whether `thing` is of a class, or of one derived from a class, with this bare name."""
+    """Return whether the class of `thing`, or a base of it, has this bare name."""
     return class_name in _class_names(type(thing).__mro__)
 
 
-@functools.lru_cache(maxsize=1024)  # asked for every table, several times a step
+@functools.lru_cache(maxsize=1024)  # called for every table, several times a step
 def _class_names(classes: tuple[type, ...]) -> frozenset[str]:
     return frozenset(each.__name__ for each in classes)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A module of a model.
+class FoundModule:
+    """A module of a model."""
 
-    Attributes:
-        path: In the model as it was before it was wrapped: that of the keys of its `state_dict`.
-        module: It.
-        replicated_by: The innermost `DistributedDataParallel` around it, which keeps its parameters equal on all ranks
-            but for those that it was told to ignore; None if there is none.
-        flattened_by: The `FullyShardedDataParallel` around it, which owns its parameters; None if there is none.
-    """
-
+    # In the unwrapped model, as in the keys of the `state_dict`.
     path: str
     module: nn.Module
+    # The innermost `DistributedDataParallel` around it, which keeps its parameters equal on all ranks unless ignored.
     replicated_by: Any = None
+    # The `FullyShardedDataParallel` around it, which owns its parameters.
     flattened_by: Any = None
 
 
-def named_modules(model: nn.Module) -> Iterator[Found]:
-    """Yield each module once; the wrappers themselves are not yielded.
-
-    Args:
-        model: Any module; `DistributedModelParallel`, `DistributedDataParallel` and compiled modules are looked
-            through, at any depth.
+def named_modules(model: nn.Module) -> Iterator[FoundModule]:
+    """Yield each module of a model once, without the wrappers (data or model parallel, compiled) at any depth.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module, as in attach(model, optimizer)")
-    yield from _named_modules(Found("", model), set())
+    yield from _named_modules(FoundModule("", model), set())
 
 
-def _named_modules(found: Found, seen: set[nn.Module]) -> Iterator[Found]:
+def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundModule]:
     module = found.module
     for class_name, attribute in _WRAPPERS.items():
-        # DMPCollection (2D parallel) is yielded as it is, and refused: its rows are on several ranks.
+        # DMPCollection (2D parallel) is yielded as it is, and refused later: its rows are on several ranks.
         if is_a(module, class_name) and not is_a(module, "DMPCollection"):
             replicated_by = module if class_name == "DistributedDataParallel" else found.replicated_by
             flattened_by = module if class_name == "FullyShardedDataParallel" else found.flattened_by
-            inner = Found(found.path, getattr(module, attribute), replicated_by, flattened_by)
+            inner = FoundModule(found.path, getattr(module, attribute), replicated_by, flattened_by)
             yield from _named_modules(inner, seen)
             return
     if module in seen:
@@ -93,20 +86,17 @@ def _named_modules(found: Found, seen: set[nn.Module]) -> Iterator[Found]:
     for name, child in module._modules.items():
         if child is not None:
             path = f"{found.path}.{name}" if found.path else name
-            yield from _named_modules(Found(path, child, found.replicated_by, found.flattened_by), seen)
+            yield from _named_modules(FoundModule(path, child, found.replicated_by, found.flattened_by), seen)
 
 
 def inner_optimizers(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that do the steps, each once, in order.
+    """Return the optimizers that really step, out of one or several, wrapped or not; each once, in order.
 
-    TorchRec wraps optimizers in others (`KeyedOptimizerWrapper`, `CombinedOptimizer`, `WarmupOptimizer` …) whose own
-    step hooks never run, and whose fused members do nothing in `step()`: their update is part of `backward()`.
-    Lightning (`LightningModule.optimizers()`) and Accelerate (`prepare`) have wrappers without step hooks, too.
-
-    Args:
-        optimizers: One or several, wrapped or not.
+    The step hooks of TorchRec's wrappers (`KeyedOptimizerWrapper`, `CombinedOptimizer`, `WarmupOptimizer` …) never run,
+    and their fused members do nothing in `step()`: their update is part of `backward()`. The wrappers of Lightning
+    (`LightningModule.optimizers()`) and Accelerate (`prepare`) have no step hooks either.
 
     Raises:
         ConfigError: One of them is no optimizer.
@@ -129,8 +119,49 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.
         yield from _inner_optimizers(getattr(optimizer, attribute))
     elif not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: a {type(optimizer).__name__} is none; give the torch.optim.Optimizer that trains the tables, "
-            "or a list of them, and of a wrapper the one inside"
+            f"optimizer: a {type(optimizer).__name__} is not one; give the torch.optim.Optimizer that trains the "
+            "tables, a list of them, or the one inside a wrapper"
         )
     elif not is_a(optimizer, "FusedOptimizer"):
         yield optimizer
+
+
+class Selection:
+    """Selects tables by name or pattern, and finds names that match no table."""
+
+    def __init__(self, patterns: Iterable[str] | None = None) -> None:
+        """Select tables by name or pattern (`*`, `?`, `[…]`); None selects all.
+
+        Raises:
+            ConfigError: It is empty, a single string, or holds something else than strings.
+        """
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable | None):
+            raise ConfigError(f"tables {patterns!r} is not a list: give a list of names or patterns")
+        listed = None if patterns is None else list(patterns)
+        if not all(isinstance(pattern, str) for pattern in listed or ()):
+            raise ConfigError(f"tables {listed} are not all names: give a list of names or patterns")
+        self._patterns = None if listed is None else list(dict.fromkeys(listed))
+        if self._patterns == []:
+            raise ConfigError("tables is empty: give names or patterns of tables, or omit it for all of them")
+        self.names: list[str] = []  # all tables that `takes` was called for
+        self.unmatched = list(self._patterns or ())  # names and patterns without a table so far
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether no names or patterns were given."""
+        return self._patterns is None
+
+    def takes(self, fqn: str) -> bool:
+        """Return whether a table is selected."""
+        self.names.append(fqn)
+        if self._patterns is None:
+            return True
+        matching = [p for p in self._patterns if p == fqn or fnmatch.fnmatchcase(fqn, p)]
+        self.unmatched = [pattern for pattern in self.unmatched if pattern not in matching]
+        return bool(matching)
+
+
+def check_names(unmatched: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ConfigError if there is an unmatched name or pattern; list the nearest of all tables' names."""
+    for pattern in unmatched:
+        raise ConfigError(f"tables: no table is named or matches {pattern!r}; {describe_near(pattern, names)}")

@@ -1,12 +1,12 @@
-"""Which rows of a table a step of a torch optimizer changes, under which settings.
+"""Rules for which rows of a table a step of a torch optimizer changes, by the optimizer's type and settings.
 
-Some optimizers change only the rows that have a gradient. Others change more: moments go on moving a row that had a
-gradient once, and weight decay moves every row. Then the set of dirty rows is widened to what may have changed; it is
-exact all the same, and costs more to stream. What is not known, or cannot be read row by row, is refused.
+Some optimizers change only rows with a gradient. Others change more: moments keep moving a row that had a gradient
+once, and weight decay moves every row. For these the set of dirty rows is widened to all rows that may have changed; it
+is still exact, and costs more to stream. Unknown optimizers, and states that cannot be read row by row, are refused.
 
-The reach depends on the optimizer's type and on its settings, which a schedule may change later.
+A schedule may change the settings later.
 
-One thing is not seen: under `torch.set_flush_denormal(True)` an update by a dense gradient also turns denormal weights
+One effect is missed: under `torch.set_flush_denormal(True)` an update by a dense gradient also turns denormal weights
 of rows without a gradient into zeros.
 """
 
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
 
-__all__ = ["Reach", "Rule", "rule_of"]
+__all__ = ["Reach", "Rule", "changed_rows", "nonzero_rows", "rule_of"]
 
 _Settings = Mapping[str, Any]
 
@@ -37,29 +38,20 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """How one type of optimizer treats the rows of a table.
+    """How one type of optimizer treats a table, by param group, dtype, and whether the gradient is sparse."""
 
-    Attributes:
-        states: Given a param group, the row states by name, and whether each is rowwise (`[rows, 1]`) or as wide as the
-            weights. The optimizer's own step count is one number for the whole table: `scalars`.
-        refuse: Given a param group, the table's element type and whether its gradient is sparse, says why the table
-            cannot be streamed; None when it can.
-        reach: Given the same, tells which rows a step may change.
-        scalars: Names of states that are one number for the whole table.
-    """
-
+    # Names of the row states, and whether each is rowwise (`[rows, 1]`) or as wide as the weights.
     states: Callable[[_Settings], tuple[tuple[str, bool], ...]]
+    # Returns why the table cannot be streamed, or None.
     refuse: Callable[[_Settings, torch.dtype, bool], str | None]
+    # Returns which rows a step may change.
     reach: Callable[[_Settings, torch.dtype, bool], Reach]
+    # States with one value per table, such as the step count.
     scalars: tuple[str, ...] = ()
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule of an optimizer, by its exact type: a derived class may do anything.
-
-    Raises:
-        UnsupportedModelError: It is not known which rows it changes.
-    """
+    """Return the rule for an optimizer's exact type, or refuse it: a derived class may do anything."""
     kind = type(optimizer)
     rule = _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
     if rule is not None:
@@ -86,21 +78,13 @@ def _refuse_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | 
 
 
 def _refuse_small_eps(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
-    # 0 / (sqrt(0) + 0) would make rows NaN that never had a gradient; float16 rounds the usual 1e-8 or 1e-10 to 0.
+    # 0 / (sqrt(0) + 0) turns rows that never had a gradient into NaN; float16 rounds the usual 1e-8 or 1e-10 to 0.
     if not is_sparse and not torch.tensor(group["eps"], dtype=dtype) > 0:
         return (
             f"eps {group['eps']} is 0 in {str(dtype).removeprefix('torch.')}, so rows without a gradient become NaN: "
             f"take a larger one, or sparse=True"
         )
     return None
-
-
-def _refuse_nothing(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> str | None:
-    return None
-
-
-def _reach_of_gradient(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
-    return Reach.GRADIENT
 
 
 def _reach_without_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
@@ -118,7 +102,7 @@ def _reach_with_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -
 
 def _reach_of_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
     has_moment = group["momentum"] != 0
-    # Torch 2.13's fused kernel for the CPU writes moments of half precision into rows beside theirs.
+    # Torch 2.13's fused CPU kernel writes half-precision moments into neighboring rows.
     if has_moment and group.get("fused") and dtype in (torch.float16, torch.bfloat16):
         return Reach.ALL
     return (_reach_with_moments if has_moment else _reach_without_moments)(group, dtype, is_sparse)
@@ -126,8 +110,8 @@ def _reach_of_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reac
 
 def _moves_zeros(group: _Settings, is_sparse: bool) -> bool:
     """Return whether a gradient of 0 changes a row."""
-    # Negated zeros turn -0.0 into 0.0, and a rate that is inf or NaN makes NaN of them. Of a tensor it is not asked: on
-    # a GPU that would wait.
+    # Negated zeros turn -0.0 into 0.0, and a rate of inf or NaN turns them into NaN. A rate in a tensor is not checked:
+    # reading it from a GPU would wait.
     rate = group["lr"]
     is_finite = not isinstance(rate, float) or math.isfinite(rate)
     return not is_sparse and (bool(group.get("maximize")) or not is_finite)
@@ -143,11 +127,48 @@ _RULES = {
     "torch.optim.adamw.AdamW": _ADAM,
     "torch.optim.sparse_adam.SparseAdam": Rule(
         states=lambda _: (("exp_avg", False), ("exp_avg_sq", False)),
-        refuse=_refuse_nothing,
-        reach=_reach_of_gradient,
+        refuse=lambda group, dtype, is_sparse: None,
+        reach=lambda group, dtype, is_sparse: Reach.GRADIENT,
         scalars=("step",),
     ),
     "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": Rule(
         states=lambda _: (("sum", True),), refuse=_refuse_small_eps, reach=_reach_without_moments, scalars=("step",)
     ),
 }
+
+
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changed_rows(gradient: torch.Tensor, parameter: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Return the local ids, int64, of the rows with a gradient (also sparse, or a DTensor); see `nonzero_rows`."""
+    if gradient.is_sparse:
+        if not gradient._nnz():  # a numpy view of the empty indices would keep the next backward from growing them
+            return torch.empty(0, dtype=torch.int64)
+        return gradient._indices()[0]  # a gradient may be sparse by its columns too
+    if is_dtensor(gradient):
+        # A collective, but every rank is here: the optimizer's step has just redistributed it too.
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return nonzero_rows(local_tensor(gradient), waits=waits)
+
+
+def nonzero_rows(values: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Return the ids, int64, of the rows that are not all +0.0, bit for bit.
+
+    NaN counts, and so does -0.0, because subtracting it turns a weight of -0.0 into 0.0.
+
+    Args:
+        values: `[rows, dim]`, a gradient or a state.
+        waits: Wait for the device, to return only these ids. If False, return one id per row, -1 for all +0.0.
+    """
+    if not values.numel():
+        return torch.empty(0, dtype=torch.int64)
+    row_bytes = values.shape[1] * values.element_size()
+    whole = values.detach().contiguous()
+    # DistributedDataParallel's buckets pack gradients, so one may begin in the middle of a larger element.
+    offset_bytes = whole.storage_offset() * whole.element_size()
+    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0 and offset_bytes % size == 0)
+    is_changed = whole.view(_INT_OF_SIZE[size]).any(dim=1)
+    if waits:
+        return is_changed.nonzero().reshape(-1)
+    return torch.where(is_changed, torch.arange(is_changed.numel(), device=is_changed.device), -1)

@@ -1,41 +1,39 @@
-"""One table, or the shard of one that this rank owns, as the tap found it in the training process."""
+"""The part of an embedding table that this rank streams: its description, live values, dirty and evicted rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from headrace.kernels.dirty_ids import VIRTUAL_ROWS, DirtyIds, bitmap_bytes, dirty_set
-from headrace.kernels.dirty_rows import DirtyRows
-from headrace.kernels.torch_dtypes import DTYPES
+from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
+from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
-from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows, TableDirtySet
-from headrace.streamer.taps.deleted_rows import DeletedRows
-from headrace.streamer.taps.row_meta import RowMeta
+from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
+from headrace.streamer.taps.row_extras import RowMeta
 
-__all__ = ["DEFAULT_BITMAP_BYTES", "RowIndex", "TablePart", "TappedTable", "dtype_of", "state_spec", "zero_state"]
+__all__ = ["DeletedRows", "RowIndex", "TablePart", "TappedTable", "tap_part", "zero_state"]
 
-DEFAULT_BITMAP_BYTES = 256 * 2**20
+_DEFAULT_BITMAP_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablePart:
-    """Which rows and columns of which table a local tensor holds, or a rectangle of it.
+    """The rows and columns of a table that a local tensor, or a rectangle of it, holds.
 
     Attributes:
         fqn: Name of the weight parameter in the unwrapped model's `state_dict`.
         num_rows: Rows of the whole table.
         dim: Columns of the whole table.
-        row_offset: Global id of the rectangle's row 0.
-        column_offset: Column of the table that is the rectangle's column 0.
-        first_row: The tensor's row at which the rectangle begins.
-        num_local_rows: Rows of the rectangle; None for all of the tensor's.
-        first_column: The tensor's column at which it begins.
-        num_local_columns: Columns of it; None for all of the tensor's.
+        row_offset: Global id of the rectangle's first row.
+        column_offset: The table's column at the rectangle's first column.
+        first_row: The tensor's row where the rectangle begins.
+        num_local_rows: Rows of the rectangle; None for all rows of the tensor.
+        first_column: The tensor's column where the rectangle begins.
+        num_local_columns: Columns of the rectangle; None for all columns of the tensor.
     """
 
     fqn: str
@@ -49,26 +47,26 @@ class TablePart:
     num_local_columns: int | None = None
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rectangle's rows of a tensor `[local rows, any]`, a view."""
+        """Return a view of the rectangle's rows of a tensor `[local rows, any]`."""
         if self.num_local_rows is None:
             return tensor
         return tensor.narrow(0, self.first_row, self.num_local_rows)
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rectangle's columns of a tensor `[any, local columns]`, a view."""
+        """Return a view of the rectangle's columns of a tensor `[any, local columns]`."""
         if self.num_local_columns is None:
             return tensor
         return tensor.narrow(1, self.first_column, self.num_local_columns)
 
     def row_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """Return those of a tensor's row ids that lie in the rectangle, counted from its first row."""
+        """Return those of a tensor's row ids that are in the rectangle, relative to its first row."""
         if self.num_local_rows is None:
             return local_ids
         is_inside = (local_ids >= self.first_row) & (local_ids < self.first_row + self.num_local_rows)
         return local_ids[is_inside] - self.first_row
 
     def row_ids_or_none(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """Do what `row_ids` does, with -1 for those outside: so nobody has to wait for their number."""
+        """Like `row_ids`, with -1 for ids outside: on a device nothing has to wait for the number of ids."""
         if self.num_local_rows is None:
             return local_ids
         is_inside = (local_ids >= self.first_row) & (local_ids < self.first_row + self.num_local_rows)
@@ -76,40 +74,33 @@ class TablePart:
 
 
 class RowIndex(Protocol):
-    """Where the rows of a table with virtual ids lie, in a tensor that holds those that there are now.
-
-    Thread: the training thread's.
-    """
+    """Maps the virtual ids of a table to places in a tensor that holds the rows existing now."""
 
     def find(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Return the place of each row in `TappedTable.weights` and `states`, int64[n]; -1 for a row that is not held.
-
-        Args:
-            row_ids: int64[n] on the CPU, ≥ 0.
-        """
+        """Return the places of rows, int64[n] ≥ 0 on the CPU, in `TappedTable.weights` and `states`; -1 if absent."""
 
     def row_ids(self) -> torch.Tensor:
-        """Return the ids of all rows that are held now, int64[n], each once, in any order."""
+        """Return the ids of all present rows, int64[n], unique, in any order."""
 
 
 class TappedTable:
-    """A table's description, its live values, and which of its rows changed.
+    """The part of a table that this rank streams: description, live values and dirty rows.
 
-    Thread: the training thread's. Values are live tensors: right between two optimizer updates, and to be asked for
-    again at each gather, because an optimizer makes its states late and a module may move its weights.
+    Values are live tensors, consistent between two optimizer updates. Get them again for each gather: optimizers create
+    states late, and modules may move their weights.
+
+    Thread: the training thread's.
 
     Attributes:
         spec: The whole table, as the server knows it.
-        shard: The columns that this rank has.
+        shard: The columns on this rank.
         row_offset: Global id of local row 0.
-        num_local_rows: Rows that this rank has; 0 where `index` tells which there are.
-        index: Where rows with virtual ids lie; None where a row's id is its place. With one, local ids are the global
-            ones.
-        dirty: Local ids of the rows that changed since they were last taken; on the table's device where a
-            `DevicePipeline` has it.
-        deleted: Rows that were evicted.
-        meta: Bytes that travel with rows; None for no such table.
-        on_move: Called when `dirty` is on a device now and was not, or the other way round; None calls nothing.
+        num_local_rows: Rows on this rank; 0 with an `index`.
+        index: Places of rows with virtual ids, whose local ids are global; None where a row's local id is its place.
+        dirty: Local ids of the dirty rows; on the table's device if a `DevicePipeline` has the table.
+        deleted: Evicted rows.
+        meta: Opaque bytes that travel with rows, or None.
+        on_move: Called, if not None, when `dirty` has moved to or from a device.
     """
 
     def __init__(
@@ -127,20 +118,10 @@ class TappedTable:
         index: RowIndex | None = None,
         meta: RowMeta | None = None,
     ) -> None:
-        """Describe a table; no row is dirty.
+        """Describe a table without dirty rows; a `shard` of None is all columns.
 
-        Args:
-            spec: The whole table.
-            num_local_rows: Rows that this rank has, ≥ 0; 0 with an index.
-            weights: Returns the present weights, see `weights`.
-            states: Returns the present states, see `states`.
-            shard: Columns that this rank has; None for all.
-            row_offset: Global id of local row 0.
-            identities: Returns the present identities, see `identities`; for tables that have them.
-            scalars: Returns the present values that the table has once, see `scalars`.
-            is_in_use: Returns whether the model uses these weights still.
-            index: Where rows with virtual ids lie. REQUIRES: the spec has 0 rows.
-            meta: Bytes that travel with rows.
+        `weights`, `states`, `identities` and `scalars` return present values; see the methods of these names.
+        `is_in_use` returns whether the model still uses the weights. REQUIRES: with an index, the spec has 0 rows.
         """
         assert (identities is not None) == spec.has_identities
         assert index is None or not (spec.num_rows or row_offset or num_local_rows)
@@ -151,7 +132,7 @@ class TappedTable:
         self.index = index
         self.meta = meta
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
-        self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=DEFAULT_BITMAP_BYTES)
+        self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=_DEFAULT_BITMAP_BYTES)
         self.on_move: Callable[[], None] | None = None
         self.deleted = DeletedRows(self._num_ids, is_lasting=index is None)
         self._weights = weights
@@ -161,27 +142,23 @@ class TappedTable:
         self._is_in_use = is_in_use
 
     def mark_all(self, *, spares_evicted: bool = False) -> None:
-        """Make every row dirty that this rank has.
-
-        Args:
-            spares_evicted: But those that were evicted and not used since.
-        """
+        """Mark every row on this rank; with `spares_evicted` except rows that were evicted and not used since."""
         if self.index is not None:
             self.dirty.mark(self.index.row_ids())
             return
         unused = self.deleted.unused(self.dirty) if spares_evicted else None
-        if isinstance(self.dirty, DirtyIds):  # of all rows, a bitmap is the smaller set
+        if isinstance(self.dirty, DirtyIds):  # with all rows in it, a bitmap is smaller
             self.dirty = DirtyRows(self.num_local_rows)
         self.dirty.mark_all()
         if unused is not None:
             self.dirty.discard(unused)
 
     def limit_bitmap(self, max_bytes: int) -> None:
-        """Keep changed rows in a bitmap of at most so many bytes, else as a set of ids while that is smaller."""
+        """Keep dirty rows in a bitmap if it takes at most `max_bytes`, else as ids while those take less memory."""
         assert not isinstance(self.dirty, DeviceDirtyRows)
         size_bytes = bitmap_bytes(self._num_ids)
         if isinstance(self.dirty, DirtyRows):
-            # Rows that are marked already stay as they are: the bitmap has its memory.
+            # A bitmap with marked rows stays: its memory is allocated already.
             if size_bytes > max_bytes and self.dirty.is_empty:
                 self.dirty = DirtyIds(self._num_ids)
         elif size_bytes <= max(max_bytes, self.dirty.size_bytes):
@@ -191,7 +168,7 @@ class TappedTable:
             self.dirty = bitmap
 
     def join_device(self, dirty: DeviceDirtyRows) -> None:
-        """Keep changed rows, those that are marked now too, in a set on the table's device."""
+        """Move dirty rows to a set on the table's device."""
         if not self.dirty.is_empty:
             dirty.add(self.dirty)
         self.dirty = dirty
@@ -199,69 +176,55 @@ class TappedTable:
             self.on_move()
 
     def leave_device(self) -> None:
-        """Keep changed rows on the host, where they are not; waits for the device."""
+        """Move dirty rows to the host, if they are on a device; waits for it."""
         if isinstance(self.dirty, DeviceDirtyRows):
             self.dirty = self.dirty.to_host()
             if self.on_move is not None:
                 self.on_move()
 
     def evict(self, row_ids: torch.Tensor) -> None:
-        """Have rows deleted, unless they are marked again before the next flush.
+        """Have the next flush delete rows, local int64[n] on the CPU, unless they are marked again before it.
 
-        A table on a device is gathered by the host from then on. REQUIRES: of such a table no flush is on its way from
-        the device.
-
-        Args:
-            row_ids: int64[n], local, on the CPU.
+        The table leaves its device. REQUIRES: no flush of it is on its way from there.
         """
         self.leave_device()
         self.deleted.add(row_ids, self.dirty)
 
     def ids_here(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Return the local ids of those of some rows that this rank has; with an index, all.
-
-        Args:
-            row_ids: int64[n], global, on the CPU.
-        """
+        """Return the local ids of those of the global rows, int64[n] on the CPU, that are on this rank."""
         if self.index is not None:
             return row_ids
         end_row = self.row_offset + self.num_local_rows
         return row_ids[(row_ids >= self.row_offset) & (row_ids < end_row)] - self.row_offset
 
     def places(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """Return where rows lie in `weights` and `states`, int64[n] on the CPU; -1 for a row that is not held.
-
-        Args:
-            local_ids: int64[n] on the CPU.
-        """
+        """Return the places of local rows, int64[n] on the CPU, in `weights` and `states`; -1 for an absent row."""
         return local_ids if self.index is None else self.index.find(local_ids).cpu()
 
     def weights(self) -> torch.Tensor:
-        """Return the live weights, `[num_local_rows, shard.width]`, without gradient; not to be written or kept.
-
-        With an index, `[places, shard.width]`.
+        """Return the live weights, `[num_local_rows or places, shard.width]`, detached. Do not write or keep them.
 
         Raises:
-            UnsupportedModelError: They are of another type or shape than the table was, as `module.to(dtype)` or a
-                write to `.data` leaves them; or the model has another module or parameter in their place.
+            UnsupportedModelError: Their type or shape has changed since `attach` (`module.to(dtype)`, a write to
+                `.data`), or the model has another module or parameter in their place.
         """
         if not self._is_in_use():
             raise UnsupportedModelError(
                 f"table {self.spec.fqn!r} is not what was attached: the model has another module or parameter in its "
-                f"place now; change a model before `attach`, or attach it to a new streamer"
+                f"place; change a model before `attach`, or attach it to a new streamer"
             )
         weights = self._weights()
         self._check_same(f"table {self.spec.fqn!r}", weights, self.spec.dtype, self.shard.width)
         return weights
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return the live optimizer states by name, in the spec's order.
+        """Return the live optimizer states by name, in the spec's order. Do not write or keep them.
 
-        Each is `[num_local_rows, width in this shard]`, without gradient, not to be written or kept. A state that the
-        optimizer has not made yet is its initial value, expanded (zero strides): it takes no memory.
+        Each is `[num_local_rows, width in this shard]`, without gradient. A state that the optimizer has not created
+        yet is its initial value, expanded with zero strides, which takes no memory.
 
         Raises:
-            UnsupportedModelError: One is of another type or shape than it was.
+            UnsupportedModelError: The type or shape of one has changed since `attach`.
         """
         states = self._states()
         for state in self.spec.states:
@@ -270,17 +233,11 @@ class TappedTable:
         return states
 
     def scalars(self) -> dict[str, torch.Tensor]:
-        """Return the values that the optimizer keeps once for the table, such as its count of steps; one element each.
-
-        Empty before the optimizer has made them. They travel with the table's rows.
-        """
+        """Return the one-element values kept once per table, such as the step count; empty before the first step."""
         return self._scalars()
 
     def identities(self) -> torch.Tensor:
-        """Return the raw id that is mapped to each row now, int64[num_local_rows]; -1 where none is.
-
-        REQUIRES: the table has identities.
-        """
+        """Return the raw id mapped to each row now, int64[num_local_rows], -1 for none. REQUIRES: identities."""
         assert self._identities is not None
         return self._identities()
 
@@ -293,7 +250,6 @@ class TappedTable:
             )
 
     def __repr__(self) -> str:
-        """Name the table and the part that is here."""
         last_row = self.row_offset + self.num_local_rows
         last_column = self.shard.offset + self.shard.width
         return (
@@ -302,16 +258,7 @@ class TappedTable:
         )
 
 
-def dtype_of(what: str, dtype: torch.dtype) -> DType:
-    """Return the element type that stands for a torch one.
-
-    Args:
-        what: The tensor's name, for the error.
-        dtype: Its element type.
-
-    Raises:
-        UnsupportedModelError: Rows cannot hold this type.
-    """
+def _dtype_of(what: str, dtype: torch.dtype) -> DType:
     try:
         return DTYPES[dtype]
     except KeyError:
@@ -319,26 +266,105 @@ def dtype_of(what: str, dtype: torch.dtype) -> DType:
         raise UnsupportedModelError(f"{what}: element type {dtype} cannot be streamed (can: {known})") from None
 
 
-def state_spec(fqn: str, name: str, dtype: torch.dtype, rowwise_width: int = 0) -> StateSpec:
-    """Describe one optimizer state of a table.
-
-    Args:
-        fqn: The table, for the error.
-        name: The optimizer's name for the state.
-        dtype: Element type.
-        rowwise_width: Elements a row of a rowwise state; 0 for a pointwise one.
-
-    Raises:
-        UnsupportedModelError: Rows cannot hold this type.
-    """
-    return StateSpec(
-        name=name,
-        kind=StateKind.ROWWISE if rowwise_width else StateKind.POINTWISE,
-        dtype=dtype_of(f"state {name!r} of table {fqn!r}", dtype),
-        width=rowwise_width,
+def tap_part(
+    part: TablePart,
+    *,
+    num_local_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    states_of: Iterable[tuple[str, torch.dtype, bool]] = (),
+    identities: Callable[[], torch.Tensor] | None = None,
+    **live: Any,
+) -> TappedTable:
+    """Describe a part's table, or refuse its dtypes; `states_of` has each state's name, dtype, and if it is rowwise."""
+    spec = TableSpec(
+        fqn=part.fqn,
+        num_rows=part.num_rows,
+        dim=part.dim,
+        dtype=_dtype_of(f"table {part.fqn!r}", dtype),
+        states=tuple(
+            StateSpec(
+                name=name,
+                kind=StateKind.ROWWISE if is_rowwise else StateKind.POINTWISE,
+                dtype=_dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype),
+                width=int(is_rowwise),
+            )
+            for name, state_dtype, is_rowwise in states_of
+        ),
+        has_identities=identities is not None,
     )
+    live |= {"row_offset": part.row_offset, "shard": ColumnShard(offset=part.column_offset, width=num_columns)}
+    return TappedTable(spec=spec, num_local_rows=num_local_rows, identities=identities, **live)
 
 
 def zero_state(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros `[num_rows, width]` that take the memory of one row, contiguous along it."""
+    """Return zeros `[num_rows, width]` in the memory of one row."""
     return torch.zeros((1, width), dtype=dtype, device=device).expand(num_rows, width)
+
+
+class DeletedRows:
+    """The evicted rows of one table, by local row id.
+
+    Nothing announces that an evicted row is used again; it is marked dirty like any other. So an eviction removes its
+    rows from the dirty set, and a row that is dirty again when a flush takes the deletions is alive. Takes no memory
+    before the first eviction, then up to 32 bytes for each row that is not used again.
+    """
+
+    def __init__(self, num_rows: int, *, is_lasting: bool) -> None:
+        """Begin with none of `num_rows`; if `is_lasting`, remember rows after their deletion was sent."""
+        self._pending = DirtyIds(num_rows)
+        self._deleted = DirtyIds(num_rows) if is_lasting else None
+
+    def add(self, row_ids: torch.Tensor, dirty: TableDirtySet) -> None:
+        """Add unique rows, int64[n] on the CPU, and discard their dirty bits. Interrupted before, they stay alive."""
+        self._pending.mark(row_ids)
+        if self._deleted is not None:
+            self._deleted.mark(row_ids)
+        dirty.discard(row_ids)
+
+    def take(
+        self, max_rows: int, dirty: TableDirtySet, *, note: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Remove and return at most `max_rows` rows to delete, int64[n] on the CPU, ascending.
+
+        Rows that are dirty again, before any are taken for the same flush, are alive and dropped. `note` is called with
+        all rows before they are removed, so that an interrupted caller can `give_back`.
+        """
+        row_ids = self._pending.take(max_rows, note=note)
+        return row_ids[~dirty.contains(row_ids)]
+
+    def give_back(self, row_ids: torch.Tensor) -> None:
+        """Add rows again that `take` returned and that were not sent."""
+        self._pending.mark(row_ids)
+
+    def note_sent(self, row_ids: torch.Tensor) -> None:
+        """Forget rows, int64[n], that go out with values, because they are used again."""
+        if self._deleted is not None and not self._deleted.is_empty:
+            self._deleted.discard(row_ids)
+
+    def unused(self, dirty: TableDirtySet) -> torch.Tensor:
+        """Return the rows evicted and not used since, int64[n] on the CPU, ascending.
+
+        Unless the set is lasting, only those whose deletion was not taken yet.
+        """
+        held = self._pending if self._deleted is None else self._deleted
+        row_ids = torch.cat([torch.empty(0, dtype=torch.int64), *held.parts()])
+        return row_ids[~dirty.contains(row_ids)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no deletion is pending and all evicted rows are used again."""
+        return self._pending.is_empty and (self._deleted is None or self._deleted.is_empty)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a deletion was not taken yet."""
+        return not self._pending.is_empty
+
+    @property
+    def num_pending(self) -> int:
+        """Number of deletions not taken yet, including rows that are used again.
+
+        Thread: any.
+        """
+        return self._pending.count

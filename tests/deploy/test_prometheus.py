@@ -14,7 +14,7 @@ from watched_server import watched_server
 
 from headrace import RawEmbeddingStreamer
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.metrics import ReplicaCollector
+from headrace.paramserver.replica.endpoint.metrics import ReplicaCollector
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy/prometheus"
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")

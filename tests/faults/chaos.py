@@ -34,12 +34,12 @@ from new_directory import new_directory
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from headrace.paramserver.log.log_inspect import find_logs, inspect_log
-from headrace.paramserver.log.log_segments import list_segments
-from headrace.paramserver.log.segment_file import SegmentFile
+from headrace.paramserver.log.inspection import find_logs, inspect_log
+from headrace.paramserver.log.segment_reader import SegmentReader
+from headrace.paramserver.log.segments import list_segments
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.shard.shard_channel import EXIT_STORAGE
-from headrace.paramserver.store.row_store import RowStore
+from headrace.paramserver.shard.control_channel import EXIT_STORAGE
+from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.log_records import RecordKind
 
 __all__ = ["FAULTS", "Chaos", "ChaosError", "deck", "main"]
@@ -150,6 +150,7 @@ class Chaos:
         self.proxy.make(TROUBLES[name])
         time.sleep(_TROUBLE_S)
         while self.proxy.counts.total() == before:  # after a start it takes a moment until frames flow again
+            self._running_trainer().check()
             if time.monotonic() > deadline_s:
                 raise ChaosError(f"no frame has met with any of {name!r}")
             time.sleep(0.01)
@@ -289,7 +290,7 @@ def _acked_records(log: Path) -> list[tuple[Path, int, int]]:
     found = []
     for path in list_segments(log):
         records, durable_seq = [], 0
-        with SegmentFile(path) as file:
+        with SegmentReader(path) as file:
             is_sealed = file.read_seal() is not None
             while (record := file.peek()) is not None:
                 durable_seq = max(durable_seq, record.durable_seq)

@@ -18,11 +18,11 @@ import psutil
 from held_ports import hold_ports
 
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
-from headrace.paramserver.config.server_config import ServerConfig
-from headrace.paramserver.process.log_format import configure_logging
-from headrace.paramserver.process.ready_file import ReadyFile
-from headrace.paramserver.supervisor.listeners import bind_listeners
-from headrace.paramserver.supervisor.supervisor import Supervisor
+from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.rpc.sockets import bind_listeners
+from headrace.paramserver.shard.supervisor import Supervisor
+from headrace.paramserver.system.log_lines import configure_logging
+from headrace.paramserver.system.ready_file import ReadyFile
 
 HOST = "127.0.0.1"
 PROXY_HOST = "127.0.0.2"

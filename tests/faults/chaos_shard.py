@@ -26,16 +26,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.paramserver.files.file_ops import SystemFileOps
-from headrace.paramserver.ingest import ingest, sessions
-from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.log.update_log import Append, DurableFuture
-from headrace.paramserver.rpc import rpc_connection, rpc_server
+from headrace.paramserver.ingest import pipeline
+from headrace.paramserver.log import sessions
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import Append, DurableFuture
+from headrace.paramserver.rpc import connection as rpc_connection
+from headrace.paramserver.rpc import server
 from headrace.paramserver.rpc.buffer_pool import BufferPool
 from headrace.paramserver.rpc.frames import FrameReader
-from headrace.paramserver.shard import log_retention, shard, shard_process
+from headrace.paramserver.shard import process, retention, service
 from headrace.paramserver.store import applier
 from headrace.paramserver.store.applier import ApplierConfig
+from headrace.paramserver.system.file_ops import FileOps
 from headrace.schemas.messages import Segment
 
 _SYNCED = struct.Struct("<QQ")
@@ -54,7 +56,7 @@ class Synced(NamedTuple):
         return cls(*_SYNCED.unpack((control / f"synced-{number}").read_bytes()))
 
 
-class ChaosFileOps(SystemFileOps):
+class ChaosFileOps(FileOps):
     """`FileOps` on real files; see the module. Thread: any."""
 
     def __init__(self, control: Path) -> None:
@@ -168,12 +170,12 @@ def _forget_sequence() -> None:
 
 def _forget_deletes() -> None:
     """Ack deletes and do nothing about them."""
-    decode = ingest.decode_delta
+    decode = pipeline.decode_delta
 
     def decode_without(*args: Any, **settings: Any) -> Any:
         return dataclasses.replace(decode(*args, **settings), deleted_row_ids=None)
 
-    ingest.decode_delta = decode_without
+    pipeline.decode_delta = decode_without
 
 
 def _release_early() -> None:
@@ -207,24 +209,24 @@ def main(control: Path, breakage: str) -> int:
             ops.serve(int(path.parent.name.removeprefix("shard-")))
             return super().open(path, config=dataclasses.replace(config, allocate_bytes=1 << 20), ops=ops)
 
-    shard.FileUpdateLog = _Log  # type: ignore[misc]
+    service.FileUpdateLog = _Log  # type: ignore[misc]
     hurry()
     poison_frames()
-    return shard_process.main()
+    return process.main()
 
 
 def hurry() -> None:
     """Let happen in a cycle's time what takes minutes in life: flushes of the store and retention of the log."""
-    shard.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
+    service.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
     # Never a name that is not there: without retention, nothing would be found that it does wrong.
-    assert {"_INTERVAL_S", "_GRACE_S"} <= vars(log_retention).keys()
-    log_retention._INTERVAL_S, log_retention._GRACE_S = 1.0, 0.0
+    assert {"_INTERVAL_S", "_GRACE_S"} <= vars(retention).keys()
+    retention._INTERVAL_S, retention._GRACE_S = 1.0, 0.0
 
 
 def poison_frames() -> None:
     """Let almost every frame have a buffer of the pool, which is overwritten as soon as it is given back."""
     small_bytes = 256
-    rpc_server.BufferPool = functools.partial(BufferPool, poison=0xDD)  # type: ignore[misc,assignment]
+    server.BufferPool = functools.partial(BufferPool, poison=0xDD)  # type: ignore[misc,assignment]
     rpc_connection.SMALL_FRAME_BYTES = small_bytes
     rpc_connection.FrameReader = functools.partial(FrameReader, small_frame_bytes=small_bytes)  # type: ignore[misc,assignment]
 

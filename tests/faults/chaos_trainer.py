@@ -35,9 +35,9 @@ from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.delivery.rendezvous import Writer, find_store, open_session
-from headrace.streamer.delivery.shard_channel import ShardChannel
-from headrace.streamer.flush.flush import Message
+from headrace.streamer.delivery.channel import ShardChannel
+from headrace.streamer.delivery.rendezvous import Rendezvous, Writer
+from headrace.streamer.flush.layout import Message
 
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
 RAW_SPECS = (
@@ -170,7 +170,7 @@ class _Trainer:
 class _RawFlush:
     """Stands for a `Flush`: one ready-made message a shard."""
 
-    generation = 0
+    num_new_stores = 0
 
     def __init__(self, messages: dict[int, Message]) -> None:
         self.messages_by_shard = messages
@@ -226,9 +226,10 @@ class RawWriter:
         connect = partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s)
         asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
         host, port = parse_address(address, default_port=0)
-        store = await find_store(host, port, asks, connect, timeout_s=config.connect_timeout_s, random=rng)
+        rendezvous = Rendezvous(connect, timeout_s=config.connect_timeout_s, random=rng)
+        store = await rendezvous.find_store(host, port, asks)
         writer = asks.with_epoch(store.highest_epoch + 1)
-        await open_session(store.shards, writer, RAW_SPECS, connect, timeout_s=config.connect_timeout_s, random=rng)
+        await rendezvous.open_session(store.shards, writer, RAW_SPECS)
         self._channels = [
             ShardChannel(
                 shard,

@@ -16,7 +16,7 @@ from chaos_trainer import TrainerOrder, run_trainer
 __all__ = ["ChaosError", "Trainer"]
 
 # The folder of the harness is not on the path of the process that trainers are forked from.
-_PRELOADED = ["torch", "torch.optim", "headrace.streamer.raw_embedding_streamer", "headrace.streamer.compare"]
+_PRELOADED = ["torch", "torch.optim", "headrace.streamer.api", "headrace.streamer.compare"]
 
 
 class ChaosError(Exception):

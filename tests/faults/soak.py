@@ -33,9 +33,9 @@ from soak_replicas import BREAKAGES, REPLICAS, Served, run_replicas
 from soak_rows import IDLE_STEPS
 from soak_trainer import Settled, run_trainer
 
-from headrace.paramserver.reading.shard_link import Dial
-from headrace.paramserver.snapshots.snapshot_client import create_snapshot, remove_snapshot
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.remote import create_snapshot, remove_snapshot
 from headrace.schemas.idl import idl
 
 __all__ = ["DEEDS", "Soak", "SoakError", "deck", "main", "summarize"]

@@ -20,9 +20,9 @@ from soak_trainer import Settled
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
-from headrace.paramserver.replica.generation import Generation
-from headrace.paramserver.replica.shard_tail import Change
+from headrace.paramserver.replica.api.config import DiskStorage
+from headrace.paramserver.replica.copy.shard_tail import Change
+from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.schemas.errors import HeadraceError, UnavailableError
 
 __all__ = ["BREAKAGES", "REPLICAS", "Served", "run_replicas"]
@@ -87,7 +87,7 @@ def run_replicas(address: str, directory: Path, seed: int, breakage: str, reques
     try:
         torch.set_num_threads(1)
         BREAKAGES[breakage]()
-        audits = breakage == "none"  # else look-ups are to find it
+        audits = breakage == "none"  # else lookups are to find it
         replicas = {name: _Replica(name, address, directory, seed + at, audits) for at, name in enumerate(REPLICAS)}
         requests.send(("ready",))
         while True:
@@ -286,41 +286,41 @@ class _Replica:
 
 
 def _skip_updates() -> None:
-    apply = Generation._apply
+    apply = TableSet._apply
     count = 0
 
-    def apply_most(self: Generation, change: Change) -> None:
+    def apply_most(self: TableSet, change: Change) -> None:
         nonlocal count
         count += bool(change.deltas)
         if not change.deltas or count % _SKIPS_EVERY:
             apply(self, change)
 
-    Generation._apply = apply_most  # type: ignore[method-assign]
+    TableSet._apply = apply_most  # type: ignore[method-assign]
 
 
 def _tear_steps() -> None:
-    def show_torn(self: Generation) -> bool:
+    def show_torn(self: TableSet) -> bool:
         cut = None if self.limits is not None else self._newest_common_cut()
         if cut is None or cut[:2] == self.visible:
             return False
         for tail in self.tails:
-            with self.gate.write():
-                self._show_up_to(tail, cut)
+            with self.seqlock.write():
+                self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
             time.sleep(0.001)
         self.visible = cut[:2]
         return True
 
-    Generation._show_step = show_torn  # type: ignore[method-assign]
+    TableSet._show_step = show_torn  # type: ignore[method-assign]
 
 
 def _keep_expired() -> None:
-    apply = Generation._apply
+    apply = TableSet._apply
 
-    def apply_but_expiry(self: Generation, change: Change) -> None:
+    def apply_but_expiry(self: TableSet, change: Change) -> None:
         if not change.is_conditional:
             apply(self, change)
 
-    Generation._apply = apply_but_expiry  # type: ignore[method-assign]
+    TableSet._apply = apply_but_expiry  # type: ignore[method-assign]
 
 
 BREAKAGES: dict[str, Callable[[], None]] = {

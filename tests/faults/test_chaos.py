@@ -16,7 +16,7 @@ import typer
 from chaos import FAULTS, Chaos, ChaosError, deck
 from chaos_ledger import Ledger
 
-from headrace.paramserver.shard import log_retention, shard
+from headrace.paramserver.shard import retention, service
 
 # One of each sort: the network, a process on either side, a disk that loses what it may. The long run has all.
 SHORT = ("bad_network", "kill_shard", "kill_trainer", "lost_unsynced")
@@ -102,8 +102,8 @@ def test_a_table_that_is_not_listed_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cycle_sees_flushes_and_retention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shards of the harness flush their stores and remove old log within seconds, and also just after a start."""
-    for module, name in ((shard, "ApplierConfig"), (log_retention, "_INTERVAL_S"), (log_retention, "_GRACE_S")):
+    for module, name in ((service, "ApplierConfig"), (retention, "_INTERVAL_S"), (retention, "_GRACE_S")):
         monkeypatch.setattr(module, name, getattr(module, name))  # puts them back
     chaos_shard.hurry()
-    assert shard.ApplierConfig().flush_interval_s == 2.0
-    assert (log_retention._INTERVAL_S, log_retention._GRACE_S) == (1.0, 0.0)
+    assert service.ApplierConfig().flush_interval_s == 2.0
+    assert (retention._INTERVAL_S, retention._GRACE_S) == (1.0, 0.0)

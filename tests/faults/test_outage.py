@@ -16,7 +16,7 @@ from torch import nn
 from watched_server import WAIT_S, wait_until
 
 from headrace import RawEmbeddingStreamer
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import UnavailableError
 from headrace.streamer.compare import compare_with_store
 

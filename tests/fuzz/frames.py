@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from frame_fuzzer import FrameFuzzer, SteadyClient, attack, count_refused, memory_bytes
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 TOKEN = "fuzzed-fuzzed-fuzzed"
 MIB = 2**20

@@ -12,7 +12,7 @@ import pytest
 from frame_fuzzer import DEADLINE_S, FrameFuzzer, SteadyClient, attack, count_refused, flood, memory_bytes
 from thrift_values import call, nasty_messages
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 MIB = 2**20
 TOKEN = "fuzzed-fuzzed-fuzzed"

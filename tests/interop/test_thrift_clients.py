@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from replica_endpoint import replica_endpoint
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 IDL = ROOT / "schemas" / "paramserver.thrift"

@@ -11,13 +11,12 @@ import torch
 from host_kernels import edited_kernels, host_kernels
 from sanitizers import MEMCHECK, RACECHECK, WATCHER, Sanitizer, gxx_version
 
-from headrace.kernels.bitmap import launch_mark_dirty, launch_take_dirty, make_bitmap
 from headrace.kernels.bucketize import launch_block_bucketize
-from headrace.kernels.cuda_module import Launcher
-from headrace.kernels.cut_plan import CutPlan, CutTable, header_words
-from headrace.kernels.dirty_cut import launch_cut_dirty
-from headrace.kernels.quantize import launch_quantize
-from headrace.kernels.row_packing import launch_pack_rows
+from headrace.kernels.dirty_bitmap import launch_mark_dirty, launch_take_dirty, make_bitmap
+from headrace.kernels.dirty_drain import DrainPlan, DrainTable, header_words, launch_drain_dirty
+from headrace.kernels.packing import launch_pack_rows
+from headrace.kernels.quantization import launch_quantize
+from headrace.kernels.runtime.cuda_module import Launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +67,11 @@ def _bucketize(launcher: Launcher) -> None:
 
 
 def _cut(launcher: Launcher) -> None:
-    table = CutTable(first_slot=0, num_rows=100, row_offset=0, seed=1, columns=(torch.zeros(100, 1),))
-    plan, bitmap = CutPlan([table], 1), make_bitmap(128)
+    table = DrainTable(first_slot=0, num_rows=100, row_offset=0, seed=1, columns=(torch.zeros(100, 1),))
+    plan, bitmap = DrainPlan([table], 1), make_bitmap(128)
     out, header = torch.empty(4096, dtype=torch.uint8), torch.zeros(header_words(1, 1), dtype=torch.int64)
     launchers, cursor = (launcher, host_kernels("row_packing")), torch.tensor([0])
-    launch_cut_dirty(launchers, bitmap, cursor, plan.numbers, 1, plan.descriptors, out, header)
+    launch_drain_dirty(launchers, bitmap, cursor, plan.numbers, 1, plan.descriptors, out, header)
 
 
 def _pack(launcher: Launcher) -> None:
@@ -89,12 +88,12 @@ _FAULTS = (
     _Fault(
         name="shared memory is written again while others still read it",
         finder=RACECHECK,
-        family="dirty_cut",
+        family="dirty_drain",
         file="block_sums.cuh",
         old="    __syncthreads();  // the next call writes them again\n",
         new="",
         run=_cut,
-        found="plan_cut_kernel: .*data race",
+        found="plan_drain_kernel: .*data race",
         newest_gxx=12,
     ),
     _Fault(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import WARP_LAUNCHERS, launcher_of, random_rows, same_bits
+from kernel_inputs import WARP_LAUNCHERS, examples, launcher_of, random_rows, same_bits
 
 from headrace.kernels import bucketize as bz
 from headrace.schemas.routing import shards_of_rows
@@ -30,7 +30,7 @@ def _inputs(
     return ids, None if dtype is None else random_rows((size,), dtype, seed)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(SIZES, SHARDS, st.sampled_from([None, 1, 7, 1000]), WEIGHTS, st.integers(0, 2**64 - 1))
 def test_cpu_is_the_definition(
     size: int, num_shards: int, block_rows: int | None, dtype: torch.dtype | None, seed: int

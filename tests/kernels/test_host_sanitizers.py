@@ -8,12 +8,12 @@ import pytest
 from host_kernels import edited_kernels, host_kernels
 from sanitizers import MEMCHECK, RACECHECK, run_watched
 
-from headrace.kernels.bitmap import launch_take_dirty, make_bitmap
+from headrace.kernels.dirty_bitmap import launch_take_dirty, make_bitmap
 
 _HERE = Path(__file__).resolve().parent
 _FAMILIES = [
     str(_HERE / f"test_{name}.py")
-    for name in ("bitmap", "bucketize", "dirty_cut", "quantize", "row_digests", "row_packing")
+    for name in ("dirty_bitmap", "bucketize", "dirty_drain", "quantization", "digests", "packing")
 ]
 _PLANTED = str(_HERE / "planted_faults.py")
 

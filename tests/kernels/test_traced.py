@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from kernel_inputs import poisoned
 
-from headrace.kernels.bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
 from headrace.kernels.bucketize import block_bucketize
-from headrace.kernels.cut_plan import CutPlan, CutTable
-from headrace.kernels.dirty_cut import cut_dirty
-from headrace.kernels.quantize import dequantize, quantize
-from headrace.kernels.row_digests import row_digests
-from headrace.kernels.row_packing import pack_rows, unpack_rows
+from headrace.kernels.digests import row_digests
+from headrace.kernels.dirty_bitmap import make_bitmap, mark_dirty, mark_dirty_features, take_dirty
+from headrace.kernels.dirty_drain import DrainPlan, DrainTable, drain_dirty
+from headrace.kernels.packing import pack_rows, unpack_rows
+from headrace.kernels.quantization import dequantize, quantize
 
 
 def _all_operations(
@@ -40,15 +39,15 @@ def test_a_compiled_function_does_the_same() -> None:
 
 def test_a_compiled_cut_does_the_same() -> None:
     """Marks of features and a cut, by a plan that was made before, write the same when they are traced."""
-    table = CutTable(first_slot=0, num_rows=70, row_offset=3, seed=1, columns=(torch.randn(70, 4),))
-    plan = CutPlan([table], 2)
+    table = DrainTable(first_slot=0, num_rows=70, row_offset=3, seed=1, columns=(torch.randn(70, 4),))
+    plan = DrainPlan([table], 2)
     features = torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([70])
 
     def mark_and_cut(
         bitmap: torch.Tensor, ids: torch.Tensor, cursor: torch.Tensor, out: torch.Tensor, header: torch.Tensor
     ) -> None:
         mark_dirty_features(bitmap, ids, *features)
-        cut_dirty(bitmap, cursor, plan, out, header)
+        drain_dirty(bitmap, cursor, plan, out, header)
 
     results = []
     compiled = torch.compile(mark_and_cut, backend="aot_eager", fullgraph=True)

@@ -25,7 +25,7 @@ from headrace.schemas.log_records import (
     decode_record_header,
     decode_seal,
     decode_segment_header,
-    encode_mark,
+    encode_checkpoint,
     encode_record,
     encode_seal,
     encode_segment_header,
@@ -34,8 +34,8 @@ from headrace.schemas.log_records import (
     unpack_header,
 )
 
-_MARK = 0x1122334455667788
-_HEADER = SegmentHeader(log_id=bytes(range(16)), mark=_MARK, first_seq=7, created_us=1_700_000_000_000_000)
+_NONCE = 0x1122334455667788
+_HEADER = SegmentHeader(log_id=bytes(range(16)), nonce=_NONCE, first_seq=7, created_us=1_700_000_000_000_000)
 _SEAL = Seal(last_seq=7, num_records=1, sealed_us=1_700_000_000_000_001)
 
 # The worked example of docs/update-log.md: a segment with one record, sealed.
@@ -47,7 +47,7 @@ _GOLDEN_RECORD = (
     "42f8f1bb 0b000000 8877665544332211 0700000000000000 0600000000000000 03000000 5ea44986 07000000 01 000000"
     "81a47374657005 726f7773"
 )
-_GOLDEN_MARK = (
+_GOLDEN_CHECKPOINT = (
     "38e16d5d 00000000 8877665544332211 0700000000000000 0700000000000000 00000000 00000000 00000000 02 000000"
 )
 _GOLDEN_SEAL = (
@@ -57,13 +57,13 @@ _GOLDEN_SEAL = (
 
 
 def _record(body: list[bytes | memoryview], header: dict[str, Any] | None = None, **fields: int) -> bytes:
-    values = {"mark": _MARK, "seq": 7, "durable_seq": 6, "epoch": 3} | fields
+    values = {"nonce": _NONCE, "seq": 7, "durable_seq": 6, "epoch": 3} | fields
     head = encode_record(**values, header=pack_header({"step": 5} if header is None else header), body=body)
     return head + b"".join(body)
 
 
 def _decode(data: bytes, offset: int = 0) -> tuple[RecordHeader, dict[str, Any], bytes]:
-    record = decode_record_header(data, offset, mark=_MARK)
+    record = decode_record_header(data, offset, nonce=_NONCE)
     assert record is not None
     start = offset + RECORD_HEADER_BYTES
     fields, body = decode_payload(record, memoryview(data)[start : start + record.payload_bytes])
@@ -75,27 +75,32 @@ def test_golden_bytes() -> None:
     assert crc32c(b"123456789") == 0xE3069283  # the checksum's own published example
     assert encode_segment_header(_HEADER) == bytes.fromhex(_GOLDEN_SEGMENT)
     assert _record([b"row", b"s"]) == bytes.fromhex(_GOLDEN_RECORD)
-    assert encode_mark(mark=_MARK, durable_seq=7) == bytes.fromhex(_GOLDEN_MARK)
-    assert encode_seal(mark=_MARK, seal=_SEAL) == bytes.fromhex(_GOLDEN_SEAL)
+    assert encode_checkpoint(nonce=_NONCE, durable_seq=7) == bytes.fromhex(_GOLDEN_CHECKPOINT)
+    assert encode_seal(nonce=_NONCE, seal=_SEAL) == bytes.fromhex(_GOLDEN_SEAL)
+    sizes = [len(bytes.fromhex(golden)) for golden in (_GOLDEN_SEGMENT, _GOLDEN_CHECKPOINT, _GOLDEN_SEAL)]
+    assert sizes == [SEGMENT_HEADER_BYTES, RECORD_HEADER_BYTES, SEAL_BYTES]
 
 
-def test_sizes() -> None:
-    """The fixed parts have the sizes that readers count on."""
-    assert len(encode_segment_header(_HEADER)) == SEGMENT_HEADER_BYTES
-    assert len(encode_mark(mark=_MARK, durable_seq=0)) == RECORD_HEADER_BYTES
-    assert len(encode_seal(mark=_MARK, seal=_SEAL)) == SEAL_BYTES
-    assert len(_record([b"12345"], {})) == RECORD_HEADER_BYTES + 1 + 5
+def test_checkpoints_seals_and_zeros_are_decoded() -> None:
+    """A checkpoint and a seal come back; reserved space that was never written is not damage."""
+    checkpoint = decode_record_header(encode_checkpoint(nonce=_NONCE, durable_seq=9), 0, nonce=_NONCE)
+    assert checkpoint == RecordHeader(RecordKind.CHECKPOINT, 9, 9, 0, 0, 0, 0)
+    data = encode_seal(nonce=_NONCE, seal=_SEAL)
+    record = decode_record_header(data, 0, nonce=_NONCE)
+    assert record is not None
+    assert decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:]) == _SEAL
+    assert decode_record_header(bytes(100), 3, nonce=_NONCE) is None
 
 
 @given(
     first_seq=st.integers(1, 2**64 - 1),
-    mark=st.integers(1, 2**64 - 1),
+    nonce=st.integers(1, 2**64 - 1),
     created_us=st.integers(-(2**63), 2**63 - 1),
     log_id=st.binary(min_size=16, max_size=16),
 )
-def test_segment_header_round_trip(first_seq: int, mark: int, created_us: int, log_id: bytes) -> None:
+def test_segment_header_round_trip(first_seq: int, nonce: int, created_us: int, log_id: bytes) -> None:
     """Every segment header is decoded as it was."""
-    header = SegmentHeader(log_id=log_id, mark=mark, first_seq=first_seq, created_us=created_us)
+    header = SegmentHeader(log_id=log_id, nonce=nonce, first_seq=first_seq, created_us=created_us)
     assert decode_segment_header(encode_segment_header(header) + b"more") == header
 
 
@@ -132,21 +137,6 @@ def test_checksum_runs_over_segments_of_any_size() -> None:
     assert record.payload_crc == crc32c(data[RECORD_HEADER_BYTES:])
 
 
-def test_mark_and_seal_round_trip() -> None:
-    """Marks and seals are decoded as they were."""
-    mark = decode_record_header(encode_mark(mark=_MARK, durable_seq=9), 0, mark=_MARK)
-    assert mark == RecordHeader(RecordKind.MARK, 9, 9, 0, 0, 0, 0)
-    data = encode_seal(mark=_MARK, seal=_SEAL)
-    record = decode_record_header(data, 0, mark=_MARK)
-    assert record is not None
-    assert decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:]) == _SEAL
-
-
-def test_zeros_are_no_record() -> None:
-    """Reserved space that was never written is told from damage."""
-    assert decode_record_header(bytes(100), 3, mark=_MARK) is None
-
-
 def test_every_flipped_bit_is_found() -> None:
     """No bit of a record or of a segment header can change unnoticed."""
     data = _record([b"some rows"])
@@ -164,10 +154,10 @@ def test_every_flipped_bit_is_found() -> None:
 
 
 def test_record_of_another_segment_is_refused() -> None:
-    """An intact record with another segment's mark does not pass."""
-    data = _record([b"x"], mark=_MARK + 1)
+    """An intact record with another segment's nonce does not pass."""
+    data = _record([b"x"], nonce=_NONCE + 1)
     with pytest.raises(CorruptionError, match="another segment"):
-        decode_record_header(data, 0, mark=_MARK)
+        decode_record_header(data, 0, nonce=_NONCE)
 
 
 def _with_crc(record: bytes) -> bytes:
@@ -188,7 +178,7 @@ def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str
     data = bytearray(_record([b"x"]))
     data[at : at + len(value)] = value
     with pytest.raises(CorruptionError, match=words):
-        decode_record_header(_with_crc(bytes(data)), 0, mark=_MARK)
+        decode_record_header(_with_crc(bytes(data)), 0, nonce=_NONCE)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +187,7 @@ def test_header_that_makes_no_sense_is_refused(at: int, value: bytes, words: str
 )
 def test_header_that_is_not_a_map_is_refused(packed: bytes, words: str) -> None:
     """A right checksum over something else than a msgpack map is damage."""
-    data = encode_record(mark=_MARK, seq=7, durable_seq=6, epoch=1, header=packed, body=[])
+    data = encode_record(nonce=_NONCE, seq=7, durable_seq=6, epoch=1, header=packed, body=[])
     with pytest.raises(CorruptionError, match=words):
         _decode(data)
 
@@ -211,10 +201,10 @@ def test_unknown_format_version_is_refused() -> None:
         decode_segment_header(bytes(data))
 
 
-@pytest.mark.parametrize("field", ["mark", "first_seq"])
+@pytest.mark.parametrize("field", ["nonce", "first_seq"])
 def test_segment_header_with_a_zero_is_refused(field: str) -> None:
-    """A mark or a first seq of 0 with a right checksum is damage: no segment has one."""
-    with pytest.raises(CorruptionError, match="zero where none may be"):
+    """A nonce or a first seq of 0 with a right checksum is damage: no segment has one."""
+    with pytest.raises(CorruptionError, match="nonce 0 or first seq 0"):
         decode_segment_header(encode_segment_header(dataclasses.replace(_HEADER, **{field: 0})))
 
 
@@ -222,14 +212,14 @@ def test_segment_header_with_a_zero_is_refused(field: str) -> None:
     ("data", "words"),
     [
         (_record([b"as long as a body"[:9]]), "does not end with its seal"),
-        (encode_mark(mark=_MARK, durable_seq=7), "does not end with its seal"),
+        (encode_checkpoint(nonce=_NONCE, durable_seq=7), "does not end with its seal"),
         (bytes.fromhex(_GOLDEN_SEAL)[:-1] + b"\x01", "checksum of the seal"),
     ],
-    ids=["a record", "a mark", "a damaged seal"],
+    ids=["a record", "a checkpoint", "a damaged seal"],
 )
 def test_what_is_no_seal_is_refused(data: bytes, words: str) -> None:
     """Only an intact seal says where a segment ends, whatever else has its length."""
-    record = decode_record_header(data, 0, mark=_MARK)
+    record = decode_record_header(data, 0, nonce=_NONCE)
     assert record is not None
     with pytest.raises(CorruptionError, match=words):
         decode_seal(record, memoryview(data)[RECORD_HEADER_BYTES:])
@@ -240,18 +230,18 @@ def test_record_larger_than_its_length_field_allows_is_refused() -> None:
     part = memoryview(bytes(2**20))
     body: list[bytes | memoryview] = [part] * (MAX_PAYLOAD_BYTES // 2**20)
     with pytest.raises(RequestError, match=str(MAX_PAYLOAD_BYTES)):
-        encode_record(mark=_MARK, seq=2, durable_seq=1, epoch=1, header=b"\x80", body=body)
+        encode_record(nonce=_NONCE, seq=2, durable_seq=1, epoch=1, header=b"\x80", body=body)
 
 
 def test_records_are_found_again_behind_damage() -> None:
-    """The next intact header is found, wherever the mark's bytes occur by chance."""
-    decoy = _MARK.to_bytes(8, "little")
+    """The next intact header is found, wherever the nonce's bytes occur by chance."""
+    decoy = _NONCE.to_bytes(8, "little")
     data = b"\xff" * 100 + decoy + b"\xff" * 5 + decoy * 3 + _record([b"abc"]) + decoy
     at = data.index(_record([b"abc"]))
-    assert find_record_header(data, 0, mark=_MARK) == at
-    assert find_record_header(memoryview(data), at, mark=_MARK) == at
-    assert find_record_header(data, at + 1, mark=_MARK) is None
-    assert find_record_header(data, 0, mark=_MARK + 1) is None
+    assert find_record_header(data, 0, nonce=_NONCE) == at
+    assert find_record_header(memoryview(data), at, nonce=_NONCE) == at
+    assert find_record_header(data, at + 1, nonce=_NONCE) is None
+    assert find_record_header(data, 0, nonce=_NONCE + 1) is None
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
@@ -260,9 +250,9 @@ def test_any_bytes_give_only_documented_errors(data: bytes, offset: int) -> None
     """Decoders raise `CorruptionError` and nothing else, whatever they are given."""
     for decode in (
         lambda: decode_segment_header(data),
-        lambda: decode_record_header(data, offset, mark=_MARK),
+        lambda: decode_record_header(data, offset, nonce=_NONCE),
         lambda: unpack_header(data),
-        lambda: find_record_header(data, offset, mark=_MARK),
+        lambda: find_record_header(data, offset, nonce=_NONCE),
     ):
         try:
             decode()
@@ -281,12 +271,12 @@ def test_any_payload_gives_only_documented_errors(
     packed: bytes, body: bytes, cut: int, kind: int, header_bytes: int
 ) -> None:
     """Right checksums over arbitrary fields and payloads raise `CorruptionError` and nothing else."""
-    data = bytearray(encode_record(mark=_MARK, seq=7, durable_seq=6, epoch=1, header=packed, body=[body]) + body)
+    data = bytearray(encode_record(nonce=_NONCE, seq=7, durable_seq=6, epoch=1, header=packed, body=[body]) + body)
     data[44] = kind
     data[40:44] = header_bytes.to_bytes(4, "little")
     data = bytearray(_with_crc(bytes(data)))
     try:
-        record = decode_record_header(data, 0, mark=_MARK)
+        record = decode_record_header(data, 0, nonce=_NONCE)
         assert record is not None
         payload = memoryview(bytes(data))[RECORD_HEADER_BYTES : len(data) - cut]
         if record.kind is RecordKind.DATA:

@@ -35,15 +35,10 @@ def test_golden_shards() -> None:
 def test_equals_the_plain_formula(fqn: str, ids: list[int], num_shards: int) -> None:
     """The vectorized hash is splitmix64 of row id xor seed, modulo the shards."""
     seed = table_seed(fqn)
-    shards = shards_of_rows(seed, np.array(ids, np.int64), num_shards)
+    given_ids = np.array(ids, np.int64)
+    shards = shards_of_rows(seed, given_ids, num_shards)
+    assert given_ids.tolist() == ids
     assert shards.tolist() == [splitmix64(row ^ seed) % num_shards for row in ids]
-
-
-def test_input_is_left_alone() -> None:
-    """The caller's ids are not changed."""
-    ids = np.arange(10, dtype=np.int64)
-    shards_of_rows(5, ids, 3)
-    assert ids.tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4, 16])

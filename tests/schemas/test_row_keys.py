@@ -31,7 +31,7 @@ def test_golden_bytes() -> None:
 @given(table_ids, shards, st.lists(row_ids, max_size=20))
 def test_round_trip(table_id: int, shard: ColumnShard, ids: list[int]) -> None:
     """Decoding a key gives what was encoded, and exact `bytes` of one length are made."""
-    keys = encode_keys(table_id, shard, np.array(ids, np.int64))
+    keys = encode_keys(table_id, shard, np.array(ids, np.int64).repeat(2)[::2])  # a strided view
     assert all(type(key) is bytes and len(key) == KEY_BYTES for key in keys)
     assert [_KEY.unpack(key) for key in keys] == [(table_id, shard.offset, shard.width, row) for row in ids]
     assert decode_row_ids(keys).tolist() == ids
@@ -51,9 +51,3 @@ def test_prefixes(table_id: int, shard: ColumnShard, row: int) -> None:
     assert key.startswith(key_prefix(table_id))
     assert key.startswith(key_prefix(table_id, shard))
     assert not key.startswith(META_PREFIX)
-
-
-def test_strided_ids() -> None:
-    """Row ids may be a strided view."""
-    ids = np.arange(10, dtype=np.int64)[::3]
-    assert decode_row_ids(encode_keys(1, ColumnShard(offset=0, width=1), ids)).tolist() == [0, 3, 6, 9]

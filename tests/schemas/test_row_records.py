@@ -1,4 +1,4 @@
-"""Row records: golden bytes, round trips, refusals."""
+"""Row records and identity claims: golden bytes, round trips, refusals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.idl import idl
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, MAX_EPOCH, MISSING, PRESENT, RecordLayout
-from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.row_keys import decode_row_ids, encode_keys, key_prefix
+from headrace.schemas.row_records import (
+    CLAIMS,
+    CLAIMS_SHARD,
+    DELETED,
+    FLAG_DELETED,
+    MISSING,
+    PRESENT,
+    RecordLayout,
+    in_key_order,
+)
+from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import MAX_EPOCH
 
 SPEC = TableSpec(
     fqn="t",
@@ -160,3 +171,40 @@ def test_any_bytes_decode_or_are_refused(values: list[bytes | None]) -> None:
     assert len(records) == len(presence) == len(values)
     assert [p == 0 for p in presence.tolist()] == [v is None for v in values]
     assert ((records["flags"] & FLAG_DELETED != 0) == (presence == 2)).all()
+
+
+def test_golden_bytes_of_a_claim() -> None:
+    """A claim's key and value never change: stores on disk have them."""
+    keys = encode_keys(7, CLAIMS_SHARD, np.array([0, 258, 2**63 - 1, -(2**63), -2], np.int64))
+    assert [key.hex() for key in keys] == [
+        "00000007ffff00000000000000000000",
+        "00000007ffff00000000000000000102",
+        "00000007ffff00007fffffffffffffff",
+        "00000007ffff00008000000000000000",
+        "00000007ffff0000fffffffffffffffe",
+    ]
+    claim = np.zeros(1, CLAIMS.dtype)
+    CLAIMS.set_header(claim, ..., epoch=3, step=5, time_us=7)
+    claim["row"] = 258
+    assert CLAIMS.values_of(claim)[0].hex() == (
+        "00 01 0000 03000000 0500000000000000 0700000000000000 0201000000000000".replace(" ", "")
+    )
+
+
+def test_no_row_has_the_key_of_a_claim() -> None:
+    """A table's claims sort after all its rows, of any columns, and before the next table."""
+    last = encode_keys(7, ColumnShard(offset=MAX_DIM - 1, width=1), np.array([2**63 - 1], np.int64))[0]
+    first_claim, last_claim = encode_keys(7, CLAIMS_SHARD, np.array([0, -1], np.int64))
+    assert last < first_claim < last_claim < key_prefix(8)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True))
+def test_keys_of_claims_ascend(some: list[int]) -> None:
+    """In the returned order the keys of ascending identities ascend, and decode to the identities."""
+    ascending = np.array(sorted(some), np.int64)
+    order = in_key_order(ascending)
+    ordered = ascending if order is None else ascending[order]
+    keys = encode_keys(1, CLAIMS_SHARD, ordered)
+    assert keys == sorted(keys)
+    assert decode_row_ids(keys).tolist() == ordered.tolist()
+    assert sorted(ordered.tolist()) == ascending.tolist()

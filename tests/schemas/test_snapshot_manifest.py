@@ -36,6 +36,8 @@ def test_round_trip() -> None:
     """What is encoded is decoded, with every spec and file."""
     decoded = SnapshotManifest.decode(manifest().encode())
     assert decoded == manifest()
+    # The bytes of a manifest never change.
+    assert json.loads(manifest().encode())["crc32c"] == 3366028174
     assert decoded.tables == {"t.weight": SPEC} and list(decoded.files()) == [
         "shard-0000/CURRENT",
         "shard-0001/CURRENT",
@@ -49,7 +51,7 @@ def test_a_lease_is_a_number_of_seconds(lease_s: object) -> None:
     leased = dataclasses.replace(manifest(), lease_s=60)
     assert SnapshotManifest.decode(leased.encode()) == leased
     wrong = dataclasses.replace(manifest(), lease_s=lease_s or "none")  # type: ignore[arg-type]
-    with pytest.raises(CorruptionError, match="its lease is"):
+    with pytest.raises(CorruptionError, match="lease_s is"):
         SnapshotManifest.decode(wrong.encode())
 
 
@@ -58,13 +60,8 @@ def test_a_part_may_tell_its_last_record() -> None:
     marked = dataclasses.replace(part(0), mark=-(2**63))
     assert ShardPart.decode(marked.encode()) == marked
     assert ShardPart.decode(part(0).encode()).mark is None
-    with pytest.raises(CorruptionError, match="a number is none"):
+    with pytest.raises(CorruptionError, match="a field is not an integer"):
         ShardPart.decode(marked.encode().replace("-9223372036854775808", '"x"'))
-
-
-def test_golden_checksum() -> None:
-    """The bytes of a manifest stay what they are: the checksum over them is fixed."""
-    assert json.loads(manifest().encode())["crc32c"] == 3366028174
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,8 @@ def test_a_file_cannot_lie_outside(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda values: values.update(step="7"), "a number is none"),
-        (lambda values: values.update(seq=None), "a number is none"),
+        (lambda values: values.update(step="7"), "a field is not an integer"),
+        (lambda values: values.update(seq=None), "a field is not an integer"),
         (lambda values: values["tables"][0].update(dim=3), "another fingerprint"),
         (lambda values: values["tables"][0].update(dim=0), "dim 0 is not in"),
         (lambda values: values["tables"][0]["states"][0].update(name="mean"), "another fingerprint"),

@@ -1,4 +1,4 @@
-"""Table specs: checks, fingerprints, messages."""
+"""Table specs: checks, fingerprints, messages; and row ids as callers pass them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.schemas.errors import RequestError, RowRangeError
-from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec, row_ids_of
 
 STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
 SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=128, dtype=DType.FLOAT32, states=(STATE,))
@@ -117,3 +118,50 @@ def test_finite(dtype: DType) -> None:
 def test_sizes() -> None:
     """Element sizes are those on the wire."""
     assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [3, 1, 3],
+        (3, 1, 3),
+        np.array([[3, 1, 3]], np.int32),
+        np.array([3, 9, 1, 9, 3, 9], ">u2")[::2],
+        torch.tensor([[3], [1], [3]], dtype=torch.uint8),
+        [torch.tensor(3), np.int8(1), 3],
+    ],
+    ids=repr,
+)
+def test_integers_of_any_kind_are_accepted(given: Any) -> None:
+    """Lists, arrays and tensors of any shape and integer type become int64[n] in their order."""
+    ids = row_ids_of(given)
+    assert (ids.dtype, ids.flags.c_contiguous, ids.tolist()) == (np.dtype(np.int64), True, [3, 1, 3])
+
+
+@pytest.mark.parametrize("given", [[], np.empty(0), torch.tensor([]), torch.empty(0, 2, dtype=torch.int64)], ids=repr)
+def test_nothing_has_no_type(given: Any) -> None:
+    """An empty list, which numpy and torch take for floats, is no id."""
+    assert row_ids_of(given).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (torch.zeros(3, dtype=torch.bool), "row ids are bool, not integers; pass mask.nonzero"),
+        ([True, False], "row ids are bool"),
+        (np.array([1.0]), "row ids are float64, not integers"),
+        (torch.ones(2, requires_grad=True), "row ids are float32, not integers"),
+        (torch.ones(2, dtype=torch.bfloat16), "row ids of a Tensor are not integers"),
+        ([[1], [1, 2]], "row ids of a list are not integers"),
+        (["a"], "row ids are <U1, not integers"),
+        ([2**70], "row ids are object, not integers"),
+        (None, "row ids are object, not integers"),
+    ],
+    ids=repr,
+)
+def test_ids_that_are_not_integers_are_refused(given: Any, words: str) -> None:
+    """Masks, fractions and other objects are refused in one line."""
+    with pytest.raises(RequestError) as caught:
+        row_ids_of(given)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from audited_training import audit_on_rank
 from ranks import run_ranks
 from torch import nn
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
 
@@ -24,12 +22,6 @@ class Model(nn.Module):
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         return self.user(users).pow(2).sum() + self.item(items).pow(2).sum()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("audit") / "data", shards=2) as server:
-        yield server
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, seed: int, num_steps: int = 3) -> None:

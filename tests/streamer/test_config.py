@@ -1,17 +1,26 @@
-"""Settings of a streamer: where they come from and what is refused."""
+"""Settings of a streamer, and arguments that are checked when a method is called."""
 
 from __future__ import annotations
 
+import math
+import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from evicting_training import Evicting
+from fake_shard import FakeStore
+from streamed_training import FAST, Training, attached, streaming
 
-from headrace.schemas.errors import ConfigError
-from headrace.streamer.config import StreamerConfig
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.config import StreamerConfig, step_number, timeout_seconds
 
 
 def test_nearer_source_wins(tmp_path: Path) -> None:
-    """Arguments come before the environment, the environment before the file, the file before the default."""
+    """Arguments override the environment, the environment the file, and the file the defaults."""
     file = tmp_path / "streamer.yaml"
     file.write_text("policy: block\nstaging_bytes: 1MiB\nretry_max_s: 7\n")
     environ = {"HEADRACE_STREAMER_STAGING_BYTES": "2MiB", "HEADRACE_STREAMER_RETRY_MAX_S": "8s", "OTHER": "x"}
@@ -24,7 +33,7 @@ def test_nearer_source_wins(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"polcy": "block"}, "'polcy' is no setting; did you mean 'policy'"),
-        ({"policy": "drop"}, "none of coalesce, block, spool"),
+        ({"policy": "drop"}, "not one of coalesce, block, spool"),
         ({"policy": "spool"}, "spool_dir"),
         ({"staging_bytes": 1}, "less than 64KiB"),
         ({"retry_min_s": 9, "retry_max_s": 1}, "retry_max_s: 1 is less than retry_min_s"),
@@ -33,13 +42,108 @@ def test_nearer_source_wins(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_setting_is_one_line(settings: dict[str, object], message: str) -> None:
-    """Whatever is wrong is said in one line that names the setting."""
+    """A wrong setting is a one-line error that names it."""
     with pytest.raises(ConfigError, match=message) as caught:
         StreamerConfig.load(environ={}, **settings)
     assert "\n" not in str(caught.value)
 
 
 def test_unknown_variable_is_an_error() -> None:
-    """A misspelt variable is refused, with the one that was meant."""
+    """A misspelled variable is refused, and the right one suggested."""
     with pytest.raises(ConfigError, match="did you mean HEADRACE_STREAMER_POLICY"):
         StreamerConfig.load(environ={"HEADRACE_STREAMER_POLICI": "block"})
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), np.array(7), torch.tensor(7), torch.tensor([7])], ids=repr)
+def test_a_step_is_any_integer_and_kept_as_a_plain_one(step: Any) -> None:
+    """Any kind of integer becomes an int, for messages and checkpoints."""
+    number = step_number(step, after=7)
+    assert (type(number), number) == (int, 7)
+
+
+@pytest.mark.parametrize("step", [4.5, 4.0, float("nan"), "5", np.array([5, 6]), torch.tensor(5.0), None], ids=repr)
+def test_what_is_no_integer_is_no_step(step: Any) -> None:
+    """Anything else than an integer is refused."""
+    with pytest.raises(ConfigError, match="is not a whole number: give an int"):
+        step_number(step, after=0)
+
+
+@pytest.mark.parametrize("step", [6, -1, 2**62 + 1, 2**63])
+def test_steps_only_rise(step: int) -> None:
+    """A step below the last one, or beyond what a message can hold, is refused."""
+    with pytest.raises(ConfigError, match=f"step {step} after step 7: steps only rise"):
+        step_number(step, after=7)
+
+
+def test_wrong_steps_leave_the_streamer_as_it_was(store: FakeStore, training: Training) -> None:
+    """After a refused step streaming goes on; a numpy step leaves plain values in the checkpoint."""
+    with streaming(store, training) as streamer:
+        training.step()
+        with pytest.raises(ConfigError, match=r"step 4\.5 is not a whole number"):
+            streamer.step(4.5)  # type: ignore[arg-type]
+        streamer.step(np.int64(5))
+        training.step()
+        streamer.flush()
+        state = streamer.state_dict()
+        assert (type(state["step"]), state["step"]) == (int, 6)
+        assert b"numpy" not in pickle.dumps(state)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [(wrong, "address .* is not text") for wrong in (None, 7601, ("127.0.0.1", 7601), b"127.0.0.1")]
+    + [(wrong, "is not an address") for wrong in ("", "host:port", "127.0.0.1:0", "127.0.0.1:99999", "http://x:1")],
+)
+def test_bad_address_is_refused(address: Any, message: str) -> None:
+    """Anything else than an address is refused."""
+    with pytest.raises(ConfigError, match=message):
+        RawEmbeddingStreamer(address, run="test")
+
+
+@pytest.mark.parametrize("run", [None, 7, b"run", "", "x" * 257, "ä" * 129, "two\nlines", "half\ud800"])
+def test_bad_run_is_refused(run: Any) -> None:
+    """A run's name is a short, printable line; others are refused before any connection."""
+    with pytest.raises(ConfigError, match=r"^run "):
+        RawEmbeddingStreamer("127.0.0.1:1", run=run)
+
+
+@pytest.mark.parametrize("timeout_s", ["3s", pytest.param(object(), id="object"), math.nan, math.inf], ids=str)
+def test_a_timeout_is_a_number_of_seconds(store: FakeStore, training: Training, timeout_s: Any) -> None:
+    """`flush`, `audit` and `close` refuse other timeouts; `close` closes all the same."""
+    with pytest.raises(ConfigError, match=r"timeout_s .*: give seconds"):
+        timeout_seconds(timeout_s)
+    with streaming(store, training) as streamer:
+        with pytest.raises(ConfigError, match="give seconds"):
+            streamer.flush(timeout_s)
+        with pytest.raises(ConfigError, match="give seconds"):
+            streamer.audit(timeout_s=timeout_s)
+        training.step()
+        with pytest.raises(ConfigError, match="give seconds"):
+            streamer.close(timeout_s=timeout_s)
+        with pytest.raises(ConfigError, match="this streamer is closed"):
+            streamer.flush()
+
+
+def test_names_of_tables_are_text(store: FakeStore, training: Training) -> None:
+    """Anything else than a list of strings is refused, and nothing is attached."""
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        with pytest.raises(ConfigError, match=r"tables \['user\.weight', 3\] are not all names"):
+            streamer.attach(training.model, training.optimizer, tables=["user.weight", 3])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match="tables 3 is not a list"):
+            streamer.attach(training.model, training.optimizer, tables=3)  # type: ignore[arg-type]
+        assert not streamer.tables
+
+
+def test_rows_are_named_by_integers(store: FakeStore) -> None:
+    """`evict` and `fetch` take integers in lists, arrays and tensors, and refuse masks and fractions."""
+    trainer = Evicting("named")
+    with attached(store.address, trainer, run="named", **FAST) as streamer:
+        for wrong in (torch.zeros(100, dtype=torch.bool), torch.tensor([1.5]), [0.5], None):
+            with pytest.raises(RequestError, match="not integers"):
+                streamer.evict(trainer.fqn, wrong)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="not integers"):
+                streamer.fetch(trainer.fqn, wrong)  # type: ignore[arg-type]
+        assert not streamer.stats().num_dirty_rows
+        for given in ([3, 4], np.array([3, 4], np.int32), torch.tensor([[3], [4]])):
+            assert torch.equal(streamer.fetch(trainer.fqn, given).weights, trainer.table.weight.detach()[[3, 4]])
+            assert streamer.evict(trainer.fqn, given) == 2

@@ -1,9 +1,8 @@
-"""Evicted rows are deleted in a real server's store, whatever happens; rows with virtual ids come and go."""
+"""Evicted rows are deleted in a real server's store, also after failures; rows with virtual ids come and go."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from evicting_training import Evicting, VirtualTap, evict_on_rank, read_rows
 from fake_shard import FakeStore, hosted
 from held_ports import hold_ports
 from ranks import run_ranks
+from streamed_training import attached
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import RowRangeError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
@@ -25,29 +25,22 @@ from headrace.streamer.compare import compare_with_store
 MISSING, PRESENT, DELETED = (int(idl.RowPresence.MISSING), int(idl.RowPresence.PRESENT), int(idl.RowPresence.DELETED))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("eviction") / "data", shards=2) as server:
-        yield server
-
-
 def presence(address: str, fqn: str, rows: list[int]) -> list[int]:
     found: list[int] = read_rows(address, fqn, rows).presence.tolist()
     return found
 
 
 def check_present(address: str, trainer: Evicting, rows: list[int]) -> None:
-    """The store has these rows as the trainer has them."""
+    """Check that the store has these rows with the trainer's values."""
     stored = read_rows(address, trainer.fqn, rows)
     assert stored.presence.tolist() == [PRESENT] * len(rows)
     assert np.array_equal(stored.weights, trainer.table.weight.detach()[rows].numpy())
 
 
 def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerProcess) -> None:
-    """Both orders of evict and update are right, in one flush and over several; rows never sent are deleted too."""
+    """Evictions and updates take effect in their order, in one flush or several; unsent rows are deleted too."""
     trainer = Evicting("orders")
-    with RawEmbeddingStreamer(server.address, run="orders") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="orders") as streamer:
         trainer.step(range(10))
         streamer.flush()
         assert streamer.evict(trainer.fqn, torch.tensor([[0, 1, 2], [0, 50, 51]], dtype=torch.int32)) == 5
@@ -69,10 +62,9 @@ def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerPr
 
 
 def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
-    """Hooks see the last values of the rows; one that raises leaves all as it was, and so does a wrong row or table."""
+    """Hooks see the rows' last values; an error in one, or a wrong row or table, evicts nothing."""
     trainer = Evicting("hooks")
-    with RawEmbeddingStreamer(server.address, run="hooks") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="hooks") as streamer:
         trainer.step([7])
         seen: list[Any] = []
 
@@ -81,7 +73,7 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
             if 8 in ids.tolist():
                 raise ValueError("not this one")
 
-        streamer.register_pre_eviction_hook(hook)
+        handle = streamer.register_pre_eviction_hook(hook)
         streamer.notify_eviction(trainer.fqn, torch.tensor([7, 7]))
         with pytest.raises(ValueError, match="not this one"):
             streamer.evict(trainer.fqn, torch.tensor([9, 8]))
@@ -91,15 +83,18 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
         with pytest.raises(UnknownTableError, match=r"the nearest is 'hooks\.weight'"):
             streamer.evict("hook.weight", torch.tensor([1]))
         assert streamer.evict(trainer.fqn, torch.tensor([], dtype=torch.int64)) == 0
+        assert len(seen) == 2
+        handle.remove()
+        streamer.evict(trainer.fqn, [10])
+        assert len(seen) == 2
         streamer.flush()
         assert presence(server.address, trainer.fqn, [7, 8, 9, 1]) == [DELETED, MISSING, MISSING, MISSING]
 
 
 def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
-    """In a pause nothing is deleted; after it everything is, but for rows that were used again."""
+    """Nothing is deleted during a pause; after it all evicted rows are, unless they were used again."""
     trainer = Evicting("paused")
-    with RawEmbeddingStreamer(server.address, run="paused", flush_percent=100) as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="paused", flush_percent=100) as streamer:
         trainer.step([1, 2])
         streamer.flush()
         streamer.pause()
@@ -116,7 +111,7 @@ def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("policy", ["coalesce", "spool", "block"])
 def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
-    """A server that is killed and comes back learns of all evictions, in their order with the updates."""
+    """A server that was killed and restarted gets all evictions, in order with the updates."""
     (tmp_path / "spool").mkdir()
     settings: dict[str, Any] = {"policy": policy, "retry_min_s": 0.01, "retry_max_s": 0.05, "flush_percent": 100}
     settings |= {"spool_dir": tmp_path / "spool"} if policy == "spool" else {}
@@ -157,10 +152,9 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
 
 
 def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
-    """A resumed run deletes what was evicted before the checkpoint, and brings back what was evicted after it."""
+    """A resumed run deletes rows evicted before the checkpoint, and restores rows evicted after it."""
     trainer = Evicting("resumed")
-    with RawEmbeddingStreamer(server.address, run="resumed") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="resumed") as streamer:
         trainer.step(range(20))
         streamer.evict(trainer.fqn, torch.tensor([0, 1]))
         streamer.flush()
@@ -177,8 +171,7 @@ def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0, 5, 6]) == [PRESENT, DELETED, DELETED]
     trainer.model.load_state_dict(weights)
-    with RawEmbeddingStreamer(server.address, run="resumed") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="resumed") as streamer:
         assert streamer.load_state_dict(state) > 0
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0, 2]) == [DELETED] * 2
@@ -187,10 +180,9 @@ def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
 
 
 def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: ServerProcess) -> None:
-    """When a checkpoint knows of evictions, rows that the store lacks are sent, but those that it says were evicted."""
+    """A checkpoint with evictions sends rows that the store lacks, except those that it names as evicted."""
     trainer = Evicting("drained")
-    with RawEmbeddingStreamer(server.address, run="drained") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="drained") as streamer:
         trainer.step(range(20))
         streamer.evict(trainer.fqn, torch.tensor([0]))
         streamer.flush()
@@ -199,8 +191,7 @@ def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: Serv
         streamer.evict(trainer.fqn, torch.tensor([5]))
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0, 5]) == [DELETED] * 2
-    with RawEmbeddingStreamer(server.address, run="drained") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run="drained") as streamer:
         streamer.load_state_dict(state)
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0]) == [DELETED]
@@ -208,7 +199,7 @@ def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: Serv
 
 
 def test_deletions_on_their_way_are_in_the_checkpoint() -> None:
-    """A deletion of a virtual id that is handed over and not acked is in the state, until it is acked or taken back."""
+    """An unacked deletion of a virtual id is in the state until it is acked or the row is used again."""
     table = VirtualRows("virtual")
     with (
         hosted(FakeStore()) as store,
@@ -232,7 +223,7 @@ def test_deletions_on_their_way_are_in_the_checkpoint() -> None:
 
 @pytest.mark.slow
 def test_each_rank_deletes_its_own_rows(server: ServerProcess) -> None:
-    """When all ranks evict the same rows of a replicated table, each row's owner alone deletes it."""
+    """If all ranks evict the same rows of a replicated table, only each row's owner deletes it."""
     results = run_ranks(evict_on_rank, 2, server.address, "ranks")
     evicted = [5, 10, 33, 60, 95]
     for result in results:
@@ -248,7 +239,7 @@ def test_each_rank_deletes_its_own_rows(server: ServerProcess) -> None:
 
 
 def test_virtual_ids_equal_the_store(server: ServerProcess) -> None:
-    """Rows of a table of 0 rows, with ids up to 2^62, come, change, go and come back; the store has what is held."""
+    """With virtual ids up to 2^62, rows come, change, go and come back, and the store has the present ones."""
     table = VirtualRows("virtual", num_places=300, dim=6, states=[ROWWISE, POINTWISE])
     generator = np.random.default_rng(0)
     ids = np.unique(np.concatenate([generator.integers(2**40, 2**62, 400), np.arange(2**40, 2**40 + 50)])).tolist()
@@ -283,7 +274,7 @@ def test_virtual_ids_equal_the_store(server: ServerProcess) -> None:
 
 
 def test_virtual_ids_in_checkpoints(server: ServerProcess) -> None:
-    """A resumed run sends all rows that it holds, and deletes what had not been deleted."""
+    """A resumed run with virtual ids sends all present rows, and deletes rows not deleted before."""
     table = VirtualRows("virtual2")
     with RawEmbeddingStreamer(server.address, run="virtual2") as streamer:
         streamer.attach_tap(lambda on_step: VirtualTap([table.tapped], on_step))

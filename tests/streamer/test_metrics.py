@@ -14,10 +14,9 @@ from held_ports import hold_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import RawEmbeddingStreamer
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
-from headrace.streamer.config import StreamerConfig
-from headrace.streamer.metrics import StreamerCollector, serve_streamer
+from headrace.streamer.metrics import MetricsPort, StreamerCollector
 from headrace.streamer.stats import StreamerStats
 
 STATS = StreamerStats(
@@ -91,19 +90,18 @@ def test_streamer_serves_until_it_is_closed(tmp_path: Path) -> None:
 def test_ranks_do_not_collide() -> None:
     """Each rank takes the port that many above; one that does not exist is said so."""
     base = hold_ports()
-    config = StreamerConfig(metrics_port=base - 3)
-    port = serve_streamer(_Streamer(), config, run="ctr", rank=3)
+    port = MetricsPort(_Streamer(), run="ctr", rank=3, host="127.0.0.1", base_port=base - 3)
     assert port.port == base
     port.close()
     port.close()
     with pytest.raises(ConfigError, match="rank 1 would take port 65536"):
-        serve_streamer(_Streamer(), StreamerConfig(metrics_port=65535), run="ctr", rank=1)
+        MetricsPort(_Streamer(), run="ctr", rank=1, host="127.0.0.1", base_port=65535)
 
 
 def test_port_does_not_keep_a_streamer_alive() -> None:
     """A streamer that was dropped without `close` is gone, and its page is empty."""
     streamer = _Streamer()
-    port = serve_streamer(streamer, StreamerConfig(metrics_port=0), run="ctr", rank=0)
+    port = MetricsPort(streamer, run="ctr", rank=0, host="127.0.0.1", base_port=0)
     try:
         assert _page(port.port)["headrace_streamer_step"] == 9
         del streamer

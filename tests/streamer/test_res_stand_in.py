@@ -13,7 +13,7 @@ from fake_shard import WAIT_S, FakeStore, hosted
 
 from headrace.paramserver.reading.follower import ShardFollower
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, UnsupportedModelError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
@@ -129,12 +129,6 @@ def test_identities_without_the_setting_are_said_not_to_be_streamed(
     assert streamer.stats().num_dirty_rows + streamer.stats().num_inflight_flushes >= 1
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("res") / "data", shards=2) as server:
-        yield server
-
-
 def read_store(address: str, fqn: str, row_ids: list[int]) -> tuple[Rows, dict[int, list[bytes]]]:
     """Return rows, and by row all the runtime meta that the log has of it, in order."""
 
@@ -234,7 +228,7 @@ def test_names_beside_the_tables_are_told(streamer: RawEmbeddingStreamer, caplog
     """A name in the allow-list that no table has is said in one line, with the nearest, where another one is right."""
     module = make_module([(8, 4), (8, 4)], table_names=["users", "films"], table_offsets=[0, 0])
     install(module, streamer, enabled_tables=["users", "flims"])
-    assert "no table here is named or matches 'flims'; the nearest is 'films'" in caplog.text
+    assert "no table here matches 'flims'; the nearest is 'films'" in caplog.text
     assert len([record for record in caplog.records if record.name.endswith("res_stand_in")]) == 1
 
 
@@ -257,12 +251,12 @@ def test_tables_in_each_others_place_are_refused(streamer: RawEmbeddingStreamer)
 
 def test_parts_outside_of_the_table_are_refused(streamer: RawEmbeddingStreamer) -> None:
     """A negative offset, from RES or in a part, and a part that goes over the table's end are refused."""
-    with pytest.raises(ConfigError, match="table 'a': rows -5:3 are not within the table's 3 rows"):
+    with pytest.raises(ConfigError, match="table 'a': rows -5:3 are not in its 3 rows"):
         install(make_module([(8, 4)], table_names=["a"], table_offsets=[-5]), streamer)
     for where, told in (
-        ({"row_offset": 3}, "rows 3:11 are not within the table's 10 rows"),
-        ({"column_offset": -1}, "columns -1:3 are not within its 8 columns"),
-        ({"column_offset": 5}, "columns 5:9 are not within its 8 columns"),
+        ({"row_offset": 3}, "rows 3:11 are not in its 10 rows"),
+        ({"column_offset": -1}, "columns -1:3 are not in its 8 columns"),
+        ({"column_offset": 5}, "columns 5:9 are not in its 8 columns"),
     ):
         with pytest.raises(ConfigError, match=told):
             install(make_module([(8, 4)]), streamer, parts=[TablePart(fqn="a", num_rows=10, dim=8, **where)])

@@ -1,116 +1,84 @@
-"""What rides in a checkpoint, what a resumed run sends, and rows fetched out of the trainer; with a real server."""
+"""Checkpoints of one rank and of several, and what a resumed run sends, with real servers."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from evicting_training import read_rows
+from held_ports import hold_ports
+from ranks import run_ranks
+from resumed_training import ROWS as RANK_ROWS
+from resumed_training import Saved, resume_on_rank, resumed_on_rank, train_on_rank
+from set_back_training import ROWS, Trainer, put_back
+from streamed_training import attached
+from torch import distributed as dist
 from torch import nn
 
-from headrace.paramserver.supervisor.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, RowRangeError, UnknownTableError
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError, RowRangeError, StorageError, UnknownTableError
 from headrace.schemas.idl import idl
-from headrace.streamer import RawEmbeddingStreamer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("resume") / "data", shards=2) as server:
-        yield server
-
-
-class Trainer:
-    """A table that is trained, and can be put back."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.add_module(name, nn.Embedding(70_000, 5, sparse=True))
-        self.table: nn.Embedding = self.model.get_submodule(name)  # type: ignore[assignment]
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
-
-    def step(self, ids: list[int]) -> None:
-        self.optimizer.zero_grad()
-        self.table(torch.tensor(ids)).pow(2).sum().backward()
-        self.optimizer.step()
-
-    def save(self) -> dict[str, object]:
-        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
-
-    def load(self, state: dict[str, object]) -> None:
-        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
-        self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+from headrace.streamer import RawEmbeddingStreamer, api
+from headrace.streamer.resume import Resumption, RunState, digest_of
 
 
 def test_resume_sends_what_differs(server: ServerProcess) -> None:
-    """A run that resumes from a drained checkpoint sends the rows that the store has newer, and no other."""
-    first = Trainer("a")
-    with RawEmbeddingStreamer(server.address, run="a") as streamer:
-        streamer.attach(first.model, first.optimizer)
-        first.step([1, 2, 3, 69_999])
+    """A run that resumes from a drained checkpoint sends only the rows that the store has newer."""
+    first = Trainer("a", num_rows=70_000)
+    with attached(server.address, first, run="a") as streamer:
+        first.train([1, 2, 3, 69_999])
         streamer.flush()
         checkpoint, state = first.save(), json.loads(json.dumps(streamer.state_dict()))
         assert len(json.dumps(state)) < 400
         assert state["is_drained"]
         old_epoch = streamer.epoch
-        first.step([3, 4])
-    second = Trainer("a")
+        first.train([3, 4])
+    second = Trainer("a", num_rows=70_000)
     second.load(checkpoint)
-    with RawEmbeddingStreamer(server.address, run="a") as streamer:
-        streamer.attach(second.model, second.optimizer)
+    with attached(server.address, second, run="a") as streamer:
         assert streamer.epoch > old_epoch
         assert not streamer.audit().is_equal
         assert streamer.load_state_dict(state) == 2
         report = streamer.audit()
         assert report.is_equal, str(report)
         assert report.num_rows == 5
-        second.step([5])
+        second.train([5])
         assert streamer.stats().step == state["step"] + 1
 
 
-def test_resume_of_an_undrained_checkpoint_sends_what_is_absent(server: ServerProcess) -> None:
-    """A checkpoint that was made before all was acked leads to whole tables in the store."""
-    trainer = Trainer("b")
-    with RawEmbeddingStreamer(server.address, run="b") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
-        trainer.step([1, 2, 3])
-        streamer.flush()
-        state = {**streamer.state_dict(), "is_drained": False}
-    with RawEmbeddingStreamer(server.address, run="b") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
-        assert streamer.load_state_dict(state) == 70_000 - 3
-        assert streamer.audit(only_present=False).is_equal
-
-
-def test_resume_of_an_older_state_says_why_it_sends_so_much(
-    server: ServerProcess, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("run", "change", "reason"),
+    [
+        ("undrained", {"is_drained": False}, "changes were still on their way when the checkpoint was made"),
+        ("older", {"world_size": 0, "tables": [], "layout": ""}, "the state is of an older version"),
+    ],
+)
+def test_resume_of_an_incomplete_state_sends_what_is_absent(
+    server: ServerProcess, run: str, change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A drained state that does not say which rows it is of: rows that the store lacks go, and one line says so."""
-    trainer = Trainer("older")
-    with RawEmbeddingStreamer(server.address, run="older") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
-        trainer.step([1, 2, 3])
+    """A state that cannot rule out lost changes sends all rows that the store lacks, and logs why."""
+    trainer = Trainer(run)
+    with attached(server.address, trainer, run=run) as streamer:
+        trainer.train([1, 2, 3])
         streamer.flush()
         state = streamer.state_dict()
-    older = {name: value for name, value in state.items() if name not in ("world_size", "tables", "layout")}
-    with RawEmbeddingStreamer(server.address, run="older") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
+    with attached(server.address, trainer, run=run) as streamer:
         assert streamer.load_state_dict(state) == 0
         assert "sending rows that the store lacks" not in caplog.text
-        assert streamer.load_state_dict(older) == 70_000 - 3
-    told = [
-        record.getMessage() for record in caplog.records if "sending rows that the store lacks" in record.getMessage()
-    ]
-    assert len(told) == 1
-    assert "older.weight: the state is of an older version" in told[0]
+        assert streamer.load_state_dict(state | change) == ROWS - 3
+        assert streamer.audit(only_present=False).is_equal
+    assert f"sending rows that the store lacks, also those that never changed: {run}.weight: {reason}" in caplog.text
 
 
 def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> None:
-    """Of a table that was not streamed when a drained checkpoint was made, all rows go; of the others what differs."""
+    """All rows go of a table that was not streamed when the checkpoint was made; of others only what differs."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"old": nn.Embedding(50, 4, sparse=True), "new": nn.Embedding(60, 4, sparse=True)})
     root = nn.ModuleDict({"more": model})
@@ -131,57 +99,47 @@ def test_resume_with_more_tables_sends_those_whole(server: ServerProcess) -> Non
 
 
 def test_resume_onto_another_store_sends_every_row(server: ServerProcess) -> None:
-    """A store that is not the checkpoint's gets every row."""
+    """A store other than the checkpoint's gets every row; wrong states are refused."""
     trainer = Trainer("c")
     with RawEmbeddingStreamer(server.address, run="c") as streamer:
+        state = streamer.state_dict()
         with pytest.raises(ConfigError, match="attach the model"):
-            streamer.load_state_dict(streamer.state_dict())
+            streamer.load_state_dict(state)
         streamer.attach(trainer.model, trainer.optimizer)
-        with pytest.raises(ConfigError, match="run 'other'"):
-            streamer.load_state_dict({**streamer.state_dict(), "run": "other"})
-        with pytest.raises(ConfigError, match="version 7"):
-            streamer.load_state_dict({**streamer.state_dict(), "version": 7})
-        with pytest.raises(ConfigError, match=f"step {2**70} after"):
-            streamer.load_state_dict({**streamer.state_dict(), "step": 2**70})
-        with pytest.raises(ConfigError, match="lacks 'epoch'"):
-            streamer.load_state_dict({"version": 1, "run": "c"})
-        assert streamer.load_state_dict({**streamer.state_dict(), "server_ids": ["x", "y"]}) == 70_000
+        for wrong, message in (
+            (state | {"run": "other"}, "run 'other'"),
+            (state | {"version": 7}, "version 7"),
+            (state | {"step": 2**70}, f"step {2**70} after"),
+            ({"version": 1, "run": "c"}, "lacks 'epoch'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                streamer.load_state_dict(wrong)
+        assert streamer.load_state_dict(streamer.state_dict() | {"server_ids": ["x", "y"]}) == ROWS
         assert streamer.audit(only_present=False).is_equal
 
 
-def test_fetch_and_eviction_hooks(server: ServerProcess) -> None:
-    """Rows are fetched as they are, in any order; hooks see them before they are evicted."""
+def test_fetch(server: ServerProcess) -> None:
+    """`fetch` returns present rows in the order of the ids, which may repeat."""
     trainer = Trainer("d")
-    with RawEmbeddingStreamer(server.address, run="d") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
-        trainer.step([7, 8])
-        rows = streamer.fetch("d.weight", torch.tensor([[8, 69_999], [8, 7]], dtype=torch.int32))
-        ids = torch.tensor([8, 69_999, 8, 7])
+    with attached(server.address, trainer, run="d") as streamer:
+        trainer.train([7, 8])
+        rows = streamer.fetch("d.weight", torch.tensor([[8, 399], [8, 7]], dtype=torch.int32))
+        ids = torch.tensor([8, 399, 8, 7])
         assert torch.equal(rows.row_ids, ids)
         assert torch.equal(rows.weights, trainer.table.weight[ids])
         assert torch.equal(rows.states["sum"], trainer.optimizer.state[trainer.table.weight]["sum"][ids])
-        assert rows.columns == ((0, 5),)
-        with pytest.raises(RowRangeError, match="row 70000"):
-            streamer.fetch("d.weight", torch.tensor([1, 70_000]))
+        assert rows.columns == ((0, 4),)
+        with pytest.raises(RowRangeError, match="row 400"):
+            streamer.fetch("d.weight", torch.tensor([1, 400]))
         with pytest.raises(UnknownTableError, match=r"the nearest is 'd\.weight'"):
             streamer.fetch("d.wait", torch.tensor([1]))
-        seen: list[tuple[str, list[int], float]] = []
-        handle = streamer.register_pre_eviction_hook(
-            lambda fqn, ids: seen.append((fqn, ids.tolist(), float(streamer.fetch(fqn, ids).weights[0, 0])))
-        )
-        streamer.notify_eviction("d.weight", torch.tensor([7], dtype=torch.int32))
-        streamer.notify_eviction("d.weight", torch.tensor([], dtype=torch.int64))
-        handle.remove()
-        streamer.notify_eviction("d.weight", torch.tensor([8]))
-        assert seen == [("d.weight", [7], float(trainer.table.weight.detach()[7, 0]))]
 
 
 def test_what_no_hook_has_seen_is_not_drained(server: ServerProcess) -> None:
-    """A write by hand after the flush makes the checkpoint one of what the store lacks; a resumed run sends it."""
+    """A write that no hook saw makes the checkpoint undrained; a resumed run sends all rows."""
     trainer = Trainer("f")
-    with RawEmbeddingStreamer(server.address, run="f") as streamer:
-        streamer.attach(trainer.model, trainer.optimizer)
-        trainer.step([1, 2, 3])
+    with attached(server.address, trainer, run="f") as streamer:
+        trainer.train([1, 2, 3])
         streamer.flush()
         assert streamer.state_dict()["is_drained"]
         with torch.no_grad():
@@ -191,20 +149,18 @@ def test_what_no_hook_has_seen_is_not_drained(server: ServerProcess) -> None:
         streamer.close(flush=False)
     resumed = Trainer("f")
     resumed.load(checkpoint)
-    with RawEmbeddingStreamer(server.address, run="f") as streamer:
-        streamer.attach(resumed.model, resumed.optimizer)
-        assert streamer.load_state_dict(state) == 70_000
+    with attached(server.address, resumed, run="f") as streamer:
+        assert streamer.load_state_dict(state) == ROWS
         assert streamer.audit(only_present=False).is_equal
 
 
 @pytest.mark.parametrize("loads_first", [True, False])
 def test_evicted_rows_stay_deleted_wherever_the_model_was_loaded(server: ServerProcess, loads_first: bool) -> None:
-    """Model and optimizer may be loaded before `attach` or after it: evicted rows do not come back."""
+    """Evicted rows do not come back, whether the model is loaded before or after `attach`."""
     name = f"g{loads_first:d}"
     first = Trainer(name)
-    with RawEmbeddingStreamer(server.address, run=name) as streamer:
-        streamer.attach(first.model, first.optimizer)
-        first.step(list(range(20)))
+    with attached(server.address, first, run=name) as streamer:
+        first.train(range(20))
         streamer.evict(f"{name}.weight", range(10))
         streamer.flush()
         checkpoint, state = first.save(), streamer.state_dict()
@@ -220,3 +176,282 @@ def test_evicted_rows_stay_deleted_wherever_the_model_was_loaded(server: ServerP
         presence = read_rows(server.address, f"{name}.weight", range(20)).presence
         assert presence.tolist() == [int(idl.RowPresence.DELETED)] * 10 + [int(idl.RowPresence.PRESENT)] * 10
         assert streamer.audit().is_equal
+
+
+PRESENT, DELETED, TRAINED = 1, 2, list(range(0, RANK_ROWS, 5))
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+def _train(server: ServerProcess, run: str, *, paused_rank: int = -1, evicted: tuple[int, ...] = ()) -> list[Saved]:
+    return run_ranks(train_on_rank, 2, server.address, run, paused_rank, list(evicted))
+
+
+def _presence(server: ServerProcess, run: str) -> list[int]:
+    return read_rows(server.address, f"{run}.weight", range(RANK_ROWS)).presence.tolist()
+
+
+def _state(**changes: Any) -> RunState:
+    fields = {"run": "r", "epoch": 2, "step": 3, "acked_step": 3, "is_drained": True, "server_ids": ("a",)}
+    fields |= {"client": "rank0", "world_size": 1, "tables": (digest_of("t"),), "layout": "l"}
+    return RunState(**(fields | changes))
+
+
+def _check_rows(server: ServerProcess, run: str, saved: Saved, rows: list[int]) -> None:
+    stored = read_rows(server.address, f"{run}.weight", rows)
+    assert stored.presence.tolist() == [PRESENT] * len(rows)
+    assert np.array_equal(stored.weights, saved.weights[rows])
+
+
+@pytest.mark.parametrize("which", ["all", "first"])
+def test_rows_that_another_rank_had_not_sent_are_sent(server: ServerProcess, which: str) -> None:
+    """A run that resumes on one rank sends what rank 1 had not sent, even with rank 0's state only."""
+    run = f"unsent-{which}"
+    saved = _train(server, run, paused_rank=1)
+    assert [one.state["is_drained"] for one in saved] == [True, False]
+    missing = [row for row, presence in enumerate(_presence(server, run)) if row in TRAINED and presence != PRESENT]
+    assert missing
+    assert len(missing) < len(TRAINED)
+    states = [one.state for one in saved]
+    resume_on_rank(0, server.address, run, saved[0].weights, [states if which == "all" else states[0]])
+    _check_rows(server, run, saved[0], TRAINED)
+
+
+def test_only_what_differs_is_sent_by_another_number_of_ranks(server: ServerProcess) -> None:
+    """With the states of all ranks, all drained, other numbers of ranks have nothing to send."""
+    run = "drained"
+    saved = _train(server, run)
+    states = [one.state for one in saved]
+    assert resume_on_rank(0, server.address, run, saved[0].weights, [states]) == 0
+    assert run_ranks(resume_on_rank, 3, server.address, run, saved[0].weights, [states] * 3) == [0, 0, 0]
+    assert _presence(server, run).count(PRESENT) == len(TRAINED)
+
+
+def test_each_rank_goes_on_from_its_own(server: ServerProcess) -> None:
+    """Each rank resumes from its own state: rank 1 sends its rows, rank 0 has nothing to send."""
+    run = "own"
+    saved = _train(server, run, paused_rank=1)
+    marked = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [one.state for one in saved])
+    assert marked[0] == 0
+    assert marked[1] > 0
+    _check_rows(server, run, saved[0], TRAINED)
+
+
+def test_a_rank_that_is_given_another_ones_state_does_not_trust_it(server: ServerProcess) -> None:
+    """Where rank 0's state alone was saved, rank 1 sends the rows that the store lacks."""
+    run = "foreign"
+    saved = _train(server, run, paused_rank=1)
+    run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [saved[0].state] * 2)
+    _check_rows(server, run, saved[0], TRAINED)
+
+
+def test_evictions_of_all_ranks_stay(server: ServerProcess) -> None:
+    """A run that goes on alone, from the states of all ranks, has the rows deleted that any of them had evicted."""
+    run = "evicted"
+    saved = _train(server, run, evicted=(5, 95))
+    assert [one.state["evicted"] for one in saved] == [{f"{run}.weight": [5]}, {f"{run}.weight": [95]}]
+    resume_on_rank(0, server.address, run, saved[0].weights, [[one.state for one in saved]])
+    presence = _presence(server, run)
+    assert [presence[5], presence[95]] == [DELETED, DELETED]
+    _check_rows(server, run, saved[0], [row for row in TRAINED if row not in (5, 95)])
+
+
+def test_each_rank_has_found_the_new_store_at_its_own_moment(server: ServerProcess) -> None:
+    """Where a rank had not met the new store yet that another had, whoever goes on with its rows sends them all."""
+    run = "moments"
+    saved = _train(server, run)
+    states = [saved[0].state, saved[1].state | {"server_ids": ["gone", saved[1].state["server_ids"][1]]}]
+    ranks = run_ranks(resume_on_rank, 2, server.address, run, saved[0].weights, [states] * 2)
+    assert ranks[0] == 0
+    assert 0 < ranks[1] < RANK_ROWS
+    assert resume_on_rank(0, server.address, run, saved[0].weights, [states]) == RANK_ROWS
+
+
+def test_the_last_acked_places_of_all_ranks_go_on(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next checkpoint names each shard's last acked place on any rank, checked with one query."""
+    run = "places"
+    saved = _train(server, run)
+    states = [RunState.from_dict(one.state) for one in saved]
+    asked: list[Any] = []
+    ask = api.ask_store
+    monkeypatch.setattr(api, "ask_store", lambda *args: asked.append(args) or ask(*args))
+    with resumed_on_rank(server.address, run, saved[0].weights) as streamer:
+        assert streamer.load_state_dict([one.state for one in saved], timeout_s=60) == 0
+        found = RunState.from_dict(streamer.state_dict())
+    assert len(asked) == 1
+    for shard in range(2):
+        last = max(states, key=lambda state: state.places[shard][1])
+        assert (found.places[shard], found.writer_of(shard)) == (last.places[shard], last.writer_of(shard))
+    assert "sending rows that the store lacks" not in caplog.text
+    # A place that the server never had: it was set back, which either rank's state alone shows.
+    for rank in range(2):
+        caplog.clear()
+        ahead = [one.state for one in saved]
+        ahead[rank] = ahead[rank] | {"places": [(9, 10**6), (9, 10**6)]}
+        resume_on_rank(0, server.address, run, saved[0].weights, [ahead])
+        assert "the store was set back since the checkpoint" in caplog.text
+
+
+_OLDER = {"world_size": 0, "tables": (), "layout": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        (_OLDER, "is of an older version"),
+        ({"world_size": 2}, "1 of 2 ranks' states"),
+        ({"layout": "other"}, None),
+        ({"client": "rank9"}, None),
+        ({"is_drained": False}, "still on their way"),
+        ({"evicted": {"u": [1]}}, "evict"),
+        ({"tables": (digest_of("u"),)}, "was not streamed"),
+    ],
+)
+def test_a_checkpoint_that_does_not_say_what_changed_tells_why(changes: dict[str, Any], reason: str | None) -> None:
+    """Each reason to send rows that the store lacks has its own text."""
+    resumption = Resumption.of([_state(**changes)], client="rank0", world_size=1, layout="l")
+    doubt = resumption.why_incomplete("t")
+    assert doubt is None if reason is None else doubt is not None and reason in doubt
+
+
+def test_only_a_rank_with_the_rows_of_then_goes_on_from_its_state_alone() -> None:
+    """Another rank, another number of ranks or other rows need the states of all ranks."""
+    mine = _state(world_size=2)
+    other = _state(client="rank1", world_size=2, is_drained=False, step=8)
+    own = Resumption.of([other, mine], client="rank0", world_size=2, layout="l")
+    assert (own.continues_rank, own.relevant, own.first, own.step) == (True, (mine,), mine, 8)
+    assert own.why_incomplete("t") is None
+    for changed in ({"client": "rank9"}, {"world_size": 1}, {"layout": "other"}):
+        place: Any = {"client": "rank0", "world_size": 2, "layout": "l"} | changed
+        all_told = Resumption.of([other, mine], **place)
+        assert not all_told.continues_rank
+        assert set(map(id, all_told.relevant)) == {id(mine), id(other)}
+        assert "still on their way" in (all_told.why_incomplete("t") or "")
+    twice = Resumption.of([mine, mine], client="rank0", world_size=1, layout="l")
+    assert "1 of 2 ranks' states" in (twice.why_incomplete("t") or "")
+
+
+def test_states_of_different_checkpoints_are_refused(server: ServerProcess) -> None:
+    """States of different runs or epochs are refused together."""
+    for states in ([], [_state(), _state(epoch=3)], [_state(), _state(run="s")]):
+        with pytest.raises(ConfigError, match=r"no state to resume from|not of one checkpoint"):
+            Resumption.of(states, client="rank0", world_size=1, layout="")
+    with RawEmbeddingStreamer(server.address, run="none") as streamer, pytest.raises(ConfigError, match="no state"):
+        streamer.load_state_dict([])
+
+
+@pytest.mark.parametrize("wrong", [None, "text", 3, [None], [{"version": 1}, 4]])
+def test_what_is_no_state_is_refused(wrong: Any) -> None:
+    """Anything else than a state, or a list of states, is a `ConfigError`."""
+    with pytest.raises(ConfigError, match="a streamer's state"):
+        RunState.from_any(wrong)
+
+
+@pytest.mark.parametrize("knows_it", [True, False], ids=["of its epoch", "of before its epoch"])
+def test_a_running_trainer_is_told(tmp_path: Path, knows_it: bool) -> None:
+    """Streaming ends with a reason if acked data is gone, also if another run has written since."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports()
+    trainer, other = Trainer(), Trainer()
+    if not knows_it:
+        ServerProcess.start(data, port=port).close()
+        shutil.copytree(data, older)
+    with ServerProcess.start(data, port=port) as server:
+        streamer = attached(server.address, trainer, run="run")
+        trainer.step(0, 50)
+        streamer.flush()
+    if knows_it:
+        shutil.copytree(data, older)
+    with ServerProcess.start(data, port=port):
+        trainer.step(50, 100)
+        streamer.flush()
+    put_back(older, data)
+    with ServerProcess.start(data) as server, RawEmbeddingStreamer(server.address, run="another") as another:
+        another.attach(other.model, other.optimizer)
+        other.step(100, 200)
+        another.flush()
+    with ServerProcess.start(data, port=port):
+        with pytest.raises(StorageError, match=r"has lost acked data: .* set back to an older copy"):
+            trainer.step(0, 50)
+            streamer.flush()
+        streamer.close()
+
+
+@pytest.mark.parametrize(("num_lost", "num_written"), [(3, 0), (1, 3)], ids=["its log ends before", "it has overtaken"])
+def test_a_resumed_run_sends_what_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_lost: int, num_written: int
+) -> None:
+    """Rows that the checkpoint counts as sent, and that the store has lost since, are sent again."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports(2)
+    trainer, resumed, other = Trainer(), Trainer(), Trainer("other")
+    with ServerProcess.start(data, shards=2, port=port) as server:
+        streamer = attached(server.address, trainer, run="run")
+        trainer.step(0, 100)
+        streamer.flush()
+        of_before = copy.deepcopy(streamer.state_dict())
+    shutil.copytree(data, older)
+    with ServerProcess.start(data, port=port):
+        for _ in range(num_lost):
+            trainer.step(50, 150)
+            streamer.flush()
+        saved, state = trainer.save(), json.loads(json.dumps(streamer.state_dict()))
+        assert state["is_drained"]
+        streamer.close()
+    put_back(older, data)
+    with ServerProcess.start(data) as server:
+        with attached(server.address, other, run="another") as another:
+            for _ in range(num_written):
+                other.step(0, 100)
+                another.flush()
+        resumed.load(saved)
+        with attached(server.address, resumed, run="run") as streamer:
+            with caplog.at_level(logging.WARNING):
+                assert streamer.load_state_dict(state) == ROWS - 50
+            assert "the store was set back since the checkpoint" in caplog.text
+            # A checkpoint that is saved now does not name places that the store has lost.
+            assert [log_seq for _, log_seq in streamer.state_dict()["places"]] == [0, 0]
+            streamer.flush()
+            assert streamer.audit(only_present=False).num_rows == ROWS
+            assert streamer.audit().is_equal
+            caplog.clear()
+            streamer.load_state_dict(of_before)  # the older copy has all of that
+            assert streamer.load_state_dict(streamer.state_dict()) == 0
+            assert "set back" not in caplog.text
+            # Of a checkpoint that names no places: epochs only rise.
+            streamer.load_state_dict({**of_before, "places": [], "epoch": streamer.epoch + 1})
+            assert "set back" in caplog.text
+
+
+def test_a_checkpoint_before_the_first_ack_knows_what_was_acked_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resumed run that has sent nothing saves the places that it was resumed from, also over several runs."""
+    data, older, port = tmp_path / "data", tmp_path / "older", hold_ports(2)
+    trainer, resumed = Trainer(), Trainer()
+    with ServerProcess.start(data, shards=2, port=port) as server:
+        streamer = attached(server.address, trainer, run="run")
+        trainer.step(0, 100)
+        streamer.flush()
+    shutil.copytree(data, older)
+    with ServerProcess.start(data, port=port) as server:
+        trainer.step(50, 150)
+        streamer.flush()
+        saved, state = trainer.save(), streamer.state_dict()
+        streamer.close()
+        resumed.load(saved)
+        for _ in range(2):
+            with attached(server.address, resumed, run="run") as streamer:
+                assert streamer.load_state_dict(state) == 0
+                state = json.loads(json.dumps(streamer.state_dict()))
+                assert state["is_drained"]
+    assert "set back" not in caplog.text
+    put_back(older, data)
+    with ServerProcess.start(data) as server:
+        # Other trainers have taken as many epochs since.
+        for _ in range(2):
+            RawEmbeddingStreamer(server.address, run="run").close()
+        with attached(server.address, resumed, run="run") as streamer:
+            assert streamer.epoch >= state["epoch"]
+            assert streamer.load_state_dict(state) == ROWS - 50
+            assert "the store was set back since the checkpoint" in caplog.text

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
-from headrace.paramserver.snapshots.snapshot_client import create_snapshot
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.replica.api.config import DiskStorage
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.idl import idl
 from headrace.streamer import RawEmbeddingStreamer
 

@@ -66,10 +66,20 @@ struct Meeting {  // where a number of threads wait for each other
 struct Warp : Meeting {
     uint64_t told[2][LANES];  // by turns, too
 };
+// Where a context goes on. `swapcontext` would make a system call for the signal mask, most of a kernel's time here.
+struct Place {
+    void* registers[5];
+};
+[[gnu::noinline, noreturn]] void jump(Place& to) { __builtin_longjmp(to.registers, 1); }
+[[gnu::noinline]] void switch_to(Place& from, Place& to) {
+    if (!__builtin_setjmp(from.registers)) jump(to);
+}
+
 struct Thread {
-    ucontext_t context;
+    ucontext_t start;
+    Place place;
     void* fiber;
-    bool is_done;
+    bool is_started, is_done;
 };
 
 std::atomic<int> failure;
@@ -82,10 +92,15 @@ struct Block {
 
     void run(unsigned number, unsigned num_blocks);
     bool run_threads();
+    [[gnu::noinline]] void resume(Thread& thread) {
+        if (thread.is_started) return switch_to(scheduler, thread.place);
+        thread.is_started = true;
+        if (!__builtin_setjmp(scheduler.registers)) setcontext(&thread.start);
+    }
     void give_way() {
         Thread& thread = threads[threadIdx.x];
         become(fiber);
-        swapcontext(&thread.context, &scheduler);
+        switch_to(thread.place, scheduler);
     }
     void fail(Failure why) {
         failure = why;
@@ -106,7 +121,7 @@ struct Block {
     std::vector<Warp> warps;
     std::unique_ptr<char[]> stacks;
     Meeting all;
-    ucontext_t scheduler;
+    Place scheduler;
     void* fiber;         // the scheduler's
     long num_steps = 0;  // how often anything went on
     long num_looks = 0;
@@ -135,7 +150,7 @@ bool Block::run_threads() {
         if (threads[i].is_done) continue;
         threadIdx.x = i;
         become(threads[i].fiber);
-        swapcontext(&scheduler, &threads[i].context);
+        resume(threads[i]);
         are_done = are_done && threads[i].is_done;
     }
     return are_done;
@@ -148,11 +163,11 @@ void Block::run(unsigned number, unsigned num_blocks) {
     for (size_t i = 0; i < threads.size(); ++i) {
         Thread& thread = threads[i];
         thread.fiber = new_fiber(number, i);
-        thread.is_done = false;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = &stacks[i * STACK_BYTES];
-        thread.context.uc_stack.ss_size = STACK_BYTES;
-        makecontext(&thread.context, run_thread, 0);
+        thread.is_started = thread.is_done = false;
+        getcontext(&thread.start);
+        thread.start.uc_stack.ss_sp = &stacks[i * STACK_BYTES];
+        thread.start.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&thread.start, run_thread, 0);
     }
     for (bool are_done = false; !are_done && !failure;) {
         const long steps_before = num_steps, looks_before = num_looks;
@@ -213,6 +228,7 @@ extern "C" __attribute__((visibility("default"))) int launch_on_host(
     failure = NONE;
     // Where an access is not aligned, what the compiler has put in stops with an illegal instruction; x86 would not.
     struct sigaction stop = {}, before;
+    stop.sa_flags = SA_NODEFER;  // the handler does not return: it gives way
     stop.sa_handler = [](int) { running->fail(MISALIGNED); };
     sigaction(SIGILL, &stop, &before);
     run_grid(num_blocks, num_threads);

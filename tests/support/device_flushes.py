@@ -11,10 +11,10 @@ import torch
 from fake_device import FakeDevice
 from trainer_tables import Submitted, Trained, rows_of
 
-from headrace.streamer.device.device_dirty_rows import DeviceDirtyRows
+from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.device_pipeline import DevicePipeline
-from headrace.streamer.flush.flush import Flush, StepMark
 from headrace.streamer.flush.flusher import Flusher
+from headrace.streamer.flush.layout import Flush, StepMark
 
 
 class DeviceTrained(Trained):

@@ -27,7 +27,7 @@ __all__ = ["NOT_RUN", "Block", "Command", "DocumentedPage", "blocks_of", "comman
 # What a page may show and the suite does not run, and why. Keep it short: nothing else holds such a command.
 NOT_RUN: Mapping[str, str] = {
     "pip install": "needs a package index; tests/test_packaging.py installs",
-    "scripts/demo": "tests/scripts/test_demo.py",
+    "scripts/demo": "tests/scripts/commands/test_demo.py",
     "scripts/test": "would run itself",
 }
 _DEFAULT_PORTS = {"serve": {"--port": 7601}, "replica": {"--port": 7701}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -10,14 +11,13 @@ from typing import Any
 import numpy as np
 from memory_update_log import MemoryUpdateLog
 
-from headrace.paramserver.expiry.expiry_policy import ExpiryPolicy
-from headrace.paramserver.expiry.expiry_run import RunContext, TableReport, TableRun
-from headrace.paramserver.expiry.expiry_writer import TombstoneWriter
-from headrace.paramserver.ingest.ingest import Ingest
+from headrace.paramserver.expiry.policy import ExpiryPolicy
+from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, TombstoneWriter
+from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
-from headrace.paramserver.store.row_store import RowStore
-from headrace.paramserver.store.store_config import StoreConfig
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
@@ -33,6 +33,33 @@ MISSING, PRESENT, DELETED = 0, 1, 2
 SECOND_US = 1_000_000
 
 
+def write_request(
+    spec: TableSpec,
+    rows: Sequence[int],
+    *,
+    shard: ColumnShard,
+    value: float = 1.0,
+    deleted_row_ids: Any = None,
+    **fields: Any,
+) -> Any:
+    """Return a request that writes rows of one value, with rowwise states of it."""
+    states = [
+        idl.StateColumn(name=state.name, dtype=1, width=1, data=np.full((len(rows), 1), value, "<f4"))
+        for state in spec.states
+    ]
+    delta = idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=shard.offset,
+        width=shard.width,
+        row_ids=np.array(rows, "<i8"),
+        weights=np.full((len(rows), shard.width), value, "<f4"),
+        states=states,
+        deleted_row_ids=deleted_row_ids,
+    )
+    return idl.SetEmbeddingsRequest(deltas=[delta], is_exact_cut=True, **fields)
+
+
 class Rig:
     """One shard.
 
@@ -46,14 +73,20 @@ class Rig:
         self.log, self.applier, self.ingest, self.store, self.path = log, applier, ingest, store, path
         self.now_us = 10**15  # later than any step
         self.slept_s: list[float] = []
+        self.is_waiting = asyncio.Event()
         self.writer = TombstoneWriter(ingest, clock_us=lambda: self.now_us)
         self._client_seqs: dict[tuple[str, str, int], int] = {}
+
+    async def sleep_forever(self, seconds: float) -> None:
+        """Sleep until canceled, and say so in `is_waiting`."""
+        self.is_waiting.set()
+        await asyncio.Event().wait()
 
     @property
     def table(self) -> Table:
         return self.ingest.catalog.find(SPEC.fqn)
 
-    def context(self, **changes: Any) -> RunContext:
+    def context(self, **changes: Any) -> PassContext:
         """Return what a run needs."""
 
         async def sleep(seconds: float) -> None:
@@ -70,11 +103,11 @@ class Rig:
             "clock_us": lambda: self.now_us,
             "sleep": sleep,
         }
-        return RunContext(**(fields | changes))
+        return PassContext(**(fields | changes))
 
     async def expire(self, policy: str, *, is_dry_run: bool = False, **changes: Any) -> TableReport:
         """Do a whole run."""
-        run = TableRun(self.context(**changes), self.table, ExpiryPolicy.parse(policy), is_dry_run=is_dry_run)
+        run = TablePass(self.context(**changes), self.table, ExpiryPolicy.parse(policy), is_dry_run=is_dry_run)
         return await run.run()
 
     async def hello(
@@ -100,19 +133,13 @@ class Rig:
         version_epoch: int | None = None,
     ) -> None:
         """Write rows and end the step."""
-        shard = shard or SPEC.whole
         self._client_seqs[run, client, epoch] += 1
-        delta = idl.TableDelta(
-            fqn=SPEC.fqn,
-            fingerprint=SPEC.fingerprint,
-            column_offset=shard.offset,
-            width=shard.width,
-            row_ids=np.array(rows, "<i8"),
-            weights=np.full((len(rows), shard.width), value, "<f4"),
-            states=[idl.StateColumn(name="sum", dtype=1, width=1, data=np.full((len(rows), 1), value, "<f4"))],
+        request = write_request(
+            SPEC,
+            rows,
+            shard=shard or SPEC.whole,
+            value=value,
             deleted_row_ids=np.array(deleted, "<i8") if deleted else None,
-        )
-        request = idl.SetEmbeddingsRequest(
             run=run,
             client=client,
             epoch=epoch,
@@ -120,8 +147,6 @@ class Rig:
             step=step,
             time_us=step * SECOND_US if time_us is None else time_us,
             ends_step=ends_step,
-            is_exact_cut=True,
-            deltas=[delta],
             version_epoch=version_epoch,
         )
         args = idl.ParameterServer.setEmbeddings_args(request=request)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.paramserver.process import log_format
+from headrace.paramserver.system import log_lines
 
 
 class FactLog(logging.Handler):
@@ -20,7 +20,7 @@ class FactLog(logging.Handler):
         self._num_taken = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.facts.append((record.getMessage(), getattr(record, log_format._FIELDS, {})))
+        self.facts.append((record.getMessage(), getattr(record, log_lines._FIELDS, {})))
         self._news.set()
 
     def messages(self) -> list[str]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from headrace.paramserver.ingest.sessions import Sessions
-from headrace.paramserver.replica.copies import Copies
-from headrace.paramserver.replica.followed import Followed
-from headrace.paramserver.replica.generation import Generation
-from headrace.paramserver.replica.memory_table import MemoryTable
-from headrace.paramserver.replica.shard_tail import ShardTail
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.replica.copy.copies import Copies
+from headrace.paramserver.replica.copy.live import LiveCopy
+from headrace.paramserver.replica.copy.shard_tail import ShardTail
+from headrace.paramserver.replica.copy.table_set import TableSet
+from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import GoneError, HeadraceError
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["SPEC", "WAIT_S", "FakeBuilder", "FakeCopy", "made", "switch", "until"]
+__all__ = ["SPEC", "WAIT_S", "Begun", "FakeBuilder", "FakeCopy", "made", "switch", "until"]
 
 WAIT_S = 20.0
 SPEC = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
@@ -30,10 +30,10 @@ class FakeCopy:
         self, *, server_id: str = "s", seq: int = 0, target_seq: int = 0, visible: Any = (1, 1), tables: bool = True
     ) -> None:
         self.tail = ShardTail(0, seq=seq, catalog=Catalog({}), sessions=Sessions({}))
-        self.generation = Generation(server_id, [self.tail], is_by_step=False, make_table=MemoryTable)
+        self.table_set = TableSet(server_id, [self.tail], is_by_step=False, make_table=MemoryTable)
         if tables:
-            self.generation.add_tables([SPEC])
-        self.generation.visible = visible
+            self.table_set.add_tables([SPEC])
+        self.table_set.visible = visible
         self.target_seqs = (target_seq,)
         self.lost: HeadraceError | None = None
         self.num_closed = 0
@@ -54,11 +54,11 @@ class FakeCopy:
     async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[Any]) -> None:
         self.beside = list(beside)
         await self.wait_until(is_so)
-        self.generation.is_shown = True
+        self.table_set.is_shown = True
 
     def move(self, seq: int, visible: Any) -> None:
         self.tail.seq = self.tail.visible_seq = seq
-        self.generation.visible = visible
+        self.table_set.visible = visible
         self._changed.set()
 
     def lose(self, why: HeadraceError | None = None) -> None:
@@ -82,17 +82,20 @@ class FakeBuilder:
         self.num_cleared = 0
         self.on_progress: Callable[[], None] = lambda: None
 
-    async def build(self, snapshot: Path | None, *, held_bytes: int, on_lost: Any, **_: Any) -> Followed:
+    async def build(self, snapshot: Path | None, *, held_bytes: int, on_lost: Any, **_: Any) -> LiveCopy:
         self.held_bytes.append(held_bytes)
         result = self.results.pop(0)
         if isinstance(result, Exception):
             raise result
         result.on_lost = on_lost
         self.given.append(result)
-        return cast("Followed", result)
+        return cast("LiveCopy", result)
 
     async def remove_old_snapshots(self) -> None:
         self.num_cleared += 1
+
+
+Begun = Callable[..., Awaitable[tuple[Copies, FakeBuilder]]]
 
 
 def made(*results: FakeCopy | Exception) -> tuple[Copies, FakeBuilder]:

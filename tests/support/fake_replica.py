@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.paramserver.replica.freshness import Freshness, Histogram
-from headrace.paramserver.replica.hot_rows import HotRowStats
+from headrace.paramserver.replica.copy.shard_tail import DelayHistogram, Freshness
+from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.schemas.errors import HeadraceError
 
 
@@ -11,7 +11,7 @@ class FakeReplica:
     """What `ReplicaCollector` reads of an `EmbeddingReplica`."""
 
     def __init__(self) -> None:
-        delay = Histogram()
+        delay = DelayHistogram()
         delay.add(0.02, 3)
         self.failure: HeadraceError | None = None
         self.epoch, self.step = 4, 17

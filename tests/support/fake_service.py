@@ -14,7 +14,7 @@ from hellos import hello_of_nobody
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.buffer_pool import BufferPool
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
+from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
 WAIT_S = 60.0

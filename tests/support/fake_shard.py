@@ -15,7 +15,7 @@ import numpy as np
 from held_ports import hold_ports
 
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.rpc_server import Call, Peer, ThriftServer
+from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.schemas.errors import (
     FencedError,
     HeadraceError,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.paramserver.files.file_ops import SystemFileOps
+from headrace.paramserver.system.file_ops import FileOps
 from headrace.schemas.messages import Segment
 
 __all__ = ["FaultyFileOps"]
@@ -46,7 +46,7 @@ class _DirectoryChange:
 
 
 @dataclass
-class FaultyFileOps(SystemFileOps):
+class FaultyFileOps(FileOps):
     """`FileOps` on real files, with faults.
 
     Attributes:

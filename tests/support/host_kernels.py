@@ -14,12 +14,12 @@ import pytest
 import torch
 from sanitizers import WATCHER, new_findings, without_sanitizer
 
-import headrace.kernels.cuda as sources
+from headrace.kernels.runtime import cuda_module
 
 __all__ = ["HostKernels", "edited_kernels", "host_kernels"]
 
 _HERE = Path(__file__).resolve().parent
-_SOURCES = Path(sources.__file__).resolve().parent
+_SOURCES = Path(cuda_module.__file__).resolve().parent / "cuda"
 _MAX_ARGUMENTS = 66
 _COMMON_FLAGS = ("-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", *(WATCHER.engine_flags if WATCHER else ()))
 # -fwrapv and no strict aliasing: as nvcc treats them. No contraction: as NVRTC is told.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from host_kernels import host_kernels
+from hypothesis import settings
 from hypothesis import strategies as st
+from sanitizers import WATCHER
 
-from headrace.kernels.cuda_module import Launcher
-from headrace.kernels.dispatch import gpu_module
+from headrace.kernels.runtime.cuda_module import Launcher
+from headrace.kernels.runtime.dispatch import gpu_module
 
 __all__ = [
     "DIMS",
     "DTYPES",
     "LAUNCHERS",
     "WARP_LAUNCHERS",
+    "examples",
     "launcher_of",
     "moved",
     "poisoned",
@@ -41,6 +44,11 @@ WARP_LAUNCHERS = [
     pytest.param("cpu", 64, id="on the host, 64 lanes"),
     pytest.param("cuda", 0, id="on a GPU", marks=pytest.mark.gpu),
 ]
+
+
+def examples(count: int) -> settings:
+    """Return settings for this many examples; a quarter under a sanitizer, which looks at every access of each."""
+    return settings(max_examples=count if WATCHER is None else count // 4)
 
 
 def launcher_of(family: str, device: str, lanes: int = 32) -> Launcher:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from faulty_file_ops import FaultyFileOps
 
-from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.log.log_reader import LogReader
-from headrace.paramserver.log.update_log import UpdateLogConfig
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.segment_reader import LogReader
 from headrace.schemas.log_records import (
     RECORD_HEADER_BYTES,
     SEAL_BYTES,
     SEGMENT_HEADER_BYTES,
     decode_segment_header,
-    encode_mark,
+    encode_checkpoint,
 )
 
 SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096, tail_bytes=8192)
@@ -38,7 +38,7 @@ def body_of(seq: int, size_bytes: int = 100) -> bytes:
     return (b"%d," % seq * size_bytes)[:size_bytes]
 
 
-async def fill(log: FileUpdateLog, count: int, *, size_bytes: int = 100, one_by_one: bool = False) -> None:
+async def fill(log: UpdateLog, count: int, *, size_bytes: int = 100, one_by_one: bool = False) -> None:
     last_seq = log.last_seq
     appends = []
     for seq in range(last_seq + 1, last_seq + count + 1):
@@ -49,21 +49,31 @@ async def fill(log: FileUpdateLog, count: int, *, size_bytes: int = 100, one_by_
     await asyncio.gather(*appends)
 
 
-async def make_log(path: Path, count: int, *, size_bytes: int = 100, config: UpdateLogConfig = ROOMY) -> None:
+async def make_log(path: Path, count: int, *, size_bytes: int = 100, config: UpdateLogConfig = ROOMY) -> Path:
+    """Write a log and close it; return its first segment."""
     async with opened_log(path, config) as log:
         await fill(log, count, size_bytes=size_bytes, one_by_one=True)
+    return segments_of(path)[0]
 
 
 def segments_of(path: Path) -> list[Path]:
     return sorted(path.glob("*.hrlog"))
 
 
-def unseal(segment: Path, *, with_mark: bool, zeros: int = 0) -> bytes:
+def flip(segment: Path, *offsets: int, bits: int = 1) -> None:
+    """Flip bits of the bytes at some offsets."""
+    data = bytearray(segment.read_bytes())
+    for offset in offsets:
+        data[offset] ^= bits
+    segment.write_bytes(data)
+
+
+def unseal(segment: Path, *, with_checkpoint: bool, zeros: int = 0) -> bytes:
     """Leave a segment as a crash does: without its seal. Returns its bytes."""
     data = segment.read_bytes()[:-SEAL_BYTES]
     last_seq = LogReader(segment.parent).last_seq
-    if with_mark:
-        data += encode_mark(mark=decode_segment_header(data).mark, durable_seq=last_seq)
+    if with_checkpoint:
+        data += encode_checkpoint(nonce=decode_segment_header(data).nonce, durable_seq=last_seq)
     data += bytes(zeros)
     segment.write_bytes(data)
     return data

@@ -8,8 +8,8 @@ from pathlib import Path
 from faulty_file_ops import FaultyFileOps
 from memory_update_log import MemoryUpdateLog
 
-from headrace.paramserver.log.file_update_log import FileUpdateLog
-from headrace.paramserver.log.update_log import UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import StorageError
 
 SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.paramserver.log.update_log import (
+from headrace.paramserver.log.interface import (
     Append,
     DurableFuture,
     LogMetrics,
@@ -41,7 +41,7 @@ class _Record:
 @dataclass(slots=True)
 class _Segment:
     written_us: int
-    mark: int
+    nonce: int
     size_bytes: int = SEGMENT_HEADER_BYTES
     records: list[_Record] = field(default_factory=list)
 
@@ -158,11 +158,11 @@ class MemoryUpdateLog:
             for record in records
         )
 
-    def mark_of(self, seq: int) -> int | None:
-        """See `UpdateLog.mark_of`."""
+    def nonce_of(self, seq: int) -> int | None:
+        """See `UpdateLog.nonce_of`."""
         with self._lock:
             held = (segment for segment in self._segments if segment.records[0].seq <= seq <= segment.records[-1].seq)
-            return next((segment.mark for segment in held), None)
+            return next((segment.nonce for segment in held), None)
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""

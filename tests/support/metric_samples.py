@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from headrace.paramserver.metrics.metrics_families import ShardState
-from headrace.paramserver.metrics.metrics_sample import (
+from headrace.paramserver.observe.sample import (
     CacheSample,
     ExpirySample,
     HistogramSample,
     ShardDetail,
     ShardSample,
+    ShardState,
     SnapshotSample,
     TableSample,
     WriterSample,
 )
+from headrace.schemas.tables import DType, TableSpec
 
 HISTOGRAM = HistogramSample(bounds_s=(0.5, 1.0), counts=(3, 0, 2), sum_s=4.5)
-TABLE = TableSample(fqn="user.weight", num_rows=100, dim=8, dtype="float32", states="none", num_rows_estimate=70)
+TABLE = TableSample(TableSpec(fqn="user.weight", num_rows=100, dim=8, dtype=DType.FLOAT32), 70)
 WRITER = WriterSample(run="ctr", client="rank0", epoch=2, step=40, is_connected=True, rank=0, world_size=1)
 DETAIL = ShardDetail(
     apply_lag_s=0.25,

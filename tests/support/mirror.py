@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
-from headrace.streamer.taps.tap import Tap
+from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.tapped_table import TappedTable
 
 
@@ -78,3 +80,11 @@ class Mirror:
             different = torch.stack([(bits(now[name]) != bits(old[name])).any(dim=1) for name in now]).any(dim=0)
             found[part_name(table)] = different.nonzero().flatten().tolist()
         return found
+
+
+def mirrored(model: nn.Module, optimizers: Any = (), *, tables: list[str] | None = None) -> tuple[Tap, Mirror]:
+    """Tap a model and mirror its tables from now on."""
+    mirror = Mirror()
+    tap = tap_model(model, optimizers, mirror.on_step, tables=tables)
+    mirror.watch(tap)
+    return tap, mirror

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fake_service import WAIT_S, Served
+from fake_service import WAIT_S, Served, hello_request
 
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.schemas.idl import idl
@@ -51,9 +52,17 @@ class Raw:
             await self.writer.wait_closed()
 
 
-async def dial(served: Served) -> Raw:
-    """Return a raw connection."""
-    return Raw(*await asyncio.open_connection(served.host, served.port))
+@contextlib.asynccontextmanager
+async def dial(served: Served, *, client: str | None = None) -> AsyncIterator[Raw]:
+    """Open a raw connection, with a hello of that client if one is given."""
+    raw = Raw(*await asyncio.open_connection(served.host, served.port))
+    if client is not None:
+        await raw.send(call_frame("hello", 0, hello_request(client=client)))
+        await raw.frame()
+    try:
+        yield raw
+    finally:
+        await raw.close()
 
 
 def reframed(message: bytes) -> bytes:

@@ -13,7 +13,7 @@ from watched_server import WAIT_S
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 

@@ -219,7 +219,7 @@ def train_fsdp_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
 def refusal_on_rank(rank: int, case: str) -> str:
     """Return the error with which attaching a model is refused."""
     from headrace.schemas.errors import ConfigError, UnsupportedModelError
-    from headrace.streamer.taps.tap import tap_model
+    from headrace.streamer.taps.attach import tap_model
 
     model, optimizers = _REFUSED[case](rank)
     try:

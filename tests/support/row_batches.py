@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
-from headrace.paramserver.store.pending import Batch, RowDelta
-from headrace.paramserver.store.row_reader import RowsRead
+from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
+from headrace.paramserver.store.deltas import Batch, Part, RowDelta
+from headrace.paramserver.store.memtable import PendingRows, ShardSource
+from headrace.paramserver.store.row_reader import RowsRead, read_rows
+from headrace.schemas.row_keys import encode_keys
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
@@ -25,6 +29,19 @@ SPEC = TableSpec(
     ),
     has_identities=True,
 )
+LAYOUT = RecordLayout(SPEC, SPEC.whole)
+ROWS = [0, 1, 2, 3, 5, 8, 2**40, 2**63 - 1]
+SPLIT = TableSpec(
+    fqn="split",
+    num_rows=0,
+    dim=6,
+    dtype=DType.FLOAT32,
+    states=(
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+        StateSpec(name="exp", kind=StateKind.POINTWISE, dtype=DType.FLOAT16),
+    ),
+)
+SHARDS = [ColumnShard(offset=0, width=6), ColumnShard(offset=0, width=2), ColumnShard(offset=2, width=4)]
 
 
 def columns_of(layout: RecordLayout, row_ids: Any, tag: int) -> dict[str, Any]:
@@ -35,6 +52,27 @@ def columns_of(layout: RecordLayout, row_ids: Any, tag: int) -> dict[str, Any]:
         seed = ids[:, None] * 31 + tag * 7 + number * 3 + np.arange(column.width) + layout.shard.offset
         columns[name] = memoryview((seed % 251).astype(column.dtype.numpy).tobytes())
     return columns
+
+
+def split(is_deleted: Mapping[int, bool]) -> dict[str, list[int]]:
+    """Return the arguments of `make_delta` and `make_batch` for rows of which some are deleted."""
+    return {
+        "row_ids": [row for row, gone in is_deleted.items() if not gone],
+        "deleted": [row for row, gone in is_deleted.items() if gone],
+    }
+
+
+VERSIONS = st.tuples(st.integers(1, 2), st.integers(0, 3))
+# Rows and whether they are deleted, whether the batch is conditional, and its version.
+UPDATES = st.tuples(
+    st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6), st.booleans(), VERSIONS
+)
+
+
+def make_update(seq: int, update: tuple[dict[int, bool], bool, tuple[int, int]], **changes: Any) -> Batch:
+    """Return the batch of one of `UPDATES`."""
+    rows, is_conditional, version = update
+    return make_batch(seq, **split(rows), is_conditional=is_conditional, version=version, **changes)
 
 
 def make_delta(
@@ -141,3 +179,26 @@ class Model:
                 identity = row % 1009 * 1000 + batch.seq
             assert {name: column.tobytes() for name, column in columns.items()} == expected, f"row {row}"
             assert read.identities is not None and read.identities[i] == identity
+
+
+class FakeStore(dict[bytes, bytes]):
+    """The part of a store that readers and the applier use."""
+
+    def read(self, keys: list[bytes]) -> list[bytes | None]:
+        return [self.get(key) for key in keys]
+
+    def write(self, run: SortedRun | CoalescedRows) -> None:
+        # In pieces, as the store does.
+        for start in range(0, run.row_ids.size, 3):
+            end = min(start + 3, run.row_ids.size)
+            keys = encode_keys(run.table_id, run.layout.shard, run.row_ids[start:end])
+            self.update(zip(keys, run.layout.values_of(run.records_at(slice(start, end))), strict=True))
+
+
+def parts_of(*batches: Batch) -> list[Part]:
+    return [Part.of_delta(delta, batch) for batch in batches for delta in batch.deltas]
+
+
+def read(pending: PendingRows, store: FakeStore, rows: Sequence[int] = ROWS) -> RowsRead:
+    source = ShardSource(LAYOUT, pending.snapshot(), True)
+    return read_rows(1, SPEC, [source], np.array(rows, np.int64), store.read, seq=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ ROWS = 400
 class Trainer:
     """A table that is trained, and can be put back."""
 
-    def __init__(self, name: str = "t") -> None:
+    def __init__(self, name: str = "t", num_rows: int = ROWS) -> None:
         torch.manual_seed(0)
-        self.table = nn.Embedding(ROWS, 4, sparse=True)
+        self.table = nn.Embedding(num_rows, 4, sparse=True)
         self.model = nn.ModuleDict({name: self.table})
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
 
     def step(self, first: int, end: int) -> None:
-        """Train rows `first` to `end`."""
+        """Train rows `first` to `end` - 1."""
+        self.train(range(first, end))
+
+    def train(self, ids: Iterable[int]) -> None:
+        """Train some rows."""
         self.optimizer.zero_grad()
-        self.table(torch.arange(first, end)).pow(2).sum().backward()
+        self.table(torch.tensor(list(ids))).pow(2).sum().backward()
         self.optimizer.step()
 
     def save(self) -> dict[str, Any]:

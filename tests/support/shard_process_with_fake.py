@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
-from headrace.paramserver.shard import shard, shard_process
+from headrace.paramserver.shard import process, service
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, UnavailableError
 
 BEHAVIOUR = sys.argv[1]
 
 
 class _Shard:
+    sampler = SimpleNamespace()
+
     async def wait_failed(self) -> HeadraceError:
         if BEHAVIOUR == "fails":
             return CorruptionError("log record 7 is rotten")
@@ -44,5 +47,5 @@ async def open_shard(config: Any) -> AsyncIterator[_Shard]:
     print("closed", flush=True)
 
 
-shard.open_shard = open_shard  # type: ignore[assignment]
-sys.exit(shard_process.main())
+service.open_shard = open_shard  # type: ignore[assignment]
+sys.exit(process.main())

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace.paramserver.config.shard_config import ShardConfig
+from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.rpc_server import ThriftServer
-from headrace.paramserver.shard.shard import Shard, open_shard
+from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.shard.service import Shard, open_shard
 
 
 @contextlib.asynccontextmanager
@@ -20,13 +20,18 @@ async def serve_shards(
     directory: Path,
     num_shards: int,
     *,
+    port: int = 0,
     advertise_host: str = "127.0.0.1",
     opened: list[Shard] | None = None,
     **changes: Any,
 ) -> AsyncIterator[list[int]]:
-    """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`."""
+    """Serve the shards of a directory laid out as a server's; yield their ports, and put the shards into `opened`.
+
+    The first shard listens at `port`, unless that is 0; the others at any.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num_shards)]
+        wanted = [port] + [0] * (num_shards - 1)
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", at))) for at in wanted]
         ports = [sock.getsockname()[1] for sock in sockets]
         for shard, sock in enumerate(sockets):
             path = directory / f"shard-{shard:04d}"

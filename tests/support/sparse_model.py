@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mirror import Mirror
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-
-from headrace.streamer.taps.tap import Tap, tap_model
 
 torchrec = pytest.importorskip("torchrec")
 parallel = pytest.importorskip("torchrec.distributed.model_parallel")
@@ -171,13 +168,6 @@ def sharded(optimizer: str | None, sharding: Any, dtype: str = "FP32", kind_of_m
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return parallel.DistributedModelParallel(model, device=CPU, plan=types.ShardingPlan(plan), sharders=sharders)
-
-
-def tapped(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[Tap, Mirror]:
-    mirror = Mirror()
-    tap = tap_model(model, optimizers, mirror.on_step)
-    mirror.watch(tap)
-    return tap, mirror
 
 
 def step_batches(model: nn.Module, batches: list[Batch]) -> None:

@@ -60,6 +60,17 @@ def streaming(store: FakeStore, training: Training, **settings: Any) -> Iterator
         streamer.close(flush=False)
 
 
+def attached(address: str, trainer: Any, *, run: str, **settings: Any) -> RawEmbeddingStreamer:
+    """Return a streamer of a trainer's `model` and `optimizer`."""
+    streamer = RawEmbeddingStreamer(address, run=run, **settings)
+    try:
+        streamer.attach(trainer.model, trainer.optimizer)
+    except BaseException:
+        streamer.close(flush=False)
+        raise
+    return streamer
+
+
 def compare(streamer: RawEmbeddingStreamer, store: FakeStore) -> Comparison:
     return compare_with_store(streamer.tables, store.address, only_present=True, timeout_s=WAIT_S)
 

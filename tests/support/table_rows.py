@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from offline_snapshot import snapshot_of
 
-from headrace.paramserver.snapshots.store_builder import StoreBuilder
+from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.scripts.benches.bench_tables import snapshot_of
 
 ITEMS = TableSpec(
     fqn="sparse.items.weight",

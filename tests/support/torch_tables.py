@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from mirror import Mirror, mirrored
 from torch import nn
+
+from headrace.streamer.taps.attach import Tap
 
 SIZES = {"user": (97, 8), "item": (64, 16), "tag": (130, 3), "idle": (20, 5)}
 
@@ -60,6 +64,15 @@ def row_wise_adagrad(parameters: object, **settings: object) -> torch.optim.Opti
 
 
 Make = Callable[..., torch.optim.Optimizer]
+
+
+def watched(
+    make: Make = torch.optim.SGD, *, sparse: bool = True, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[TwoKinds, torch.optim.Optimizer, Tap, Mirror]:
+    """Return a tapped model, its optimizer (with a rate of 0.1), the tap and a mirror of the tables."""
+    model = TwoKinds(sparse=sparse, dtype=dtype)
+    optimizer = make(model.parameters(), **{"lr": 0.1, **settings})
+    return model, optimizer, *mirrored(model, optimizer)
 
 
 def hooks(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:

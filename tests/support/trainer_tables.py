@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.kernels.torch_dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.rendezvous import Writer
-from headrace.streamer.flush.flush import Flush
 from headrace.streamer.flush.flusher import Flusher
+from headrace.streamer.flush.layout import Flush
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.taps.tapped_table import TappedTable
 

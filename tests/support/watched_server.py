@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import TableSpec
 
 WAIT_S = 60.0

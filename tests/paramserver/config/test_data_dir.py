@@ -1,4 +1,4 @@
-"""The data directory: made once, used by one server at a time, and nobody else's."""
+"""The data directory: created once, and used by one server at a time."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def test_claim_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_shards", [None, 2])
 def test_opens_again(tmp_path: Path, num_shards: int | None) -> None:
-    """The same store opens with its number of shards, said or not, and keeps its identity."""
+    """A store opens again with its number of shards, given or not, and keeps its identity."""
     server_id = _make(tmp_path / "d")
     with DataDir.claim(tmp_path / "d", num_shards=num_shards) as data_dir:
         data_dir.prepare()
         assert (data_dir.manifest.server_id, data_dir.manifest.num_shards) == (server_id, 2)
 
 
-def test_one_shard_unless_said(tmp_path: Path) -> None:
-    """A new directory has one shard when none is asked for."""
+def test_one_shard_by_default(tmp_path: Path) -> None:
+    """A new directory gets one shard by default."""
     with DataDir.claim(tmp_path / "d", num_shards=None) as data_dir:
         assert data_dir.manifest.num_shards == 1
 
 
 def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
-    """Rows are hashed by the number of shards, so another one is refused, and the lock is free again."""
+    """Rows are hashed by the number of shards, so another number is refused; the lock is free again."""
     _make(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"^--shards 3: .* was made with 2 shards"):
         DataDir.claim(tmp_path / "d", num_shards=3)
@@ -76,7 +76,7 @@ def test_refuses_another_number_of_shards(tmp_path: Path) -> None:
 
 
 def test_refuses_a_second_server(tmp_path: Path) -> None:
-    """While one holds the directory another is refused, and told who it is."""
+    """While a server holds the directory another is refused, with the pid of the first."""
     with DataDir.claim(tmp_path / "d", num_shards=1) as data_dir:
         data_dir.prepare()
         with pytest.raises(ConfigError, match=rf"^--data .*: in use by another server \(pid {os.getpid()}\)$"):
@@ -84,8 +84,8 @@ def test_refuses_a_second_server(tmp_path: Path) -> None:
     DataDir.claim(tmp_path / "d", num_shards=1).close()
 
 
-def test_two_servers_make_it_at_once(tmp_path: Path) -> None:
-    """Of two servers that both found nothing, one makes the directory and the other is refused."""
+def test_two_servers_create_it_at_once(tmp_path: Path) -> None:
+    """If two servers start in a new directory, one creates it and the other is refused."""
     first = DataDir.claim(tmp_path / "d", num_shards=1)
     second = DataDir.claim(tmp_path / "d", num_shards=1)
     with first, second:
@@ -101,7 +101,7 @@ def test_two_servers_make_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["notes.txt", "shard-0000/log"])
 def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
-    """A directory with files and no manifest is somebody else's, or a store whose manifest is lost: untouched."""
+    """A directory with files and no manifest is refused and left untouched."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     before = _files(tmp_path)
@@ -111,7 +111,7 @@ def test_refuses_a_foreign_directory(tmp_path: Path, name: str) -> None:
 
 
 def test_takes_up_an_interrupted_start(tmp_path: Path) -> None:
-    """What a first start that was killed has left, on a fresh mount, is no obstacle."""
+    """The rest of a killed first start, on a fresh mount, is no obstacle."""
     for name in ("lost+found", "shard-0000", "shard-0001/log", "shard-0007"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / LOCK_NAME).write_text("1\n")
@@ -145,7 +145,7 @@ def test_refuses_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[HeadraceError], problem: str) -> None:
-    """A manifest that cannot be read is named, and the lock is free again."""
+    """The error names a manifest that cannot be read; the lock is free again."""
     _make(tmp_path / "d")
     manifest = tmp_path / "d" / MANIFEST_NAME
     good = manifest.read_text()
@@ -160,7 +160,7 @@ def test_refuses_a_wrong_manifest(tmp_path: Path, text: str, error: type[Headrac
 
 @pytest.mark.parametrize(("gone", "what"), [(["log", "."], "directory"), (["log"], "log")])
 def test_refuses_a_missing_shard(tmp_path: Path, gone: list[str], what: str) -> None:
-    """A shard's directory that is gone, or empty as a disk that is not mounted, is not made anew in silence."""
+    """A shard's directory that is missing, or empty like one without its disk, is not silently recreated."""
     _make(tmp_path / "d")
     for name in gone:
         (tmp_path / "d" / "shard-0001" / name).resolve().rmdir()
@@ -173,7 +173,7 @@ def test_refuses_a_missing_shard(tmp_path: Path, gone: list[str], what: str) -> 
 
 @contextlib.contextmanager
 def _unprivileged() -> Iterator[None]:
-    """Without root's right to write everywhere, when the suite runs as root."""
+    """Drop root's right to write everywhere, if the suite runs as root."""
     uid = os.geteuid()
     if uid == 0:
         os.seteuid(65534)
@@ -185,7 +185,7 @@ def _unprivileged() -> Iterator[None]:
 
 
 def test_not_writable() -> None:
-    """A directory that may not be written, or not be made, is one clear line."""
+    """A directory that may not be written or created is one clear line."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o555)
         for path in (Path(name), Path(name) / "d"):
@@ -212,7 +212,7 @@ def test_not_writable() -> None:
     [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EIO, "error")],
 )
 def test_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, problem: str) -> None:
-    """A disk that is full or broken while the manifest is written is a storage error, and the next start recovers."""
+    """A full or broken disk is a storage error, and the next start recovers."""
 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))

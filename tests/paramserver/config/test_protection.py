@@ -1,4 +1,4 @@
-"""TLS and token as settings: what is complete enough to be reached from other machines."""
+"""TLS and tokens as settings, and when they suffice for other machines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.paramserver.config.protection import Protection
-from headrace.paramserver.config.server_config import ServerConfig
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"
@@ -34,18 +34,18 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_nothing() -> None:
-    """Without settings everybody may call who can connect, and that is not complete."""
+    """Without settings everybody who can connect may call, and the protection is incomplete."""
     protection = Protection.load(ServerConfig(data=Path("d")), {})
     assert (protection.ssl_context, protection.is_complete) == (None, False)
 
 
 def test_token_alone_is_not_complete() -> None:
-    """A token without TLS can be read on the way."""
+    """A token without TLS can be read on its way."""
     assert not Protection.load(ServerConfig(data=Path("d")), {"HEADRACE_TOKEN": TOKEN}).is_complete
 
 
 def test_tls(certificate: tuple[Path, Path]) -> None:
-    """TLS alone lets everybody in; with a token or with clients' certificates it is complete."""
+    """TLS alone admits everybody; with a token or client certificates it is complete."""
     chain, key = certificate
     config = ServerConfig(data=Path("d"), tls_certificate=chain, tls_key=key)
     assert not Protection.load(config, {}).is_complete
@@ -56,7 +56,7 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["writer_token_file", "reader_token_file"])
 def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
-    """A role's token stands beside the one that opens every role, and is another; else nobody could write, or all."""
+    """A role's token needs the token that opens every role, and must differ from it."""
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text(TOKEN)
@@ -71,7 +71,7 @@ def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
 
 
 def test_readers_have_another_token_than_writers(tmp_path: Path) -> None:
-    """A reader's token that is also the writers' would let every reader write, and is refused."""
+    """A reader's token that is also the writers' is refused: every reader could write."""
     files = {name: tmp_path / name for name in ("writer", "reader")}
     for file in files.values():
         file.touch(mode=0o600)
@@ -86,7 +86,7 @@ def test_readers_have_another_token_than_writers(tmp_path: Path) -> None:
 
 
 def test_half_a_pair(certificate: tuple[Path, Path]) -> None:
-    """A certificate without its key, and an authority without both, are mistakes."""
+    """A certificate without its key, and an authority without both, are errors."""
     with pytest.raises(ConfigError, match="go together"):
         Protection.load(ServerConfig(data=Path("d"), tls_certificate=certificate[0]), {})
     with pytest.raises(ConfigError, match="needs --tls-certificate"):
@@ -99,7 +99,7 @@ def test_server_with_tls(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A protected server may listen on every address; only who speaks TLS and has the token is answered."""
+    """A protected server may listen on every address, and answers only TLS clients with the token."""
     chain, key = certificate
     monkeypatch.setenv("HEADRACE_TOKEN", TOKEN)
     with ServerProcess.start(

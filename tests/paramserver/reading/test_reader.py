@@ -14,11 +14,11 @@ from fake_service import WAIT_S, FakeService
 from held_ports import hold_ports
 from loop_clock import ClockAhead
 
-from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.reading.reader import EmbeddingReader, read_deadline
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.reach_log import ReachLog
-from headrace.paramserver.rpc.rpc_server import Call, ThriftServer
+from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import AccessPolicy, Token
+from headrace.paramserver.rpc.server import Call, ThriftServer
 from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
@@ -51,7 +51,7 @@ PLAIN = TableSpec(fqn="item.weight", num_rows=0, dim=3, dtype=DType.BFLOAT16)
 
 
 class FakeShard(FakeService):
-    """A shard that makes each row's values up from its id, and knows only the rows that are routed to it."""
+    """A shard that derives a row's values from its id and accepts only ids routed to it."""
 
     def __init__(self, shard: int, shards: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def state_of(spec: TableSpec, state: StateSpec, ids: Any) -> Any:
 
 
 class Shards:
-    """A server of several fake shards, each of which can be stopped and started again."""
+    """A server of fake shards that can be stopped and restarted."""
 
     def __init__(self, number: int, access: AccessPolicy | None) -> None:
         self.addresses = [("127.0.0.1", hold_ports()) for _ in range(number)]
@@ -151,7 +151,6 @@ class Shards:
 
 @asynccontextmanager
 async def running(number: int = 3, access: AccessPolicy | None = None) -> AsyncIterator[Shards]:
-    """Run so many shards."""
     shards = Shards(number, access)
     await shards.start()
     async with AsyncExitStack() as stack:
@@ -161,14 +160,14 @@ async def running(number: int = 3, access: AccessPolicy | None = None) -> AsyncI
 
 
 def some_ids(number: int) -> Any:
-    """Return ids in no order, some of them twice."""
+    """Return unordered ids, some of them repeated."""
     return np.random.default_rng(0).integers(0, 100_000, number)
 
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("num_rows", [0, 1, 5000])
-async def test_rows_come_in_the_order_asked(number: int, num_rows: int) -> None:
-    """Whatever shard a row lives on and however the read is split, each value is at its id's place."""
+async def test_rows_come_in_the_order_of_the_request(number: int, num_rows: int) -> None:
+    """Each value is at its id's position, whatever the shard and however the read is split."""
     async with running(number) as shards, await EmbeddingReader.connect(shards.address()) as reader:
         ids = some_ids(num_rows)
         rows = await reader.get(SPEC.fqn, ids, with_states=True, with_versions=True)
@@ -189,7 +188,7 @@ async def test_rows_come_in_the_order_asked(number: int, num_rows: int) -> None:
 
 @pytest.mark.parametrize("knows_more", [True, False])
 async def test_many_tables_are_read_with_few_requests(knows_more: bool) -> None:
-    """Small tables share requests; a server that is older than that is asked for each."""
+    """Small tables share requests; an older server gets one for each."""
     specs = [dataclasses.replace(SPEC, fqn=f"table{n}.weight") for n in range(70)]
     async with running(2) as shards:
         for shard in shards.shards:
@@ -207,8 +206,8 @@ async def test_many_tables_are_read_with_few_requests(knows_more: bool) -> None:
             assert await reader.get_many([]) == []
 
 
-async def test_what_was_not_asked_for_is_none() -> None:
-    """Without states and versions there are none, and no identities where the table has none."""
+async def test_columns_that_were_not_requested_are_none() -> None:
+    """States and versions come only on request, and identities only if the table has them."""
     async with running() as shards, await EmbeddingReader.connect(shards.address(2)) as reader:
         rows = await reader.get(PLAIN.fqn, [2**62, 5])
         assert (rows.states, rows.epochs, rows.steps, rows.times_us, rows.identities) == ({}, None, None, None, None)
@@ -216,8 +215,8 @@ async def test_what_was_not_asked_for_is_none() -> None:
         assert rows.weights.dtype == np.uint16
 
 
-async def test_bad_questions_are_refused_here() -> None:
-    """An unknown table names its neighbours, and an id out of range its limit."""
+async def test_bad_arguments_are_refused_without_a_request() -> None:
+    """Errors name the nearest table, or the limit of an id."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         with pytest.raises(UnknownTableError, match=r"'user\.wieght'.*'user\.weight'"):
             await reader.get("user.wieght", [1])
@@ -229,8 +228,8 @@ async def test_bad_questions_are_refused_here() -> None:
         assert not any(shard.num_reads for shard in shards.shards)
 
 
-async def test_a_table_that_was_registered_since_is_found() -> None:
-    """A table that no shard knew at `connect` is looked for again, on every shard."""
+async def test_a_table_registered_after_connect_is_found() -> None:
+    """The reader asks every shard again about an unknown table."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         late = dataclasses.replace(PLAIN, fqn="late.weight")
         shards.shards[1].tables.append(late)
@@ -241,8 +240,8 @@ async def test_a_table_that_was_registered_since_is_found() -> None:
         assert (await reader.get("late.weight", np.arange(20))).weights.shape == (20, 3)
 
 
-async def test_overloaded_shards_are_asked_again() -> None:
-    """What can be retried is retried, what cannot is raised."""
+async def test_retriable_errors_are_retried() -> None:
+    """An overloaded shard is asked again; a permanent error is raised."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         shards.shards[0].failures = [OverloadedError("full", retry_after_s=0.01), UnavailableError("stopping")]
         ids = some_ids(100)
@@ -252,8 +251,8 @@ async def test_overloaded_shards_are_asked_again() -> None:
             await reader.get(SPEC.fqn, ids)
 
 
-async def test_a_restarted_shard_is_found_again() -> None:
-    """A connection that was lost is made anew within the next call, or while one waits."""
+async def test_a_restarted_shard_is_reconnected() -> None:
+    """The next call, or one that waits, replaces a lost connection."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         ids = some_ids(100)
         await reader.get(SPEC.fqn, ids)
@@ -261,13 +260,13 @@ async def test_a_restarted_shard_is_found_again() -> None:
         with pytest.raises(UnavailableError):
             await reader.get(SPEC.fqn, ids, timeout_s=0.1)
         call = asyncio.create_task(reader.get(SPEC.fqn, ids))
-        await asyncio.sleep(0)  # lets it begin
+        await asyncio.sleep(0)  # lets it start
         await shards.restart(1)
         assert np.array_equal((await call).weights, weights_of(SPEC, ids))
 
 
-class Failures(ReachLog):
-    """Tells when an attempt to reach somebody has failed."""
+class Failures(OutageLog):
+    """Signals when an attempt to connect has failed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +278,7 @@ class Failures(ReachLog):
 
 
 async def test_a_shard_that_is_away_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its deadline a read says which address it could not reach."""
+    """A read past its deadline names the address that it could not reach."""
     clock, failures = ClockAhead(monkeypatch), Failures()
     async with running() as shards, await EmbeddingReader.connect(shards.address(), reach_log=failures) as reader:
         await shards.stop(1)
@@ -299,8 +298,8 @@ async def test_a_shard_that_is_away_is_unavailable(monkeypatch: pytest.MonkeyPat
                 await calling
 
 
-async def test_another_server_at_a_known_address_is_noticed() -> None:
-    """A shard that comes back as part of another server is not read."""
+async def test_another_server_at_a_known_address_is_refused() -> None:
+    """A shard that returns as part of another server is not read."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         await shards.stop(1)
         shards.shards[1].server_id = "another"
@@ -309,8 +308,8 @@ async def test_another_server_at_a_known_address_is_noticed() -> None:
             await reader.get(SPEC.fqn, some_ids(100))
 
 
-async def test_a_shard_that_answers_nonsense_is_an_error() -> None:
-    """An answer of another length than asked for is no answer."""
+async def test_a_reply_of_the_wrong_length_is_an_error() -> None:
+    """A reply with more rows than requested raises `ProtocolError`."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         shards.shards[2].widens = 1
         with pytest.raises(ProtocolError, match="presence"):
@@ -318,15 +317,15 @@ async def test_a_shard_that_answers_nonsense_is_an_error() -> None:
 
 
 async def test_status_of_every_shard() -> None:
-    """One answer a shard, in their order."""
+    """Status replies come in the order of the shards."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         for n, shard in enumerate(shards.shards):
             shard.begun = [0] * n
         assert [status.log_seq for status in await reader.status()] == [0, 1, 2]
 
 
-async def test_the_token_is_shown() -> None:
-    """A server that asks for a token gets it, and without it the reader is refused at once."""
+async def test_the_token_is_sent() -> None:
+    """A server that requires a token gets it; without one it refuses the reader at once."""
     token = Token("correct-horse-battery")
     async with running(access=AccessPolicy(token)) as shards:
         async with await EmbeddingReader.connect(shards.address(), token=token) as reader:
@@ -336,7 +335,7 @@ async def test_the_token_is_shown() -> None:
 
 
 async def test_a_closed_reader_fails_at_once() -> None:
-    """After `close`, which may be repeated, calls fail without waiting for their deadline."""
+    """After `close`, which is idempotent, calls fail without waiting."""
     async with running() as shards:
         reader = await EmbeddingReader.connect(shards.address())
         await reader.close()
@@ -346,7 +345,7 @@ async def test_a_closed_reader_fails_at_once() -> None:
 
 
 async def test_cancelled_read_leaves_the_reader_usable() -> None:
-    """A read that is cancelled costs nothing but itself."""
+    """Cancelling a read loses no connection."""
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
         shard = shards.shards[1]
         shard.gates[SPEC.fqn] = gate = asyncio.Event()
@@ -361,8 +360,8 @@ async def test_cancelled_read_leaves_the_reader_usable() -> None:
         assert all(server.num_connections == 1 for server in shards.servers)
 
 
-async def test_a_slow_read_goes_on_while_answers_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows of a slow disk come in more answers than one deadline has time for; a total of the caller's ends it."""
+async def test_a_slow_read_continues_while_replies_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may take longer than the reader's timeout, but not longer than the caller's total."""
     async with running(1) as shards, await EmbeddingReader.connect(shards.address()) as reader:
         loop = asyncio.get_running_loop()
         time, ahead_s, answer = loop.time, 0.0, shards.shards[0].get_embeddings
@@ -385,15 +384,15 @@ async def test_a_slow_read_goes_on_while_answers_come(monkeypatch: pytest.Monkey
 
 @pytest.fixture(autouse=True)
 def _no_leaked_sockets() -> Iterator[None]:
-    """Warnings about unclosed sockets are errors already; collect them inside the test that leaks."""
+    """Collect garbage in the test that leaks a socket: the warning is an error."""
     yield
     import gc
 
     gc.collect()
 
 
-async def test_the_newest_scalar_of_all_shards_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a value that a table has once, each shard has what came with its last batch: the newest is the table's."""
+async def test_the_newest_scalar_of_all_shards_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard has the scalars of its last batch; the newest ones are the table's."""
 
     def status(*stored: tuple[TableSpec, str, float, int, int]) -> Any:
         tables = [
@@ -417,20 +416,20 @@ async def test_the_newest_scalar_of_all_shards_is_told(monkeypatch: pytest.Monke
         status((SPEC, "step", 3.0, 1, 99)),
     ]
 
-    async def told(*, timeout_s: float | None = None) -> Any:
+    async def newest(*, timeout_s: float | None = None) -> Any:
         return answers
 
     async with running() as shards, await EmbeddingReader.connect(shards.address()) as reader:
-        monkeypatch.setattr(reader, "status", told)
+        monkeypatch.setattr(reader, "status", newest)
         for _ in range(2):
             assert await reader.scalars(SPEC.fqn) == {"step": np.float32(2.0), "lr": np.float32(0.5)}
             assert await reader.scalars(PLAIN.fqn) == {"step": np.float32(9.0)}
-            answers.reverse()  # whatever the order of the shards
+            answers.reverse()  # the order of the shards does not matter
         assert await reader.scalars("nowhere") == {}
 
 
-async def test_shards_that_contradict_each_other_are_not_read() -> None:
-    """A shard that is not in its own map, and a table of two shapes, are refused before any row is asked for."""
+async def test_shards_that_contradict_each_other_are_refused() -> None:
+    """An incomplete shard map, or a table with two shapes, is refused before any read."""
     async with running(2) as shards:
         addresses = shards.shards[1].shards
         shards.shards[1].shards = addresses[:1]
@@ -447,8 +446,8 @@ FLAGS = {"with_presence": False, "only_weights": None}
 
 
 @pytest.mark.parametrize("next_row", [100, 99, 0])
-async def test_digests_that_do_not_go_on_are_an_error(next_row: int) -> None:
-    """A shard that would have the same rows asked for again and again is not asked again."""
+async def test_digests_that_make_no_progress_are_an_error(next_row: int) -> None:
+    """A shard that would repeat the same rows forever is refused."""
     asked: list[int] = []
     num_rows: list[int] = []
 
@@ -467,8 +466,8 @@ async def test_digests_that_do_not_go_on_are_an_error(next_row: int) -> None:
 
 
 @pytest.mark.parametrize(("seqs", "is_steady"), [([5, 5], True), ([5, 6], False)])
-async def test_digests_of_several_places_in_the_log_are_not_steady(seqs: list[int], is_steady: bool) -> None:
-    """Answers are of one moment only if the log has not moved from the first to the last; each tells of its rows."""
+async def test_digests_of_several_log_positions_are_not_steady(seqs: list[int], is_steady: bool) -> None:
+    """Digests are steady only if all replies have the same seq; progress counts each reply's rows."""
     num_rows: list[int] = []
     answers = [
         idl.DigestRowsReply(seq=seq, next_row=row, counts=np.array([row]).tobytes())
@@ -484,3 +483,73 @@ async def test_digests_of_several_places_in_the_log_are_not_steady(seqs: list[in
         await reader._digest(digest, link, (100, 200), FLAGS, num_rows.append)  # type: ignore[arg-type]
     assert (digest.is_steady, digest.seqs, answers) == (is_steady, {3: seqs[1]}, [])
     assert num_rows == [150, 200]
+
+
+class FrozenClock:
+    """The event loop's clock, moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._now_s = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: self._now_s)
+
+    async def advance(self, seconds: float) -> None:
+        self._now_s += seconds
+        for _ in range(5):  # due timers fire, and the tasks that they wake run
+            await asyncio.sleep(0)
+
+
+def deadline(total_s: float | None) -> Any:
+    return read_deadline(total_s, 10.0, lambda time: f"nothing within {time}")
+
+
+@pytest.mark.parametrize(("total_s", "num_replies"), [(None, 100), (20.0, 2)])
+async def test_a_deadline_is_per_reply_or_total(
+    monkeypatch: pytest.MonkeyPatch, total_s: float | None, num_replies: int
+) -> None:
+    """Replies every nine seconds extend a deadline of ten, but not a total of twenty."""
+    clock, replies = FrozenClock(monkeypatch), asyncio.Queue[None]()
+
+    async def read() -> None:
+        async with deadline(total_s) as answered:
+            while True:
+                await replies.get()
+                answered()
+
+    reading = asyncio.create_task(read())
+    await clock.advance(0)
+    for _ in range(num_replies):
+        await clock.advance(9)
+        replies.put_nowait(None)
+        await clock.advance(0)
+    assert not reading.done()
+    await clock.advance(11)
+    assert reading.done(), "by this clock, not by real time"
+    with pytest.raises(UnavailableError, match=f"nothing within {total_s or 10.0:g} s"):
+        await reading
+
+
+async def test_a_reply_at_the_last_moment_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply may come while the deadline expires."""
+    clock = FrozenClock(monkeypatch)
+
+    async def read() -> None:
+        async with deadline(None) as answered:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                answered()
+
+    reading = asyncio.create_task(read())
+    await clock.advance(0)
+    await clock.advance(11)
+    with pytest.raises(UnavailableError):
+        await reading
+
+
+@pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
+async def test_a_deadline_passes_other_errors(error: type[BaseException]) -> None:
+    """Errors of the read itself are unchanged."""
+    with pytest.raises(error):
+        async with deadline(None):
+            raise error

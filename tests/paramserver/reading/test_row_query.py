@@ -1,4 +1,4 @@
-"""Questions for rows and their answers, without a shard; `test_reader.py` has them over connections."""
+"""Requests for rows and their replies, without a shard; `test_reader.py` covers them over connections."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headrace.paramserver.reading.row_query import (
     RowPart,
     RowQuery,
     Rows,
+    combine,
     parts_together,
     request_for,
     rows_in_reply,
@@ -33,7 +34,7 @@ FULL = RowQuery(spec=SPEC, with_states=True, with_versions=True)
 
 
 def answer(ids: list[int]) -> Any:
-    """Return what a shard answers to `FULL`: values made up from the ids."""
+    """Return a shard's reply to `FULL`, with values derived from the ids."""
     row_ids = np.array(ids, np.int64)
     return idl.GetEmbeddingsReply(
         seq=1,
@@ -52,7 +53,7 @@ def columns_of(rows: Rows) -> list[Any]:
 
 
 def test_answers_go_to_their_places() -> None:
-    """Each answer fills its own rows and no others, whatever the order, and bits are as they came."""
+    """Each reply fills exactly its own rows, bit for bit, in any order."""
     rows = FULL.allocate(np.array([5, 9, 7, 65535], np.int64))
     FULL.scatter(answer([65535, 9]), rows, np.array([3, 1]))
     assert rows.presence.tolist() == [0, 1, 0, 1]
@@ -66,7 +67,7 @@ def test_answers_go_to_their_places() -> None:
 
 @pytest.mark.parametrize("column", ["presence", "weights", "epochs", "steps", "times_us", "identities", "states"])
 def test_an_answer_that_lacks_something_is_refused(column: str) -> None:
-    """A column that was asked for and is missing, or is a byte too long, is named."""
+    """The error names a column that is missing or one byte too long."""
     rows = FULL.allocate(np.array([1, 2], np.int64))
     reply = answer([1, 2])
     setattr(reply, column, [] if column == "states" else None)
@@ -82,26 +83,26 @@ def test_an_answer_that_lacks_something_is_refused(column: str) -> None:
 
 
 def test_as_many_rows_are_asked_for_as_an_answer_holds() -> None:
-    """The columns of an answer, and the ids of a request, fit the longest message, and one row more would not."""
+    """The reply's columns and the request's ids fit the longest message; one more row would not."""
     limit = 40_000
     row_bytes = sum(column.nbytes for column in columns_of(FULL.allocate(np.zeros(1, np.int64))))
     room = limit - 4096
     assert FULL.rows_at_once(limit) == room // row_bytes
     presence_only = RowQuery(spec=TableSpec(fqn="t", num_rows=1, dim=1, dtype=DType.FLOAT16))
     limit = 12_000
-    assert presence_only.rows_at_once(limit) == (limit - 4096) // 8  # the ids of the request are longer than the answer
+    assert presence_only.rows_at_once(limit) == (limit - 4096) // 8  # the request's ids are longer than the reply
 
 
 def test_a_row_that_hardly_fits_is_asked_for_alone() -> None:
-    """At least one row is asked for, and never so many that an answer holds up its connection."""
+    """At least one row is requested, and never so many that a reply blocks its connection."""
     assert rows_in_reply(5000, 10_000) == 1
     assert rows_in_reply(2**30, 2**10) == 8 * 2**10
     narrow = RowQuery(spec=TableSpec(fqn="flags", num_rows=0, dim=1, dtype=DType.UINT8))
-    assert narrow.rows_at_once(2**30) == 1024 <= MAX_ROWS_READ  # more a slow disk would not read in time
+    assert narrow.rows_at_once(2**30) == 1024 <= MAX_ROWS_READ  # a slow disk would not read more in time
 
 
 def test_small_parts_do_not_make_one_that_takes_long() -> None:
-    """What goes into one request are no more rows together than one part of a table may have."""
+    """Parts that share a request have no more rows than one part may have."""
     together = list(parts_together([part_of(list(range(400))) for _ in range(5)], 2**30))
     assert [len(parts) for parts in together] == [2, 2, 1]
 
@@ -112,7 +113,7 @@ def part_of(ids: list[int]) -> RowPart:
 
 
 def test_small_tables_are_asked_for_together() -> None:
-    """In the order given, as many as an answer holds with room for the names of each, and never more than 64."""
+    """A request takes parts in order: as many as fit a reply with their names, and at most 64."""
     parts = [part_of([1])] * 150
     assert [len(together) for together in parts_together(parts, 2**30)] == [64, 64, 22]
     large = part_of(list(range(100)))
@@ -125,7 +126,7 @@ def test_small_tables_are_asked_for_together() -> None:
 
 
 def test_answers_of_several_tables_go_to_their_places() -> None:
-    """What an older server has not answered, or one of no such field, is told; another number of tables is refused."""
+    """Parts that an older server leaves out are returned; a wrong number of tables is refused."""
     parts = [part_of([5, 9]), part_of([7]), part_of([6, 4])]
     request = request_for(parts)
     wanted = [np.frombuffer(one.row_ids, np.int64).tolist() for one in (request, *request.more)]
@@ -142,3 +143,22 @@ def test_answers_of_several_tables_go_to_their_places() -> None:
     reply.more = more
     assert not scatter_reply(reply, parts)
     assert [part.rows.epochs.tolist() for part in parts if part.rows.epochs is not None] == [[6, 10], [8], [7, 5]]
+
+
+def found(*claims: tuple[int, int, int]) -> Any:
+    rows, epochs, steps = (np.array(column, np.int64).tobytes() for column in zip(*claims, strict=True))
+    return idl.FindRowsReply(row_ids=rows, epochs=epochs, steps=steps, seq=1)
+
+
+def test_the_newest_claim_of_all_shards_wins() -> None:
+    """The higher epoch, then the higher step wins, even without a row; of equal claims, one with a row."""
+    left = found((1, 1, 9), (2, 2, 1), (-1, 1, 9), (-1, 1, 5), (3, 1, 5), (-1, 0, 0))
+    right = found((5, 2, 1), (6, 1, 9), (7, 1, 8), (8, 1, 5), (-1, 1, 5), (-1, 0, 0))
+    assert combine([left, right], 6).tolist() == combine([right, left], 6).tolist() == [5, 2, -1, 8, 3, -1]
+
+
+def test_a_reply_of_another_length_is_refused() -> None:
+    """A shard that answers for more or fewer identities than requested is refused."""
+    reply = idl.FindRowsReply(row_ids=bytes(16), epochs=bytes(16), steps=bytes(8), seq=1)
+    with pytest.raises(ProtocolError, match="8 bytes of steps for 2 identities"):
+        combine([reply], 2)

@@ -1,4 +1,4 @@
-"""A server, and a training that streams to it."""
+"""A server, and a training run that streams to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from counted_training import Training
 
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
 
 
 @pytest.fixture

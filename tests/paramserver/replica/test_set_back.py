@@ -1,4 +1,4 @@
-"""A server whose directory was set back to an older copy of itself, and who follows it; with real servers."""
+"""A server that was set back to an older copy of its directory, and its replicas; with real servers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from watched_server import wait_until
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.replica.api.config import DiskStorage
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import SetBackError
 from headrace.streamer import RawEmbeddingStreamer
 
 
 def train(address: str, *steps: tuple[int, int]) -> None:
-    """Train rows, each step's from one to another, in a run that begins and ends here."""
+    """Train rows in a run that begins and ends here."""
     trainer = Trainer()
     with RawEmbeddingStreamer(address, run="run") as streamer:
         streamer.attach(trainer.model, trainer.optimizer)
@@ -33,7 +33,7 @@ def train(address: str, *steps: tuple[int, int]) -> None:
 
 
 def rows_of(address: str) -> torch.Tensor:
-    """What a server has; zeros where it has no row."""
+    """Return a server's rows; zeros for missing ones."""
 
     async def read() -> Any:
         async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
@@ -48,7 +48,7 @@ def is_equal(replica: EmbeddingReplica, rows: torch.Tensor) -> bool:
 
 @pytest.fixture
 def lost(tmp_path: Path) -> tuple[Path, Path, int]:
-    """A directory with rows that the older copy beside it does not have, and a port to serve it at."""
+    """A directory with rows that the older copy beside it lacks, and a port to serve it at."""
     data, older = tmp_path / "data", tmp_path / "older"
     with ServerProcess.start(data, shards=2) as server:
         train(server.address, (0, 100))
@@ -62,7 +62,7 @@ def lost(tmp_path: Path) -> tuple[Path, Path, int]:
 def test_a_server_that_was_set_back_and_has_overtaken_is_found_out(
     lost: tuple[Path, Path, int], tmp_path: Path, storage: Any
 ) -> None:
-    """Other rows have been written beyond a replica's place before it is back: it ends equal to the server."""
+    """A replica ends equal to a server that has written other rows beyond the replica's place."""
     data, older, port = lost
     with ServerProcess.start(data, port=port) as server:
         replica = EmbeddingReplica(server.address, fetch_wait_s=0.2, storage=storage, disk_dir=tmp_path / "disk")
@@ -81,7 +81,7 @@ def test_a_server_that_was_set_back_and_has_overtaken_is_found_out(
 
 
 def test_a_snapshot_of_the_time_that_is_gone_is_refused(lost: tuple[Path, Path, int], tmp_path: Path) -> None:
-    """A snapshot that the server made before it was set back is no place to follow it from; one made since is."""
+    """A snapshot from before the set back is refused; a later one is followed."""
     data, older, _ = lost
     with ServerProcess.start(data) as server:
         shutil.copytree(make_snapshot(server), tmp_path / "brought")

@@ -1,4 +1,4 @@
-"""Tables of virtual ids: a replica of them begins from the server's newest snapshot."""
+"""A replica of tables with virtual ids begins from the server's newest snapshot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from hellos import hello_of_writer
 
-from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.config import DiskStorage
+from headrace.paramserver.replica.api.config import DiskStorage
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.snapshots.snapshot_client import create_snapshot
-from headrace.paramserver.supervisor.launch import ServerProcess
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import GoneError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -38,7 +38,7 @@ def _values(ids: np.ndarray, step: int) -> np.ndarray:
 
 
 async def _write(address: str, epoch: int, steps: dict[int, np.ndarray], deleted: np.ndarray | None = None) -> None:
-    """Write rows as a trainer of its own; with the last step delete some."""
+    """Write rows as a new trainer; delete some with the last step."""
     hello = hello_of_writer(SPEC, run="virtual", epoch=epoch)
     host, port = address.rsplit(":", 1)
     async with await ParamServerClient.connect(host, int(port)) as client:
@@ -83,7 +83,7 @@ def _request(epoch: int, client_seq: int, step: int, ids: np.ndarray, deleted: n
 def test_begins_from_the_newest_snapshot_and_follows(
     server: ServerProcess, tmp_path: Path, storage: Any, consistency: Any
 ) -> None:
-    """Rows of the snapshot, of the log behind it, and deletions are as written; unknown ids are zeros."""
+    """Rows of the snapshot, of the log after it, and deletions are as written; unknown ids are zeros."""
     rng = np.random.default_rng(1)
     ids = np.unique(rng.integers(0, 2**62, 5000))
     asyncio.run(_write(server.address, 1, {1: ids}))

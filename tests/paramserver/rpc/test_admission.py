@@ -1,3 +1,5 @@
+"""Admission: bounds, turns and fairness."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,7 +24,7 @@ def finish(ticket: Ticket) -> None:
 
 
 class Asker:
-    """Asks for one account and notes what it is given."""
+    """Asks for one account and records its grants."""
 
     def __init__(self, admission: Admission, key: object) -> None:
         self.admission = admission
@@ -44,8 +46,8 @@ class Asker:
         self.tickets.append(ticket)
 
 
-def test_an_account_over_its_own_bound_does_not_hold_up_others() -> None:
-    """Who has used up his own share waits alone."""
+def test_an_account_at_its_bound_delays_nobody() -> None:
+    """An account at its own bound waits alone."""
     admission = small_admission()
     greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
     assert greedy.ask(60)
@@ -54,7 +56,7 @@ def test_an_account_over_its_own_bound_does_not_hold_up_others() -> None:
 
 
 def test_accounts_take_turns() -> None:
-    """However many requests one has lined up, another's only one is second in line."""
+    """However many requests one account has lined up, another's only one is second in line."""
     admission = small_admission()
     first = Asker(admission, "first")
     greedy, modest = Asker(admission, "greedy"), Asker(admission, "modest")
@@ -70,7 +72,7 @@ def test_accounts_take_turns() -> None:
 
 
 def test_a_long_request_is_not_overtaken_for_ever() -> None:
-    """When the next in line does not fit the whole, shorter ones wait behind it."""
+    """If the next request does not fit in total, shorter ones wait behind it."""
     admission = small_admission()
     one, two, three = (Asker(admission, key) for key in "123")
     one.ask(60)
@@ -80,8 +82,8 @@ def test_a_long_request_is_not_overtaken_for_ever() -> None:
     assert len(two.tickets) == len(three.tickets) == 1
 
 
-def test_small_requests_pass_by_those_that_wait_for_bytes() -> None:
-    """A request that needs no bytes is admitted while long ones wait for theirs."""
+def test_small_requests_pass_by() -> None:
+    """A request that needs no bytes is admitted while long ones wait."""
     admission = small_admission()
     one, two, three = (Asker(admission, key) for key in "123")
     one.ask(60)
@@ -91,7 +93,7 @@ def test_small_requests_pass_by_those_that_wait_for_bytes() -> None:
 
 
 def test_requests_are_bounded_too() -> None:
-    """Places are a bound of their own, of an account and of all."""
+    """The number of requests is bounded per account and in total."""
     admission = small_admission()
     askers = [Asker(admission, key) for key in range(3)]
     assert [asker.ask(0) for asker in askers for _ in range(3)] == [True, True, False] * 2 + [False] * 3
@@ -100,7 +102,7 @@ def test_requests_are_bounded_too() -> None:
 
 
 def test_a_waiter_that_leaves_lets_the_next_one_in() -> None:
-    """Cancelling the request at the head of the line grants the one behind it."""
+    """Cancelling the request at the head of the line grants the next one."""
     admission = small_admission()
     one, two, three = (Asker(admission, key) for key in "123")
     one.ask(60)
@@ -125,7 +127,7 @@ def test_accounts_are_shared_by_key_and_forgotten() -> None:
 
 
 def test_replies_have_bounds_of_their_own() -> None:
-    """Unwritten replies are bounded for each account and for all, apart from requests."""
+    """Unwritten replies are bounded per account and in total, apart from requests."""
     admission = small_admission()
     one, two = Asker(admission, "1"), Asker(admission, "2")
     one.ask(60)
@@ -141,14 +143,14 @@ def test_replies_have_bounds_of_their_own() -> None:
     "wrong",
     [{"max_frame_bytes": 0}, {"idle_timeout_s": -1.0}, {"max_client_bytes": 1}, {"max_inflight_requests": 1}],
 )
-def test_limits_that_contradict_each_other_are_refused(wrong: dict[str, float]) -> None:
+def test_contradictory_limits(wrong: dict[str, float]) -> None:
     """A limit that could never be met is a `ConfigError` that names it."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         dataclasses.replace(ServerLimits(), **wrong)
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Any order of asking, finishing and leaving, against the bounds and a count of what is out."""
+    """Any order of asking, finishing and leaving, against the bounds and a count of open grants."""
 
     accounts = st.integers(0, 3)
 

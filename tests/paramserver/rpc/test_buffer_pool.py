@@ -1,3 +1,5 @@
+"""Buffers are reused, and idle ones bounded."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -18,7 +20,7 @@ def test_a_returned_buffer_serves_the_next_frame_of_its_size() -> None:
 
 
 def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
-    """What was not used for longest makes room."""
+    """The least recently used capacity makes room."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB)
     large, small = pool.take(MIB // 2), pool.take(MIB // 4)
     pool.give(large)
@@ -30,15 +32,15 @@ def test_idle_buffers_are_bounded_and_the_oldest_go() -> None:
     assert pool.take(MIB // 4) is not small
 
 
-def test_a_pool_that_keeps_nothing_keeps_nothing() -> None:
-    """With no room for idle buffers each one is let go."""
+def test_a_pool_without_idle_room() -> None:
+    """Without room for idle buffers each returned one is dropped."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=0)
     pool.give(pool.take(1))
     assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
 
 
 def test_poison_shows_a_use_after_the_return() -> None:
-    """A returned buffer is overwritten when the pool is told to."""
+    """A poisoned pool overwrites returned buffers."""
     pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB, poison=0xDD)
     buffer = pool.take(10)
     buffer[:10] = b"0123456789"

@@ -1,4 +1,4 @@
-"""The client of one shard: whom it meets, what cancellation leaves, which answer is whose."""
+"""The client of one shard: failed connections, cancellation, and replies to the right calls."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from headrace.schemas.errors import (
 )
 
 
-async def test_hello_tells_the_frame_limit() -> None:
-    """A request that the server would not read is refused before a byte of it is sent."""
+async def test_the_frame_limit_of_the_hello() -> None:
+    """A request over the server's limit is refused before any byte is sent."""
     async with serve() as served, await served.connect(says_hello=False) as client:
         await client.hello(hello_request())
         assert client.max_frame_bytes == served.service.limits.max_frame_bytes
@@ -37,7 +37,7 @@ async def test_hello_tells_the_frame_limit() -> None:
         assert served.service.begun == [2]
 
 
-async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
+async def test_connection_refused() -> None:
     """A refused connection is one error that names the address."""
     port = hold_ports()
     expected = rf"127\.0\.0\.1:{port}: Connection refused; is the server running, and is this its port\?"
@@ -45,8 +45,8 @@ async def test_nobody_there_is_unavailable_with_host_and_port() -> None:
         await ParamServerClient.connect("127.0.0.1", port)
 
 
-async def test_unknown_host_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that does not resolve is an error that names it."""
+async def test_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names a host that does not resolve."""
 
     def getaddrinfo(*_: Any, **__: Any) -> Any:  # a real resolver may take longer than the call
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -57,7 +57,7 @@ async def test_unknown_host_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _resolve_to(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) -> None:
-    """Have names lead to IPv4 addresses; all others are looked up as ever."""
+    """Resolve some names to IPv4 addresses, and all others as usual."""
     look_up = socket.getaddrinfo
 
     def getaddrinfo(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +68,8 @@ def _resolve_to(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-async def test_an_address_where_nothing_answers_leaves_the_next_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a name with several addresses the next is tried soon, not when the first has used up the time."""
+async def test_a_silent_address_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next address of a name is tried soon, not when the first has used up the time."""
     port = hold_ports(hosts=("127.0.0.2", "127.0.0.1"))
     with (
         socket.create_server(("127.0.0.2", port), backlog=0),
@@ -85,8 +85,8 @@ async def test_an_address_where_nothing_answers_leaves_the_next_its_time(monkeyp
             await ParamServerClient.connect("127.0.0.2", port, timeout_s=0.1)
 
 
-async def test_a_server_that_hangs_is_found_out_by_tls() -> None:
-    """Without TLS the kernel connects for a process that hangs; with it nothing answers, and that is one reason."""
+async def test_a_server_that_hangs() -> None:
+    """A hanging process is one possible reason with TLS; without TLS the kernel connects for it."""
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         await (await ParamServerClient.connect(*hanging.getsockname(), timeout_s=30.0)).close()
         expected = r"within 0\.1 s: the host is down, a firewall is in between, or what listens there hangs$"
@@ -97,7 +97,7 @@ async def test_a_server_that_hangs_is_found_out_by_tls() -> None:
 
 
 async def test_a_name_is_looked_up_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that comes back under its name at another address is found there."""
+    """A server that returns under its name at another address is found there."""
     addresses = {"gate.test": ["127.0.0.1"]}
     _resolve_to(monkeypatch, addresses)
     port = hold_ports(hosts=("127.0.0.1", "127.0.0.2"))
@@ -111,14 +111,14 @@ async def test_a_name_is_looked_up_for_each_connection(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, "a\0b"])
-async def test_a_name_that_cannot_be_looked_up_is_unavailable(host: str) -> None:
-    """What a server tells as a shard's host may be no name at all: an error of ours, not Python's."""
+async def test_an_impossible_host_name(host: str) -> None:
+    """A host from a server's shard map that is no name is our error, not Python's."""
     with pytest.raises(UnavailableError, match=r"is no name of a host$"):
         await ParamServerClient.connect(host, 1)
 
 
 async def test_all_addresses_of_a_name_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name with two addresses, at neither of which anybody listens, is told as one refusal."""
+    """If nobody listens at any address of a name, the error is one refusal."""
     texts = "[Errno 111] Connect call failed ('::1', 9, 0, 0), [Errno 111] Connect call failed ('127.0.0.1', 9)"
 
     async def create_connection(*_: Any, **__: Any) -> Any:
@@ -130,7 +130,7 @@ async def test_all_addresses_of_a_name_are_one_line(monkeypatch: pytest.MonkeyPa
 
 
 async def test_peers_that_are_no_servers() -> None:
-    """One that never answers, one that hangs up, and one that speaks HTTP or TLS: each is told as what it may be."""
+    """The error guesses what a peer is that is silent, hangs up, or speaks HTTP or TLS."""
     request = hello_request()
 
     async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -169,8 +169,8 @@ async def test_peers_that_are_no_servers() -> None:
     ],
     ids=["hangs up", "answers in the clear"],
 )
-async def test_a_peer_without_tls_is_told_from_one_that_is_away(answer: bytes, expected: str) -> None:
-    """Whoever has TLS on where the server has it off reads that, and not that the connection was reset."""
+async def test_a_peer_without_tls(answer: bytes, expected: str) -> None:
+    """The error says that TLS is on at one side only, not that the connection was reset."""
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
@@ -184,8 +184,8 @@ async def test_a_peer_without_tls_is_told_from_one_that_is_away(answer: bytes, e
             await ParamServerClient.connect(host, port, ssl_context=ssl.create_default_context())
 
 
-async def test_a_peer_that_ends_while_it_takes_a_frame_is_unavailable() -> None:
-    """The connection is lost by the very write that the call waits for: an outage like any other."""
+async def test_a_peer_that_ends_inside_a_frame() -> None:
+    """A connection lost by the write that a call waits for is `UnavailableError`."""
     closed = asyncio.Event()
 
     async def ends_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,7 +204,7 @@ async def test_a_peer_that_ends_while_it_takes_a_frame_is_unavailable() -> None:
 
 
 async def test_cancelled_call_leaves_the_connection_usable() -> None:
-    """A call that is cancelled while it waits for its answer takes nothing with it."""
+    """Cancelling a call that waits for its reply affects no other."""
     async with serve() as served, await served.connect() as client:
         served.service.gates["slow"] = gate = asyncio.Event()
         calls = [asyncio.create_task(client.get_embeddings(read("slow", bytes([n])))) for n in range(3)]
@@ -218,7 +218,7 @@ async def test_cancelled_call_leaves_the_connection_usable() -> None:
 
 
 async def test_cancellation_in_mid_frame_closes_the_connection() -> None:
-    """A frame that was cut leaves no connection behind that could be taken for a good one."""
+    """After a partly sent frame the connection is closed."""
 
     async def never_reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ async def test_cancellation_in_mid_frame_closes_the_connection() -> None:
 
 
 async def test_cancellation_before_the_first_byte_touches_nobody() -> None:
-    """A call that is cancelled while another one's frame is written is never sent."""
+    """A call cancelled while another's frame is being written is never sent."""
     resume = asyncio.Event()
     seqids: list[int] = []
 
@@ -271,7 +271,7 @@ async def test_cancellation_before_the_first_byte_touches_nobody() -> None:
 
 
 async def test_answers_may_come_in_any_order() -> None:
-    """Each call gets the answer with its seqid."""
+    """Each call gets the reply with its seqid."""
 
     async def backwards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seqids = [await next_seqid(reader) for _ in range(5)]
@@ -285,7 +285,7 @@ async def test_answers_may_come_in_any_order() -> None:
 
 
 async def test_views_of_an_answer_stay_valid() -> None:
-    """A reply's columns are not overwritten by the next replies."""
+    """The next replies do not overwrite a reply's columns."""
     async with serve() as served, await served.connect() as client:
         for size in (100, 100_000):
             served.service.reply_bytes = size
@@ -325,8 +325,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
-async def test_a_server_that_breaks_the_protocol_is_left(data: bytes) -> None:
-    """Bytes that are no answer to this call are a `ProtocolError`, and the connection is closed."""
+async def test_a_server_that_breaks_the_protocol(data: bytes) -> None:
+    """Bytes that are no reply to this call are a `ProtocolError`, and the connection is closed."""
 
     async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_seqid(reader)
@@ -358,7 +358,7 @@ async def test_a_lost_connection_fails_all_calls() -> None:
 
 
 async def test_close_is_idempotent_and_fails_calls_in_flight() -> None:
-    """`close` ends what is in flight, and twice is as good as once."""
+    """`close` fails calls in flight, and a second one is harmless."""
     async with serve() as served:
         client = await served.connect()
         served.service.gates["slow"] = asyncio.Event()
@@ -373,7 +373,7 @@ async def test_close_is_idempotent_and_fails_calls_in_flight() -> None:
 
 
 async def test_older_server_is_a_version_mismatch() -> None:
-    """A method that the server does not have says that it is older."""
+    """An unknown method means that the server is older."""
     async with serve() as served, await served.connect() as client:
         del served.server._context.dispatcher._methods["status"]
         with pytest.raises(ProtocolMismatchError, match="no method status"):
@@ -381,8 +381,8 @@ async def test_older_server_is_a_version_mismatch() -> None:
         await client.get_embeddings(read("t"))
 
 
-async def test_a_server_that_owes_too_many_answers_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to callers who have gone are waited for up to a number; beyond it the connection is of no use."""
+async def test_a_server_that_owes_too_many_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many outstanding replies to abandoned calls close the connection."""
     monkeypatch.setattr(client_module, "_MAX_ABANDONED", 3)
 
     async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -400,7 +400,7 @@ async def test_a_server_that_owes_too_many_answers_is_left(monkeypatch: pytest.M
 
 
 async def test_seqids_wrap_and_are_not_reused_in_flight() -> None:
-    """After 2³¹ - 1 comes 1, and a number that still waits for its answer is not given out again."""
+    """After 2³¹ - 1 comes 1, and a seqid in flight is not reused."""
     async with serve() as served, await served.connect() as client:
         served.service.gates["slow"] = gate = asyncio.Event()
         client._last_seqid = 2**31 - 2

@@ -1,4 +1,4 @@
-"""When a call is given up: not while long frames move on, and always in the end."""
+"""Deadlines of calls: postponed while long frames move on, and always reached in the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.schemas.messages import REPLY, decode_header, encode_message
 
 
 async def test_deadline_leaves_the_connection_usable() -> None:
-    """A call without an answer in time fails alone, and its late answer is dropped."""
+    """A call without a reply in time fails alone, and its late reply is dropped."""
     async with serve() as served, await served.connect() as client:
         served.service.gates["slow"] = gate = asyncio.Event()
         with pytest.raises(UnavailableError, match=r"getEmbeddings to .*: no answer within 0\.05 s$"):
@@ -63,8 +63,8 @@ class Heard:
 
 
 @pytest.mark.parametrize("piece_bytes", [90 * 2**10, 1])
-async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes: int) -> None:
-    """A slow link ends no call, nor the calls behind it; one byte at a time is no moving on."""
+async def test_a_long_reply_that_moves_on(piece_bytes: int) -> None:
+    """A slow link fails no call, nor the calls behind it; single bytes do not count as progress."""
     go_on, first_bytes = asyncio.Event(), 320 * 2**10  # more than what is read before a frame is known
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,8 +98,8 @@ async def test_a_long_answer_that_moves_on_has_all_the_time_it_takes(piece_bytes
             go_on.set()
 
 
-async def test_a_long_request_that_moves_on_has_all_the_time_it_takes() -> None:
-    """What the peer takes, however slowly, is not begun anew; one that takes nothing for long is given up."""
+async def test_a_long_request_that_moves_on() -> None:
+    """A request may take long while the peer reads it; it fails if nothing is read for long."""
     take = asyncio.Event()
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,8 +129,8 @@ async def test_a_long_request_that_moves_on_has_all_the_time_it_takes() -> None:
         take.set()
 
 
-async def test_a_long_request_that_was_taken_has_its_deadline_like_any_other() -> None:
-    """Once a request has left, only its answer is waited for, and the connection outlives the call."""
+async def test_a_long_request_that_was_sent() -> None:
+    """Once a request is sent, only its reply is awaited, and the connection outlives the call."""
     take, has_taken, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,8 +156,8 @@ async def test_a_long_request_that_was_taken_has_its_deadline_like_any_other() -
         done.set()
 
 
-async def test_an_early_answer_does_not_let_a_request_wait_for_ever() -> None:
-    """A server that refuses a frame, and takes nothing more of it, is given up at the deadline."""
+async def test_an_early_reply_to_a_request() -> None:
+    """A call whose frame the server refuses and stops reading fails at the deadline."""
     done = asyncio.Event()
 
     async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

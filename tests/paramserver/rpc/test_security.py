@@ -1,3 +1,5 @@
+"""TLS, tokens, roles and safe addresses."""
+
 from __future__ import annotations
 
 import asyncio
@@ -42,7 +44,7 @@ def client_tls(name: str | None = None) -> Any:
 
 @pytest.mark.parametrize("size_bytes", [10, 3_000_000])
 async def test_calls_over_tls(size_bytes: int) -> None:
-    """With TLS everything works as without, long frames both ways included."""
+    """Calls work over TLS as without, with long frames in both directions."""
     async with serve(ssl_context=server_tls()) as served:
         served.host = "localhost"
         async with await served.connect(ssl_context=client_tls()) as client:
@@ -55,7 +57,7 @@ async def test_calls_over_tls(size_bytes: int) -> None:
 
 
 class _Writing(asyncio.Protocol):
-    """A connection of which only the writing half is looked at."""
+    """A protocol that only writes."""
 
     def __init__(self) -> None:
         self.writer = FrameWriter(timeout_s=WAIT_S)
@@ -75,8 +77,8 @@ class _Writing(asyncio.Protocol):
         self.writer.detach()
 
 
-async def test_a_reader_that_leaves_amid_a_frame_over_tls_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """What is left of the frame is not written to a connection that is lost, on which asyncio would remark."""
+async def test_a_reader_that_leaves_inside_a_frame(caplog: pytest.LogCaptureFixture) -> None:
+    """After a TLS connection is lost no more is written, of which asyncio would warn."""
     protocol, loop = _Writing(), asyncio.get_running_loop()
     loop.slow_callback_duration = math.inf  # a slow machine is remarked on, too
     server = await loop.create_server(lambda: protocol, "127.0.0.1", 0, ssl=server_tls())
@@ -93,7 +95,7 @@ async def test_a_reader_that_leaves_amid_a_frame_over_tls_is_no_warning(caplog: 
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_connection_over_tls_may_be_closed_twice(hangs: bool) -> None:
-    """`close` ends, for each of two who call it at once and again afterwards, also when the server hangs."""
+    """Concurrent and repeated calls of `close` end, even if the server hangs."""
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
@@ -115,7 +117,7 @@ async def test_a_connection_over_tls_may_be_closed_twice(hangs: bool) -> None:
 
 
 async def test_certificate_name_is_checked() -> None:
-    """A certificate for another name is refused; the name to expect can be given."""
+    """A certificate for another name is refused; the expected name can be given."""
     async with serve(ssl_context=server_tls()) as served:
         with pytest.raises(UnauthorizedError, match=r"TLS with .*wrong\.test"):
             await served.connect(ssl_context=client_tls(), server_hostname="wrong.test")
@@ -123,8 +125,8 @@ async def test_certificate_name_is_checked() -> None:
             await client.status()
 
 
-async def test_the_dot_of_a_whole_name_is_not_of_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name may be written with the root's dot, which spares a resolver its search domains."""
+async def test_a_trailing_dot_is_not_in_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may have a trailing dot, which spares a resolver its search domains."""
     look_up = socket.getaddrinfo
 
     def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> Any:
@@ -139,15 +141,15 @@ async def test_the_dot_of_a_whole_name_is_not_of_the_certificate(monkeypatch: py
 
 
 async def test_certificate_of_an_unknown_authority_is_refused() -> None:
-    """A server that is signed by somebody else is not believed."""
+    """A server's certificate must be signed by the given authority."""
     async with serve(ssl_context=server_tls()) as served:
         context = client_tls_context(authority=TLS / "stranger.pem")
         with pytest.raises(UnauthorizedError, match="TLS with"):
             await served.connect(ssl_context=context)
 
 
-async def test_mutual_tls_asks_for_a_certificate() -> None:
-    """With a client authority only clients that it has signed get in; the others are counted."""
+async def test_mutual_tls() -> None:
+    """With a client authority only clients with its certificates get in; the others are counted."""
     async with serve(ssl_context=server_tls(mutual=True)) as served:
         async with await served.connect(ssl_context=client_tls("client")) as client:
             await client.status()
@@ -160,8 +162,8 @@ async def test_mutual_tls_asks_for_a_certificate() -> None:
         assert served.server.num_connections == 0
 
 
-async def test_a_client_that_hangs_up_amid_a_handshake_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    """The line has a reason, though the error that asyncio makes of it has none."""
+async def test_a_client_that_hangs_up_in_a_handshake(caplog: pytest.LogCaptureFixture) -> None:
+    """The log line has a reason, though asyncio's error has none."""
     async with serve(ssl_context=server_tls()) as served:
         reader, writer = await asyncio.open_connection(served.host, served.port)
         writer.write_eof()
@@ -172,7 +174,7 @@ async def test_a_client_that_hangs_up_amid_a_handshake_is_said_so(caplog: pytest
 
 
 async def test_plaintext_to_a_tls_port_is_refused() -> None:
-    """A client without TLS gets an error, not a hang."""
+    """A client without TLS gets an error and does not hang."""
     async with serve(ssl_context=server_tls()) as served:
         with pytest.raises(UnavailableError):
             await served.connect()
@@ -180,7 +182,7 @@ async def test_plaintext_to_a_tls_port_is_refused() -> None:
 
 
 async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:
-    """A right token is let in; a wrong or missing one is refused, counted and logged without the secret."""
+    """A wrong or missing token is refused, counted and logged without the secret."""
     async with serve(access=AccessPolicy(Token(SECRET))) as served:
         client = await served.connect(says_hello=False)
         for shown in (None, OTHER, ""):
@@ -202,7 +204,7 @@ async def test_token_opens_its_role(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_reader_may_not_write() -> None:
-    """Roles bind with and without tokens."""
+    """Roles are enforced with and without tokens."""
     async with serve() as served, await served.connect(says_hello=False) as client:
         await client.hello(hello_request(role=READER))
         await client.get_embeddings(read("t"))
@@ -213,7 +215,7 @@ async def test_a_reader_may_not_write() -> None:
 
 
 def test_tokens_by_role() -> None:
-    """A higher role's token opens the lower ones, and not the other way."""
+    """A higher role's token opens the lower roles, and not vice versa."""
     policy = AccessPolicy({READER: Token(SECRET), ADMIN: Token(OTHER)})
     policy.check_hello(READER, SECRET)
     for role in (READER, WRITER, ADMIN):
@@ -225,7 +227,7 @@ def test_tokens_by_role() -> None:
         AccessPolicy({READER: Token(SECRET)}).check_hello(ADMIN, SECRET)
 
 
-def test_methods_that_are_not_named_are_for_admins() -> None:
+def test_unlisted_methods_need_an_admin() -> None:
     """A new method is closed until it is given a role."""
     policy = AccessPolicy(Token(SECRET))
     policy.check_call(ADMIN, "somethingNew")
@@ -233,11 +235,19 @@ def test_methods_that_are_not_named_are_for_admins() -> None:
         policy.check_call(WRITER, "somethingNew")
 
 
+def test_following_takes_the_role_of_a_reader() -> None:
+    """A connection without a hello may not follow."""
+    policy = AccessPolicy(Token(SECRET))
+    policy.check_call(READER, "fetchUpdates")
+    with pytest.raises(UnauthorizedError):
+        policy.check_call(None, "fetchUpdates")
+
+
 @pytest.mark.parametrize(
     "secret", ["short", "with a space in it", "tab\tin-the-middle-of", "ünicode-ünicode-ü", "x" * 5000]
 )
 def test_bad_tokens_are_refused_without_being_shown(secret: str) -> None:
-    """What is no token is an error that does not repeat it."""
+    """The error about a bad token does not repeat it."""
     with pytest.raises(ConfigError) as error:
         Token(secret)
     assert secret not in str(error.value)
@@ -251,7 +261,7 @@ def test_token_stays_out_of_texts() -> None:
 
 
 def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
-    """A file goes before the environment, and is refused when others may read it."""
+    """A file wins over the environment, and is refused if others may read it."""
     path = tmp_path / "token"
     path.write_text(f"{SECRET}\n")
     path.chmod(0o600)
@@ -273,13 +283,13 @@ def test_token_comes_from_file_or_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_needs_no_protection(host: str) -> None:
-    """On the loopback anybody may listen."""
+    """Any server may listen on loopback."""
     check_bind(host, is_protected=False, allow_insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "shard.example"])
 def test_other_addresses_need_protection_or_consent(host: str) -> None:
-    """Elsewhere a server without protection is refused, unless the user insists."""
+    """On other addresses a server needs protection, or the user's consent."""
     check_bind(host, is_protected=True, allow_insecure=False)
     check_bind(host, is_protected=False, allow_insecure=True)
     with pytest.raises(ConfigError, match="--insecure-bind"):
@@ -287,7 +297,7 @@ def test_other_addresses_need_protection_or_consent(host: str) -> None:
 
 
 def test_bad_tls_files_are_named(tmp_path: Path) -> None:
-    """A file that is missing or not PEM is an error that names it."""
+    """The error names a file that is missing or not PEM."""
     with pytest.raises(ConfigError, match=r"nothing\.pem"):
         server_tls_context(certificate=tmp_path / "nothing.pem", key=TLS / "server.key.pem")
     with pytest.raises(ConfigError, match=r"client\.key\.pem"):

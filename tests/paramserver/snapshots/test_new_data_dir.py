@@ -1,21 +1,37 @@
-"""A server's directory on its way: one process makes it; the commands that do are tested with theirs."""
-
 from __future__ import annotations
 
+import asyncio
 import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from open_files import files_open_in
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, values_of
 
-from headrace.paramserver.snapshots import new_data_dir
-from headrace.paramserver.snapshots.new_data_dir import NewDataDir, check_target
-from headrace.schemas.errors import ConfigError, StorageError
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replay.target import ReplayTarget
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.new_data_dir import NewDataDir, StoreBuilder, check_target
+from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.store.sst.table_writer import TableFileWriter
+from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, StorageError
+from headrace.schemas.row_keys import decode_row_ids, key_prefix
+from headrace.schemas.tables import TableSpec
+from headrace.scripts.table_io.sending import ask_server
 
 
-def test_one_process_makes_it(tmp_path: Path) -> None:
-    """Another one is refused while it is being made, and leaves what the first has made."""
+def test_only_one_process_makes_a_directory(tmp_path: Path) -> None:
+    """A second process is refused and leaves the first one's work."""
     with NewDataDir(tmp_path / "data", num_shards=1, work="restore") as first:
         (first.shard_path(0) / "a").touch()
         with pytest.raises(ConfigError, match="another restore is making it just now"):
@@ -24,14 +40,14 @@ def test_one_process_makes_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_rename_replaces_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link, a mount point and the working directory are refused before any work, each with what to name instead."""
+def test_a_target_that_a_rename_cannot_replace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link, a mount point and the working directory are refused with advice before any work."""
     target, link, dangling = tmp_path / "data", tmp_path / "link", tmp_path / "dangling"
     target.mkdir()
     link.symlink_to(target)
     dangling.symlink_to(tmp_path / "nowhere")
     for path in (link, dangling):
-        with pytest.raises(ConfigError, match=rf"--data {path}: a symbolic link, .*: name what it points to"):
+        with pytest.raises(ConfigError, match=rf"--data {path}: a symbolic link, .*: name its target"):
             check_target(path)
     monkeypatch.chdir(target)
     for path in (target, Path.cwd(), Path(), tmp_path / "data" / ".." / "data"):
@@ -39,14 +55,14 @@ def test_what_no_rename_replaces_is_refused_at_once(tmp_path: Path, monkeypatch:
             check_target(path)
     monkeypatch.chdir(tmp_path)
     check_target(target)
-    monkeypatch.setattr(new_data_dir.os.path, "ismount", lambda path: path == target)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == target)
     with pytest.raises(ConfigError, match=rf"--data {target}: a mount point, .*: name a directory below it"):
         check_target(target)
     assert sorted(tmp_path.iterdir()) == [dangling, target, link]
 
 
-def test_a_working_directory_that_is_gone_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a directory that was removed, one can be made elsewhere by its whole name."""
+def test_a_removed_working_directory_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a removed directory, an absolute target works."""
     (tmp_path / "gone").mkdir()
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -54,23 +70,23 @@ def test_a_working_directory_that_is_gone_is_in_nobodys_way(tmp_path: Path, monk
     check_target(tmp_path / "data")
 
 
-def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock on a directory that its last holder has removed meanwhile is no claim to what a third makes there now."""
-    lock, aside = new_data_dir.fcntl.flock, tmp_path / ".data.restore"
+def test_a_lock_on_a_removed_directory_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the last holder has removed the directory, the lock does not cover a new one of that name."""
+    lock, aside = fcntl.flock, tmp_path / ".data.restore"
 
     def remove_first(fd: int, operation: int) -> None:
         aside.rename(tmp_path / "removed")
         (aside / "ready").mkdir(parents=True)
         lock(fd, operation)
 
-    monkeypatch.setattr(new_data_dir.fcntl, "flock", remove_first)
+    monkeypatch.setattr(fcntl, "flock", remove_first)
     with pytest.raises(ConfigError, match="another restore is making it just now"):
         NewDataDir(tmp_path / "data", num_shards=1, work="restore")
     assert (aside / "ready").is_dir()
 
 
-def test_what_fails_halfway_holds_no_lock_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a shard's directory cannot be made, the directory aside is removed, and its lock is let go of."""
+def test_a_failed_start_leaves_no_lock_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a shard's directory cannot be made, everything is removed and unlocked."""
     make = Path.mkdir
 
     def fail_at_the_second(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -87,3 +103,172 @@ def test_what_fails_halfway_holds_no_lock_and_leaves_nothing(tmp_path: Path, mon
     monkeypatch.undo()
     with NewDataDir(tmp_path / "data", num_shards=2, work="restore"):
         pass
+
+
+async def test_a_server_starts_on_it(tmp_path: Path) -> None:
+    """A server returns every row with its version and identity, and gives trainers a higher epoch."""
+    ids = np.flatnonzero(np.arange(500) % 5)
+    rows = {ITEMS: chunk_of(ITEMS, ids, deleted=[7]), USERS: chunk_of(USERS, np.arange(300), epoch=9)}
+    await asyncio.to_thread(build, tmp_path / "data", rows, num_shards=2)
+    with ServerProcess.start(tmp_path / "data") as server:
+        async with await EmbeddingReader.connect(server.address) as reader:
+            for spec, chunk in rows.items():
+                await _check(reader, spec, chunk)
+            missing = await reader.get(ITEMS.fqn, [0, 7])
+            assert missing.presence.tolist() == [0, 2]
+            assert (await reader.find_rows(USERS.fqn, [31 * 8 + 5, 4])).tolist() == [8, -1]
+            assert {link.hello.highest_epoch for link in reader.links} == {9}
+            status = await reader.status()
+        assert [(shard.log_seq, shard.applied_seq) for shard in status] == [(2, 2)] * 2
+        assert {client.world_size for shard in status for client in shard.clients} == {0}
+        host, _, port = server.address.rpartition(":")
+        facts = await ask_server(ReplayTarget(host=host, port=int(port)))
+        assert facts.tables == {spec.fqn: spec for spec in rows}
+
+
+async def _check(reader: EmbeddingReader, spec: TableSpec, chunk: RowChunk) -> None:
+    live = chunk if chunk.is_deleted is None else chunk.take(~chunk.is_deleted)
+    found = await reader.get(spec.fqn, live.row_ids, with_states=True, with_versions=True)
+    assert (found.presence == 1).all()
+    expected = values_of(spec, live.row_ids)
+    assert found.weights.tobytes() == expected["weights"].tobytes()
+    for name, column in found.states.items():
+        assert column.tobytes() == expected[f"state:{name}"].tobytes()
+    assert found.epochs is not None
+    assert found.steps is not None
+    assert found.times_us is not None
+    assert (found.epochs == live.epochs).all()
+    assert (found.steps == live.steps).all()
+    assert (found.times_us == live.times_us).all()
+
+
+def test_a_lost_store_is_noticed(tmp_path: Path) -> None:
+    """Without its store the directory is refused, because its log does not have the rows."""
+    build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, range(10))}, num_shards=1)
+    shutil.rmtree(tmp_path / "data" / "shard-0000" / "store")
+    with pytest.raises(Exception, match="seq"):
+        ServerProcess.start(tmp_path / "data")
+
+
+# The calls at which a process is killed.
+_CALLS = [
+    "TableFileWriter.add",
+    "TableFileWriter.finish",
+    "RowStore.write_runs",
+    "DataDir.prepare",
+    "Path.rename",
+    "new_data_dir.move_into_place",
+]
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_a_killed_process_leaves_no_directory(tmp_path: Path, name: str) -> None:
+    """After a kill there is nothing that a server starts on, and another attempt succeeds."""
+    target = tmp_path / "data"
+    script = f"""
+        import os
+        from pathlib import Path
+        from headrace.paramserver.config.data_dir import DataDir
+        from headrace.paramserver.snapshots import new_data_dir
+        from headrace.paramserver.store.rows import RowStore
+        from headrace.paramserver.store.sst.table_writer import TableFileWriter
+        from table_rows import ITEMS, build, chunk_of
+
+        {name} = lambda *_, **__: os.kill(os.getpid(), 9)
+        build(Path({str(target)!r}), {{ITEMS: chunk_of(ITEMS, range(400))}}, num_shards=2)
+    """
+    support = Path(__file__).parents[2] / "support"
+    process = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(support)!r})\n" + textwrap.dedent(script)],
+        check=False,
+        capture_output=True,
+    )
+    assert process.returncode == -9, process.stderr.decode()
+    assert not target.exists()
+    ready = tmp_path / ".data.backfill" / "ready"
+    if name != _CALLS[-1]:
+        with pytest.raises(ConfigError, match="not a directory of Headrace's"):
+            DataDir.claim(ready, num_shards=None)
+    build(target, {ITEMS: chunk_of(ITEMS, range(400))}, num_shards=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    with DataDir.claim(target, num_shards=2) as directory:
+        assert directory.manifest.num_shards == 2
+
+
+def test_a_failed_builder_keeps_no_file_open(tmp_path: Path) -> None:
+    """A reference to a failed builder, as from a traceback, keeps no file open."""
+    builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="fill")
+    with pytest.raises(KeyboardInterrupt), builder:
+        builder.add(ITEMS.fqn, chunk_of(ITEMS, range(400)))
+        raise KeyboardInterrupt
+    assert not files_open_in(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is an error that leaves nothing."""
+
+    def fail(self: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TableFileWriter, "finish", fail)
+    with pytest.raises(StorageError, match="the disk is full"):
+        build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, range(400))})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_shards", "file_mib"), [(1, 256), (8, 256), (16, 128), (1024, 64)])
+def test_files_are_long_whatever_the_number_of_shards(num_shards: int, file_mib: int, tmp_path: Path) -> None:
+    """Files are long, so that stores of terabytes have few, but many shards share the memory."""
+    with StoreBuilder(tmp_path / "data", num_shards=num_shards, specs=[ITEMS], run="test") as builder:
+        assert {files._file_bytes for files in builder._shards} == {file_mib << 20}
+
+
+def test_rows_in_pieces_share_files(tmp_path: Path) -> None:
+    """A file grows over many additions up to its length, and every row is in one of them."""
+    with StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="test", file_bytes=8192) as builder:
+        for first in range(0, 500, 5):
+            builder.add(ITEMS.fqn, chunk_of(ITEMS, range(first, first + 5)))
+        builder.finish()
+    found = []
+    for shard in ("shard-0000", "shard-0001"):
+        store = RowStore.open(tmp_path / "data" / shard / "store")
+        ids = decode_row_ids([key for key, _ in store.scan(key_prefix(1))]).tolist()
+        assert ids == sorted(ids)
+        found += ids
+        files = [file for file in store._db.live_files() if file["start_key"][:4] == key_prefix(1)]
+        assert 2 < len(files) < 10
+        store.close()
+    assert sorted(found) == [*range(500)]
+
+
+def test_rows_out_of_order_are_refused(tmp_path: Path) -> None:
+    """Repeated, descending and out-of-range row ids are refused, within and between chunks; nothing remains."""
+    cases: list[tuple[list[Any], type[Exception], str]] = [
+        ([[3, 3]], RequestError, "row 3 follows row 3"),
+        ([[1, 2], [2]], RequestError, "row 2 follows row 2"),
+        ([[5], [4]], RequestError, "row 4 follows row 5"),
+        ([[500]], RowRangeError, "row id 500"),
+        ([[-1]], RowRangeError, "row id -1"),
+    ]
+    for chunks, error, text in cases:
+        builder = StoreBuilder(tmp_path / "data", num_shards=2, specs=[ITEMS], run="test")
+        with pytest.raises(error, match=text), builder:
+            for ids in chunks:
+                builder.add(ITEMS.fqn, chunk_of(ITEMS, ids, step=1))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    """A non-empty directory and one in the making are refused; an empty one is used."""
+    rows = {VIRTUAL: chunk_of(VIRTUAL, [1, 2**62])}
+    (tmp_path / "data").mkdir()
+    with StoreBuilder(tmp_path / "data", num_shards=1, specs=[VIRTUAL], run="test") as builder:
+        with pytest.raises(ConfigError, match="another backfill"):
+            StoreBuilder(tmp_path / "data", num_shards=1, specs=[VIRTUAL], run="test")
+        builder.add(VIRTUAL.fqn, rows[VIRTUAL])
+        builder.finish()
+    with pytest.raises(ConfigError, match="not empty"):
+        build(tmp_path / "data", rows)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        build(tmp_path / "nowhere" / "data", rows)

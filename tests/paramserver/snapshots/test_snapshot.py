@@ -1,4 +1,4 @@
-"""Snapshots of running shards: all at one step while a trainer goes on, fetched in pieces, equal row for row."""
+"""Snapshots of running shards, from the cut to the fetched copy."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
 
-from headrace.paramserver.config.shard_config import ShardConfig
-from headrace.paramserver.reading.shard_link import Dial
+from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.rpc_server import ThriftServer
-from headrace.paramserver.shard.shard import Shard, open_shard
-from headrace.paramserver.snapshots import snapshot_client
-from headrace.paramserver.snapshots.snapshot_client import create_snapshot, fetch_snapshot, newest_snapshot
-from headrace.paramserver.snapshots.snapshot_files import SnapshotFiles, hash_file, hash_folder, verify_snapshot
-from headrace.paramserver.store.row_store import RowStore
-from headrace.paramserver.store.store_config import StoreConfig
+from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.paramserver.snapshots import remote
+from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_file, hash_folder, verify_snapshot
+from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, newest_snapshot
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -46,13 +46,13 @@ NUM_SHARDS = 2
 
 
 def rows_on(shard: int, first: int, end: int) -> Any:
-    """Row ids of a range that live on a shard."""
+    """Return the row ids of a range that live on a shard."""
     rows = np.arange(first, end, dtype="<i8")
     return rows[shards_of_rows(table_seed(SPEC.fqn), rows, NUM_SHARDS) == shard]
 
 
 class Trainer:
-    """Writes every row of every shard at each step, in two batches a shard, so that half a step is easy to see."""
+    """Writes every row of every shard at each step, in two batches per shard, so that half a step shows."""
 
     def __init__(self, clients: list[ParamServerClient], *, rank: int = 0, world_size: int = 1) -> None:
         self.step = 0
@@ -107,6 +107,13 @@ class Server:
         self.address = f"{addresses[0][0]}:{addresses[0][1]}"
         self.clients: list[ParamServerClient] = []
 
+    async def trained(self) -> Trainer:
+        """Return a trainer after its first step."""
+        trainer = Trainer(self.clients)
+        await trainer.hello()
+        await trainer.train()
+        return trainer
+
     async def snapshot(self, **settings: Any) -> SnapshotManifest:
         return await create_snapshot(self.address, dial=ADMIN, **{"timeout_s": 60.0} | settings)
 
@@ -142,7 +149,7 @@ async def serving(directory: Path, **changes: Any) -> AsyncIterator[Server]:
 
 
 def rows_of(folder: Path, shard: int) -> dict[int, float]:
-    """First weight of every row in a shard's part of a snapshot."""
+    """Return the first weight of every row in a shard's part of a snapshot."""
     store = RowStore.open_read_only(folder / f"shard-{shard:04d}", config=StoreConfig(block_cache_bytes=1 << 20))
     layout = RecordLayout(SPEC, SPEC.whole)
     try:
@@ -155,12 +162,10 @@ def rows_of(folder: Path, shard: int) -> dict[int, float]:
         store.close()
 
 
-async def test_a_snapshot_is_one_step_while_the_trainer_goes_on(tmp_path: Path) -> None:
-    """Each of several snapshots has every row of all shards at its step, none before and none behind."""
+async def test_a_snapshot_is_at_one_step_while_the_trainer_continues(tmp_path: Path) -> None:
+    """Each snapshot has every row of all shards at exactly its step."""
     async with serving(tmp_path) as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        trainer = await server.trained()
         is_enough = asyncio.Event()
 
         async def train_on() -> None:
@@ -180,8 +185,8 @@ async def test_a_snapshot_is_one_step_while_the_trainer_goes_on(tmp_path: Path) 
             assert rows_of(folder, shard) == dict.fromkeys(rows_on(shard, 0, 40).tolist(), float(manifest.step))
 
 
-async def test_a_run_that_stands_still_is_cut_where_it_is(tmp_path: Path) -> None:
-    """No batch has to come for it; an empty server has a snapshot too."""
+async def test_a_run_that_stands_still_has_a_snapshot(tmp_path: Path) -> None:
+    """No batch has to come; even an empty server has a snapshot."""
     async with serving(tmp_path) as server:
         assert (await server.snapshot(name="empty")).step == -1
         trainer = Trainer(server.clients)
@@ -194,8 +199,8 @@ async def test_a_run_that_stands_still_is_cut_where_it_is(tmp_path: Path) -> Non
             await server.snapshot(name="still")
 
 
-async def test_a_run_in_mid_step_has_no_cut(tmp_path: Path) -> None:
-    """It is refused in time, nothing is left over, and `at_step=False` cuts all the same and says it is no step."""
+async def test_a_run_in_mid_step_has_no_consistent_cut(tmp_path: Path) -> None:
+    """A snapshot is refused and leaves nothing, but `at_step=False` makes one at no step."""
     async with serving(tmp_path) as server:
         trainer = Trainer(server.clients)
         await trainer.hello()
@@ -210,7 +215,7 @@ async def test_a_run_in_mid_step_has_no_cut(tmp_path: Path) -> None:
 
 
 async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
-    """With two ranks the cut waits until both have ended the same step on every shard."""
+    """The cut waits until both ranks have ended the same step on every shard."""
     async with serving(tmp_path) as server:
         ranks = [Trainer(server.clients, rank=rank, world_size=2) for rank in range(2)]
         for rank in ranks:
@@ -225,8 +230,8 @@ async def test_all_ranks_are_at_the_step(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Have shards wait before they hash what they have copied; yield what says that one does."""
+def _paused_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make shards wait before they hash; yield an event that is set when one waits."""
     hashing, may_hash = threading.Event(), threading.Event()
 
     def hash_late(folder: Path, **settings: Any) -> Any:
@@ -234,28 +239,26 @@ def _held_hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert may_hash.wait(100)
         return hash_folder(folder, **settings)
 
-    monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_maker.hash_folder", hash_late)
+    monkeypatch.setattr("headrace.paramserver.snapshots.maker.hash_folder", hash_late)
     try:
         yield hashing
     finally:
         may_hash.set()
 
 
-async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a first snapshot is made, a writer outruns retention; whoever begins from it finds the log all the same."""
+async def test_the_log_behind_an_unfinished_snapshot_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention keeps the log behind a snapshot in the making, however much is written."""
     mib = 1 << 20
     async with serving(tmp_path, log_segment_bytes=mib, log_retention_bytes=mib) as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
-        with _held_hashing(monkeypatch) as hashing:
+        trainer = await server.trained()
+        with _paused_hashing(monkeypatch) as hashing:
             making = asyncio.create_task(server.snapshot(name="first"))
             assert await asyncio.to_thread(hashing.wait, 60)
             for _ in range(3):
                 await trainer.train(num_rows=60_000)
             for shard in server.shards:
                 await shard.applied()
-                await asyncio.to_thread(shard._store.flush)
+                await asyncio.to_thread(shard.store.flush)
                 await shard._retention.trim()
         manifest = await making
         for part, client, shard in zip(manifest.parts, server.clients, server.shards, strict=True):
@@ -266,42 +269,38 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path, m
             assert (await client.fetch_updates(request)).records[0].seq == part.seq + 1
 
 
-async def test_a_snapshot_that_was_not_made_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that failed, or whose caller was killed, lets go of the log at once; a published one soon."""
+async def test_a_failed_snapshot_keeps_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed part releases the log at once, a published one soon."""
 
     def fail(folder: Path, **settings: Any) -> Any:
         raise StorageError("the disk is on fire")
 
     async with serving(tmp_path) as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        await server.trained()
         with monkeypatch.context() as patched, pytest.raises(HeadraceError, match="on fire"):
-            patched.setattr("headrace.paramserver.snapshots.snapshot_maker.hash_folder", fail)
+            patched.setattr("headrace.paramserver.snapshots.maker.hash_folder", fail)
             await server.snapshot(name="failed")
         request = idl.CreateSnapshotRequest(name="killed", epoch=0, min_step=-1, wait_ms=0)
         gone: Any = SimpleNamespace(peer=SimpleNamespace(is_connected=False))
-        with pytest.raises(UnavailableError, match="nobody waits for it any more"):
+        with pytest.raises(UnavailableError, match="nobody waits for it"):
             await server.shards[0].create_snapshot(gone, request)
-        assert [shard._retention.cuts.held() for shard in server.shards] == [[], []]
+        assert [shard._retention.snapshot_leases.held() for shard in server.shards] == [[], []]
         manifest = await server.snapshot(name="made")
         for part, shard in zip(manifest.parts, server.shards, strict=True):
-            (lease,) = shard._retention.cuts.held()
+            (lease,) = shard._retention.snapshot_leases.held()
             assert (lease.name, lease.seq) == ("snapshot made", part.seq + 1)
             assert lease.expires_s - time.monotonic() <= 60
-            assert [held.seq for held in shard._retention._published()] == [part.seq + 1]
+            assert [held.seq for held in shard._retention._published_leases()] == [part.seq + 1]
         server.shards[0].begin_drain()
         there: Any = SimpleNamespace(peer=SimpleNamespace(is_connected=True))
         with pytest.raises(UnavailableError, match="the shard stops"):
             await server.shards[0].create_snapshot(there, request)
 
 
-async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot reads the files written since the one before; of others it repeats what that one's manifest says."""
+async def test_files_of_the_newest_snapshot_are_not_rehashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot hashes only new files and takes the other checksums from the last manifest."""
     async with serving(tmp_path) as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        trainer = await server.trained()
         first = await server.snapshot(name="first")
         await trainer.train()
         read: list[Path] = []
@@ -310,7 +309,7 @@ async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, m
             read.append(path)
             return hash_file(path)
 
-        monkeypatch.setattr("headrace.paramserver.snapshots.snapshot_files.hash_file", note)
+        monkeypatch.setattr("headrace.paramserver.snapshots.directory.hash_file", note)
         second = await server.snapshot(name="second")
         old, new = (
             {path: file for path, file in manifest.files().items() if path.endswith(".sst")}
@@ -325,8 +324,8 @@ async def test_a_file_of_the_newest_snapshot_is_not_read_again(tmp_path: Path, m
         assert verify_snapshot(server.files.folder_of("second")) == second
 
 
-async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_path: Path) -> None:
-    """A maker's clock that was ahead, and a snapshot of another store beside it, send nobody to the wrong one."""
+async def test_the_newest_snapshot_is_this_store_s_by_seq(tmp_path: Path) -> None:
+    """Wrong clocks and another store's snapshots do not matter."""
     async with serving(tmp_path / "server") as server:
         trainer = Trainer(server.clients)
         await trainer.hello()
@@ -338,21 +337,19 @@ async def test_the_newest_is_this_store_s_with_the_last_place_in_its_log(tmp_pat
         manifest_path.write_bytes(first.encode())
         assert (await newest_snapshot(server.address, dial=READER)).name == "second"
         server.files.folder_of("second").rename(tmp_path / "elsewhere")
-        foreign = tuple(dataclasses.replace(part, server_id="another") for part in first.parts)
-        manifest_path.write_bytes(dataclasses.replace(first, parts=foreign).encode())
+        others = tuple(dataclasses.replace(part, server_id="another") for part in first.parts)
+        manifest_path.write_bytes(dataclasses.replace(first, parts=others).encode())
         with pytest.raises(GoneError, match="no snapshot yet"):
             await newest_snapshot(server.address, dial=READER)
 
 
-async def test_a_snapshot_that_is_removed_while_it_is_fetched_leaves_nothing(
+async def test_a_snapshot_that_is_removed_during_a_fetch_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of what is gone cannot be completed by a later call, so they do not stay."""
-    monkeypatch.setattr(snapshot_client, "_FILES_AT_ONCE", 1)  # so that not all has been asked for by then
+    """A partial copy that cannot be completed is removed."""
+    monkeypatch.setattr(remote, "_FILES_AT_ONCE", 1)  # so that some files are not requested yet
     async with serving(tmp_path / "server") as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        await server.trained()
         await server.snapshot(name="one")
         progress: list[int] = []
 
@@ -366,14 +363,10 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_leaves_nothing(
     assert len(progress) == 2 and list((tmp_path / "copy").iterdir()) == []
 
 
-async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is there already is kept; a damaged piece of it is found out and fetched again. There is to be room."""
+async def test_an_interrupted_fetch_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial files are kept, damaged ones are fetched again, and a lack of room is refused."""
     async with serving(tmp_path / "server") as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        await server.trained()
         manifest = await server.snapshot(name="one")
         target = SnapshotFiles(tmp_path / "copy")
         first, second, *_ = [path for path, file in manifest.files().items() if file.size_bytes > 100]
@@ -401,7 +394,7 @@ async def test_a_snapshot_is_fetched_and_an_interrupted_fetch_goes_on(
 
 
 async def test_a_fetched_copy_has_no_lease(tmp_path: Path) -> None:
-    """A copy of an export's own snapshot is not removed when nobody has read of it for long; nor fetched again."""
+    """A copy of an export's snapshot is never pruned, and not fetched again."""
     async with serving(tmp_path / "server") as server:
         made = await server.snapshot(name="export", at_step=False, lease_s=3600)
         copy = SnapshotFiles(tmp_path / "copy")
@@ -409,17 +402,15 @@ async def test_a_fetched_copy_has_no_lease(tmp_path: Path) -> None:
             got = await fetch_snapshot(server.address, copy.path, dial=READER, name="export")
             assert got == dataclasses.replace(made, lease_s=0) == verify_snapshot(copy.folder_of("export"))
         os.utime(copy.folder_of("export"), (0, 0))
-        assert copy.sweep() == () and copy.newest() == got
-        # Where the server's own lies it is the same snapshot, which is there.
+        assert copy.prune_abandoned() == () and copy.newest() == got
+        # Into the server's own directory, the snapshot exists already.
         assert await fetch_snapshot(server.address, server.files.path, dial=READER, name="export") == made
 
 
-async def test_another_snapshot_of_that_name_is_not_taken_for_it(tmp_path: Path) -> None:
-    """A name that was given again, or by another server, is told; nothing is fetched, and what is there stays."""
+async def test_another_snapshot_of_that_name_is_refused(tmp_path: Path) -> None:
+    """A reused name is an error, and the existing copy stays."""
     async with serving(tmp_path / "server") as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        trainer = await server.trained()
         first = await server.snapshot(name="nightly")
         await fetch_snapshot(server.address, tmp_path / "copy", dial=READER)
         server.files.remove("nightly")
@@ -431,16 +422,14 @@ async def test_another_snapshot_of_that_name_is_not_taken_for_it(tmp_path: Path)
 
 
 async def test_no_file_is_opened_in_the_event_loop(tmp_path: Path) -> None:
-    """While a snapshot is fetched, neither side opens a file on the loop's thread: a slow disk holds up nobody."""
+    """During a fetch, neither side opens a file on the event loop's thread."""
     target = tmp_path / "copy"
     async with serving(tmp_path / "server") as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        await server.trained()
         manifest = await server.snapshot(name="one")
         folders = (str(target), str(server.files.path))
         with _watched_opens(folders) as opened:
-            for _ in range(2):  # brought, and found to be there
+            for _ in range(2):  # fetched, then found
                 assert await fetch_snapshot(server.address, target, dial=READER) == manifest
     assert {Path(path).name for path, _ in opened} >= {"manifest.json", "CURRENT"}
     assert [path for path, thread in opened if thread == threading.get_ident()] == []
@@ -451,7 +440,7 @@ _opens: list[tuple[str, int]] | None = None
 
 @contextmanager
 def _watched_opens(folders: tuple[str, ...]) -> Iterator[list[tuple[str, int]]]:
-    """Yield a list that gets the path and the thread of each file that is opened below some folders."""
+    """Yield a list that receives path and thread of each file opened below some folders."""
     global _opens
     opened: list[tuple[str, int]] = []
     _opens = opened
@@ -467,15 +456,13 @@ def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
         _opens.append((str(arguments[0]), threading.get_ident()))
 
 
-sys.addaudithook(_on_audit)  # it stays for as long as the process does
+sys.addaudithook(_on_audit)  # hooks cannot be removed
 
 
-async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:
-    """Updates, flushes and a restart after it change nothing in it, though it shares files with the store."""
+async def test_a_snapshot_never_changes(tmp_path: Path) -> None:
+    """Later updates, flushes and a restart change nothing, though it shares files with the store."""
     async with serving(tmp_path) as server:
-        trainer = Trainer(server.clients)
-        await trainer.hello()
-        await trainer.train()
+        trainer = await server.trained()
         manifest = await server.snapshot()
         for _ in range(5):
             await trainer.train()
@@ -483,12 +470,12 @@ async def test_a_snapshot_stays_what_it_is(tmp_path: Path) -> None:
         folder = server.files.folder_of(manifest.name)
         assert verify_snapshot(folder) == manifest
         assert rows_of(folder, 0) == dict.fromkeys(rows_on(0, 0, 40).tolist(), 1.0)
-        assert verify_snapshot(folder) == manifest  # reading it changed nothing either
+        assert verify_snapshot(folder) == manifest  # nor did reading it
 
 
 @pytest.mark.parametrize("manifest", ["{", "[" * 100_000, '{"crc32c": 1, "format": "headrace-snapshot"}'])
-async def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: str) -> None:
-    """Whoever publishes with bytes that are no manifest is told so, nothing is published, and it is no bug of ours."""
+async def test_an_invalid_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
+    """Publishing with invalid bytes is a request error, and nothing is published."""
     async with serving(tmp_path) as server:
         client = server.clients[0]
         await client.hello(hello_of_nobody(idl.Role.ADMIN))

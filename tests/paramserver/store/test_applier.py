@@ -1,4 +1,4 @@
-"""The applier: acked rows are read at once, get into the store once, and nothing waits for nothing."""
+"""The applier: reads, windows, tasks at a position, failures, and restarts after crashes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gated_store import GatedStore, gated_store, held, open_store, read
-from row_batches import SPEC, Model, make_batch, make_delta
+from gated_store import SMALL, GatedStore, gated_store, held, open_store, read
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from row_batches import SPEC, VERSIONS, Model, copy_as_after_crash, make_batch, make_delta, make_update
 
 from headrace.paramserver.store.applier import Applier, ApplierConfig
-from headrace.paramserver.store.pending import Batch
+from headrace.paramserver.store.deltas import Batch
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.row_reader import RowsRead
+from headrace.paramserver.store.rows import RowStore
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.schemas.row_keys import key_prefix
 from headrace.schemas.tables import ColumnShard
 
 PLAIN = replace(SPEC, has_identities=False)
@@ -27,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[GatedStore]:
 
 
 async def wait_until(is_done: Callable[[], bool]) -> None:
-    """Let the loop turn until something is so."""
+    """Let the loop run until a condition holds."""
     async with asyncio.timeout(60):
         while not is_done():  # noqa: ASYNC110 (nothing tells of it)
             await asyncio.sleep(0.001)
@@ -52,29 +59,8 @@ async def test_rows_are_read_before_and_after_they_are_applied(store: GatedStore
         model.check([], await read(applier, []))
 
 
-async def test_updates_that_wait_are_coalesced(store: GatedStore) -> None:
-    """What gathers while a window is written goes out as one window, each row once."""
-    async with Applier(store) as applier:
-        async with held(applier, store):
-            for seq in range(2, 12):
-                applier.submit(make_batch(seq, [1, 2, 10 + seq]))
-        await applier.wait_applied(11)
-        assert store.windows == [(1, []), (11, [12])]
-
-
-async def test_windows_are_bounded(store: GatedStore) -> None:
-    """A window takes no more bytes than its setting says, with what coalescing takes, but one batch at least."""
-    async with Applier(store, config=ApplierConfig(window_bytes=450)) as applier:
-        async with held(applier, store):
-            # Each has a row more, whose index is 80 bytes: windows of two batches, one, one, and two.
-            for seq, size in enumerate([100, 100, 100, 400, 100, 100], 2):
-                applier.submit(make_batch(seq, deltas=(make_delta([seq], seq, spec=PLAIN),), size_bytes=size))
-        await applier.wait_applied(7)
-    assert [seq for seq, _ in store.windows] == [1, 3, 4, 5, 7]
-
-
 async def test_batches_of_a_window_are_read_and_written_as_one(store: GatedStore) -> None:
-    """What comes while a write goes on is written together after it, and reads are right all along."""
+    """Batches that come during a write are written together after it, and reads are right all along."""
     model, rows = Model(), [1, 2, 3, 4, 9]
     batches = [
         make_batch(2, [1, 2]),
@@ -96,7 +82,7 @@ async def test_batches_of_a_window_are_read_and_written_as_one(store: GatedStore
 
 
 async def test_rows_wait_for_others_to_be_written_with(store: GatedStore) -> None:
-    """They can be read meanwhile, and are written when there is enough, when it is asked for, or at the close."""
+    """Held rows can be read, and are written when a window is full, on request, or at the close."""
 
     def batch_of(seq: int, *rows: int) -> Batch:
         ids = sorted(set(rows))  # 80 bytes of index each
@@ -124,7 +110,7 @@ async def test_rows_wait_for_others_to_be_written_with(store: GatedStore) -> Non
 
 @pytest.mark.parametrize("settings", [{"hold_s": 0.05, "quiet_s": 1e6}, {"hold_s": 1e6, "quiet_s": 0.05}])
 async def test_rows_do_not_wait_for_ever(store: GatedStore, settings: dict[str, float]) -> None:
-    """They are written when they have waited long enough, or when nothing has come for a while."""
+    """Held rows are written when they have waited long enough, or when nothing has come for a while."""
     async with Applier(store, config=ApplierConfig(**settings)) as applier:
         for seq in (1, 2):
             applier.submit(make_batch(seq, [seq]))
@@ -133,7 +119,7 @@ async def test_rows_do_not_wait_for_ever(store: GatedStore, settings: dict[str, 
 
 
 async def test_buffers_are_released_once_and_bytes_counted(store: GatedStore) -> None:
-    """Each batch's buffers are released once, in order, on the loop's thread, and the bytes go down with them."""
+    """Each batch's buffers are released once, in order, on the loop's thread, and `pending_bytes` falls with them."""
     released: list[int] = []
     loop_thread = threading.get_ident()
 
@@ -162,20 +148,12 @@ async def test_buffers_are_released_once_and_bytes_counted(store: GatedStore) ->
 async def test_buffers_stay_while_a_reader_looks_at_them(store: GatedStore) -> None:
     """A frame is not released under a reader, even one whose caller has given up."""
     released: list[int] = []
-    looking, look_on = threading.Event(), threading.Event()
-    get = store.get
-
-    def slow_get(keys: list[bytes]) -> list[bytes | None]:
-        looking.set()
-        assert look_on.wait(60)
-        return get(keys)
-
     async with Applier(store) as applier:
         applier.submit(make_batch(1, [1]))
         await applier.wait_applied(1)
-        store.get = slow_get  # type: ignore[method-assign]
+        store.read_gate.clear()
         reading = asyncio.create_task(read(applier, [1, 2]))
-        assert await asyncio.to_thread(looking.wait, 60)
+        assert await asyncio.to_thread(store.is_read_held.wait, 60)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -183,31 +161,9 @@ async def test_buffers_stay_while_a_reader_looks_at_them(store: GatedStore) -> N
         await applier.wait_applied(2)
         assert released == []
         assert applier.pending_bytes == 100
-        look_on.set()
+        store.read_gate.set()
         await asyncio.wait_for(applier.wait_below(0), 60)
         assert released == [2]
-
-
-async def test_older_rows_never_replace_newer_ones_in_conditional_batches(store: GatedStore) -> None:
-    """A backfill loses against newer versions, pending or stored, and wins against older ones."""
-    model = Model()
-    async with Applier(store) as applier:
-
-        async def submit(batch: Batch) -> None:
-            applier.submit(batch)
-            model.apply(batch)
-            model.check(range(8), await read(applier, range(8)))
-
-        await submit(make_batch(1, [1, 2], version=(2, 5)))
-        await applier.wait_applied(1)
-        async with held(applier, store):
-            await submit(make_batch(3, [2, 3], version=(2, 7)))
-            await submit(make_batch(4, [1, 2, 3, 4], version=(2, 6), is_conditional=True))
-            await submit(make_batch(5, [1], deleted=[2, 5], version=(1, 99), is_conditional=True))
-            await submit(make_batch(6, [5], version=(1, 98), is_conditional=True))
-            assert model.rows[1][0].seq == 4 and model.rows[2][0].seq == 3 and model.rows[5] == (model.rows[5][0], True)
-        await applier.wait_applied(6)
-        model.check(range(8), await read(applier, range(8)))
 
 
 async def test_rows_split_by_columns_are_put_together(tmp_path: Path) -> None:
@@ -234,7 +190,8 @@ async def test_rows_split_by_columns_are_put_together(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
+@pytest.mark.parametrize(("file_bytes", "window_bytes"), [(0, 40_000), (SMALL.file_bytes, 4000)])
+async def test_readers_never_miss_an_acked_row(tmp_path: Path, file_bytes: int, window_bytes: int) -> None:
     """While windows are applied as fast as they come, no read is older than what was submitted before it."""
     rng = np.random.default_rng(20)
     newest = np.zeros(400, np.int64)
@@ -258,16 +215,245 @@ async def test_readers_never_miss_an_acked_row(store: GatedStore) -> None:
             if num_reads > 20:
                 enough.set()
 
-    config = ApplierConfig(window_bytes=4000, flush_bytes=1 << 16)
-    async with Applier(store, config=config) as applier, asyncio.TaskGroup() as group:
-        for seed in range(4):
-            group.create_task(reader(seed))
-        for seq in range(1, 400):
-            rows = np.unique(rng.integers(0, 400, 20))
-            applier.submit(make_batch(seq, rows.tolist()))
-            newest[rows] = seq
-            if seq % 10 == 0:
-                await applier.wait_below(2000)
-        await applier.wait_applied(399)
-        await asyncio.wait_for(enough.wait(), 60)  # how many reads come amid the batches is a matter of timing
-        done.set()
+    config = ApplierConfig(window_bytes=window_bytes, flush_bytes=1 << 16)
+    with gated_store(tmp_path / "db", replace(SMALL, file_bytes=file_bytes)) as store:
+        async with Applier(store, config=config) as applier, asyncio.TaskGroup() as group:
+            for seed in range(4):
+                group.create_task(reader(seed))
+            for seq in range(1, 400):
+                rows = np.unique(rng.integers(0, 400, 20))
+                applier.submit(make_batch(seq, rows.tolist()))
+                newest[rows] = seq
+                if seq % 10 == 0:
+                    await applier.wait_below(2000)
+            await applier.wait_applied(399)
+            await asyncio.wait_for(enough.wait(), 60)  # how many reads come amid the batches is a matter of timing
+            done.set()
+
+
+async def test_work_sees_exactly_the_batches_up_to_its_seq(store: GatedStore) -> None:
+    """Batches with a higher seq that were submitted before the work ran are applied only after it."""
+    seen = []
+    async with Applier(store) as applier:
+        for seq in range(1, 31):
+            if seq % 10 == 1:
+                # One batch is submitted later than the order to stop at it.
+                done = applier.run_at(seq, lambda: seen.append(store.applied_seq))
+                del done
+            applier.submit(make_batch(seq, [seq, 1000]))
+        await applier.run_at(30, lambda: seen.append(store.applied_seq))
+        await applier.run_at(30, lambda: seen.append(store.applied_seq))
+        rows: RowsRead = await applier.read(1, SPEC, np.array([1000], np.int64))
+        assert rows.steps.tolist() == [30]
+    assert seen == [1, 11, 21, 30, 30]
+
+
+async def test_failing_work_is_its_callers_affair(store: GatedStore) -> None:
+    """The error of the work comes out of its future, and applying goes on."""
+    async with Applier(store) as applier:
+        applier.submit(make_batch(1, [1]))
+        with pytest.raises(ZeroDivisionError):
+            await applier.run_at(1, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        applier.submit(make_batch(2, [1]))
+        await applier.wait_applied(2)
+
+
+async def test_work_that_is_never_reached_fails_at_the_end(store: GatedStore) -> None:
+    """Work whose batch never comes fails when the applier closes."""
+    async with Applier(store) as applier:
+        done = applier.run_at(5, lambda: None)
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(done, 60)
+
+
+async def test_a_checkpoint_is_a_store(store: GatedStore, tmp_path: Path) -> None:
+    """A checkpoint opens, has the position and rows of its moment, and does not see later writes."""
+    async with Applier(store) as applier:
+        applier.submit(make_batch(1, [1, 2]))
+        await applier.run_at(1, lambda: store.checkpoint(tmp_path / "copy"))
+        applier.submit(make_batch(2, [3]))
+        await applier.wait_applied(2)
+    copy = RowStore.open_read_only(tmp_path / "copy", config=StoreConfig(block_cache_bytes=1 << 20))
+    assert copy.applied_seq == 1
+    assert len(list(copy.scan(key_prefix(1, SPEC.whole)))) == 2
+    copy.close()
+
+
+async def test_a_failed_write_stops_applying_but_not_reading(
+    store: GatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a failure nothing is accepted, waiters get the error, and acked rows can still be read."""
+    released: list[int] = []
+    model, batch = Model(), make_batch(1, [1], release=lambda: released.append(1))
+    async with Applier(store) as applier:
+        store.failure = StorageError("disk on fire")
+        applier.submit(batch)
+        model.apply(batch)
+        with pytest.raises(StorageError, match="on fire"):
+            await asyncio.wait_for(applier.wait_applied(1), 60)
+        assert isinstance(applier.failed, StorageError)
+        with pytest.raises(StorageError, match="on fire"):
+            applier.submit(make_batch(2, [2]))
+        with pytest.raises(StorageError, match="on fire"):
+            await applier.wait_below(0)
+        model.check([1], await read(applier, [1]))
+        assert (applier.applied_seq, applier.submitted_seq) == (0, 1)
+    assert "the applier has stopped: disk on fire" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert released == [1]
+    assert store.applied_seq == 0
+
+
+async def test_an_unforeseen_error_is_not_swallowed(store: GatedStore, caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in the apply thread is logged with its traceback and ends in `failed`."""
+    async with Applier(store) as applier:
+        store.failure = ZeroDivisionError("bug")
+        applier.submit(make_batch(1, [1]))
+        with pytest.raises(HeadraceError, match="bug"):
+            await asyncio.wait_for(applier.wait_applied(1), 60)
+    assert "ZeroDivisionError" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+async def test_a_failed_flush_stops_applying(store: GatedStore) -> None:
+    """The applier fails when applied rows cannot be made durable."""
+
+    def flush() -> None:
+        raise StorageError("no space")
+
+    store.flush = flush  # type: ignore[method-assign]
+    async with Applier(store, config=ApplierConfig(flush_bytes=1)) as applier:
+        applier.submit(make_batch(1, [1]))
+        with pytest.raises(StorageError, match="no space"):
+            await asyncio.wait_for(applier.wait_applied(99), 60)
+        with pytest.raises(StorageError, match="no space"):
+            applier.submit(make_batch(2, [1]))
+
+
+async def test_close_is_idempotent_and_final(store: GatedStore) -> None:
+    """After close nothing is taken or read, and waiters are told; an applier that was never entered closes too."""
+    await Applier(store).close()
+    async with Applier(store) as applier:
+        waiting = asyncio.create_task(applier.wait_applied(5))
+        applier.submit(make_batch(1, [1]))
+        await asyncio.gather(applier.close(), applier.close())
+        assert applier.applied_seq == 1
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(waiting, 60)
+        with pytest.raises(UnavailableError):
+            applier.submit(make_batch(2, [1]))
+        with pytest.raises(UnavailableError):
+            await read(applier, [1])
+
+
+async def test_cancelled_close_goes_on(store: GatedStore) -> None:
+    """A caller that stops waiting for close does not stop it."""
+    async with Applier(store) as applier:
+        async with held(applier, store):
+            applier.submit(make_batch(2, [1]))
+            closing = asyncio.create_task(applier.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        await applier.close()
+        assert store.durable_seq == 2
+
+
+@pytest.mark.parametrize("name", ["window_bytes", "flush_bytes", "flush_interval_s", "num_read_threads"])
+def test_bad_settings_are_refused(name: str) -> None:
+    """A setting of zero is named."""
+    with pytest.raises(ConfigError, match=name):
+        ApplierConfig(**{name: 0})  # type: ignore[arg-type]
+
+
+async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    """Closing drains: rows, metadata and column shards come back."""
+    model = Model()
+    store = open_store(tmp_path / "db")
+    async with Applier(store) as applier:
+        for seq in range(1, 20):
+            batch = make_batch(seq, range(seq, seq + 5), deleted=[seq + 7], meta={b"m": b"%d" % seq})
+            applier.submit(batch)
+            model.apply(batch)
+    assert store.durable_seq == 19
+    store.close()
+    store = open_store(tmp_path / "db")
+    assert store.read_meta() == {b"m": b"19"}
+    async with Applier(store) as applier:
+        assert applier.applied_seq == applier.submitted_seq == 19
+        model.check(range(30), await read(applier, range(30)))
+    store.close()
+
+
+async def test_store_is_flushed_by_bytes_and_by_time(store: GatedStore) -> None:
+    """`durable_seq` follows without anybody asking, so that the log can be trimmed."""
+    flushed = store.flushed_event()
+    now_s = 0.0
+    async with Applier(store, config=ApplierConfig(flush_bytes=1 << 20), clock=lambda: now_s) as applier:
+        applier.submit(make_batch(1, [1]))
+        await applier.wait_applied(1)
+        assert store.durable_seq == 0
+        now_s = 31.0
+        applier.submit(make_batch(2, [1]))
+        await asyncio.wait_for(flushed.wait(), 60)
+        assert store.durable_seq in (1, 2)  # before or after the window that woke it up
+        flushed.clear()
+        applier.submit(make_batch(3, range(20_000)))
+        await asyncio.wait_for(flushed.wait(), 60)
+        assert store.durable_seq == 3
+
+
+async def test_idle_store_is_flushed_too(store: GatedStore) -> None:
+    """A flush that is due comes without another batch."""
+    flushed = store.flushed_event()
+    async with Applier(store, config=ApplierConfig(flush_interval_s=0.01)) as applier:
+        applier.submit(make_batch(1, [1]))
+        await asyncio.wait_for(flushed.wait(), 60)
+        assert store.durable_seq == 1
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_crashes_at_any_moment_lose_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A store found after a crash, given the log from its position on, ends in the same rows as the log itself."""
+    update = st.tuples(st.dictionaries(st.integers(0, 5), st.booleans()), st.booleans(), VERSIONS)
+    then = st.sampled_from(["", "", "wait", "flush", "crash"])
+    drawn = data.draw(st.lists(st.tuples(update, then), max_size=12))
+    log = [make_update(seq, update, meta={b"seq": b"%d" % seq}) for seq, (update, _) in enumerate(drawn, 1)]
+    asyncio.run(_apply_with_crashes(tmp_path_factory.mktemp("crash"), log, [then for _, then in drawn]))
+
+
+async def _apply_with_crashes(folder: Path, log: list[Batch], then: list[str]) -> None:
+    store, num_crashes, model = open_store(folder / "0"), 0, Model()
+    at = 0
+    while at < len(log) or num_crashes == 0:
+        async with Applier(store, config=ApplierConfig(window_bytes=200)) as applier:
+            # After a crash the log is replayed from where the store is.
+            for batch in log[applier.applied_seq : at]:
+                applier.submit(batch)
+            model.check(range(7), await read(applier, range(7)))
+            crashed = False
+            while at < len(log) and not crashed:
+                applier.submit(log[at])
+                model.apply(log[at])
+                what, at = then[at], at + 1
+                if what in ("wait", "flush"):
+                    await applier.wait_applied(at)
+                if what == "flush":
+                    store.flush()
+                crashed = what == "crash"
+                model.check(range(7), await read(applier, range(7)))
+            crashed = crashed or at == len(log)
+            num_crashes += 1
+            await asyncio.to_thread(copy_as_after_crash, store.path, folder / str(num_crashes))
+        store.close()
+        store = open_store(folder / str(num_crashes))
+    async with Applier(store) as applier:
+        for batch in log[applier.applied_seq :]:
+            applier.submit(batch)
+        model.check(range(7), await read(applier, range(7)))
+        await applier.wait_applied(len(log))
+        model.check(range(7), await read(applier, range(7)))
+        assert store.read_meta() == ({b"seq": b"%d" % len(log)} if log else {})
+    store.close()

@@ -1,4 +1,4 @@
-"""Rows of many arrays, indexed as if they were one."""
+"""Rows of many buffers, indexed as if they were one array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.paramserver.store.scattered_rows import ScatteredRows
     st.data(),
 )
 def test_rows_are_those_of_their_arrays(sizes: list[int], row_bytes: int, offset: int, data: st.DataObject) -> None:
-    """Any rows of any arrays, of any length, at any alignment, in any order, also repeated."""
+    """Rows of any length and alignment are gathered in any order, also repeated."""
     rng = np.random.default_rng(row_bytes + offset)
     arrays = []
     for size in sizes:
@@ -36,10 +36,10 @@ def test_rows_are_those_of_their_arrays(sizes: list[int], row_bytes: int, offset
     assert found.base is None or found.flags.owndata
 
 
-@pytest.mark.parametrize("row_bytes", [8, 2**15])
-@pytest.mark.parametrize(("which", "row"), [(0, 3), (0, -1), (1, 0), (0, 2**60), (2, 0)])
-def test_what_is_no_row_is_an_error(row_bytes: int, which: int, row: int) -> None:
-    """Memory behind an array is not touched, nor that before it."""
+@pytest.mark.parametrize("row_bytes", [8, 4096, 2**15])
+@pytest.mark.parametrize(("which", "row"), [(0, 3), (0, -1), (1, 0), (0, 2**60), (2, 0), (-3, 0)])
+def test_an_index_outside_the_buffers_is_an_error(row_bytes: int, which: int, row: int) -> None:
+    """Memory outside the buffers is not touched, however the rows are copied: together, in place or one by one."""
     arrays = [np.zeros(3, f"V{row_bytes}"), np.zeros(0, f"V{row_bytes}")]
     rows = ScatteredRows(arrays, np.dtype(f"V{row_bytes}"))
     with pytest.raises(IndexError):
@@ -47,7 +47,7 @@ def test_what_is_no_row_is_an_error(row_bytes: int, which: int, row: int) -> Non
 
 
 def test_memory_of_the_arrays_stays() -> None:
-    """Their rows are there when nobody else refers to them any more."""
+    """The buffers live as long as the object that indexes them."""
 
     def scattered() -> ScatteredRows:
         pages = mmap.mmap(-1, 1 << 20)  # unmapped, and so not readable, once nothing refers to it

@@ -1,4 +1,4 @@
-"""What is handed over and not durable, and who waits for it; `test_sender.py` delivers it."""
+"""Outstanding flushes and those who wait for them; `test_sender.py` delivers them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_tables import Submitted, Trained
 
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError
 from headrace.streamer.delivery.outstanding import OutstandingFlushes
-from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.layout import Flush
 
 
 def flushes_of(*num_rows: int) -> list[Flush]:
@@ -58,7 +58,7 @@ class Waiter(threading.Thread):
 
 
 def test_what_is_durable_is_counted_and_not_waited_for() -> None:
-    """Flushes and bytes go up with each hand-over, and down as they become durable, when the wait ends."""
+    """Flushes and bytes rise with each submission and fall as they become durable, which ends the wait."""
     outstanding = OutstandingFlushes()
     flushes = flushes_of(3, 5)
     entries = [outstanding.add(flush, num_shards=2) for flush in flushes]
@@ -77,7 +77,7 @@ def test_what_is_durable_is_counted_and_not_waited_for() -> None:
 
 
 def test_only_what_is_not_taken_can_be_withdrawn() -> None:
-    """A flush that is taken for delivery stays; one that is not, or was never added, is its owner's again."""
+    """A flush that is taken stays; one that is not taken, or was never added, can be withdrawn."""
     outstanding = OutstandingFlushes()
     one, two = flushes_of(3, 5)
     taken, withdrawn = (outstanding.add(flush, num_shards=1) for flush in (one, two))
@@ -90,7 +90,7 @@ def test_only_what_is_not_taken_can_be_withdrawn() -> None:
 
 
 def test_the_end_of_delivery_wakes_who_waits() -> None:
-    """A failure ends a wait at once, and the first one is what is told from then on."""
+    """A failure ends a wait at once, and the first one is kept."""
     outstanding = OutstandingFlushes()
     (flush,) = flushes_of(3)
     outstanding.add(flush, num_shards=1)
@@ -106,7 +106,7 @@ def test_the_end_of_delivery_wakes_who_waits() -> None:
 
 
 def test_a_flush_from_a_device_counts_as_what_it_turns_out_to_be() -> None:
-    """When a flush is whole its own bytes count; one that has come to nothing is not waited for."""
+    """A flush from a device counts with its own bytes once it is whole, and not at all if it fails."""
 
     class Way:
         def complete(self, flush: Flush) -> Flush | None: ...
@@ -130,7 +130,7 @@ def test_a_flush_from_a_device_counts_as_what_it_turns_out_to_be() -> None:
 
 
 def test_deletions_that_are_on_their_way_are_known() -> None:
-    """Row ids of deletions are told, in global numbers, until they are durable."""
+    """Global row ids of deletions are returned until they are durable."""
     table = Trained(row_offset=100)
     submitted = Submitted([table])
     table.tapped.evict(torch.tensor([1, 2]))

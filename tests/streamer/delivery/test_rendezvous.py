@@ -15,57 +15,54 @@ from shard_servers import serve_shards
 from spent_deadline import spent_deadline
 from trainer_tables import WRITER
 
-from headrace.paramserver.ingest.sessions import last_epoch_after
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import HeadraceError, ProtocolError, StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.delivery.rendezvous import _ask_named, _gather, claim_epoch, find_store, open_session
+from headrace.schemas.version import last_epoch_after
+from headrace.streamer.delivery.rendezvous import Rendezvous, _gather
 
 CONNECT = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
+RENDEZVOUS = Rendezvous(CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
 
 
 async def test_trainers_that_start_together_get_epochs_of_their_own() -> None:
-    """All have seen the same highest epoch, and each goes on until it holds one alone."""
+    """Trainers that see the same highest epoch each try on until they hold an epoch alone."""
     async with FakeStore() as store:
         host, port = "127.0.0.1", store.shards[0].port
-        found = await find_store(host, port, WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
-        writers = await asyncio.gather(
-            *(claim_epoch(found, WRITER.with_epoch(0), CONNECT, timeout_s=WAIT_S, random=lambda: 0.5) for _ in range(5))
-        )
+        found = await RENDEZVOUS.find_store(host, port, WRITER)
+        writers = await asyncio.gather(*(RENDEZVOUS.acquire_epoch(found, WRITER.with_epoch(0)) for _ in range(5)))
     epochs = [writer.epoch for writer in writers]
     assert sorted(epochs) == [found.highest_epoch + i for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("shard", [0, 2])
 async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path: Path, shard: int) -> None:
-    """Shards that are far behind the highest epoch are brought up to it, whichever has seen it."""
+    """Shards far behind the highest epoch are raised to it, whichever shard has seen it."""
     async with serve_shards(tmp_path, 3) as ports:
         for _ in range(2):  # the highest that is accepted, and then the highest again
             async with await CONNECT("127.0.0.1", ports[shard]) as client:
                 reached = (await client.hello(WRITER.with_epoch(0).hello(()))).highest_epoch
                 await client.hello(WRITER.with_epoch(last_epoch_after(reached)).hello(()))
-        found = await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+        found = await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
         assert found.highest_epoch == last_epoch_after(0) + 2**20
-        writer = await claim_epoch(found, WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+        writer = await RENDEZVOUS.acquire_epoch(found, WRITER)
         for _ in range(2):  # a second time after a lost connection
-            replies = await open_session(found.shards, writer, (), CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+            replies = await RENDEZVOUS.open_session(found.shards, writer, ())
         assert writer.epoch == found.highest_epoch + 1
         assert [reply.highest_epoch for reply in replies] == [writer.epoch] * 3
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 async def test_shards_that_listen_everywhere_are_where_the_first_was_found(host: str) -> None:
-    """Such a server cannot say by which of its addresses others reach it."""
+    """Shards that listen on all addresses are reached at the address of the first."""
     async with FakeStore(num_shards=2, host=host) as store:
-        found = await find_store(
-            "127.0.0.1", store.shards[1].port, WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5
-        )
+        found = await RENDEZVOUS.find_store("127.0.0.1", store.shards[1].port, WRITER)
         expected = [("127.0.0.1", shard.port) for shard in store.shards]
     assert [(shard.host, shard.port) for shard in found.shards] == expected
 
 
 async def test_a_shard_that_is_not_where_its_server_says_is_told_as_that() -> None:
-    """Through a forwarded port the server is there: wrong is the host that it tells, which refuses or is silent."""
+    """If the server answers through a forwarded port, the error blames the host that it advertises."""
     async with FakeStore(num_shards=2) as store:
         port = store.shards[0].port
         store.host = "127.0.0.9"
@@ -74,34 +71,35 @@ async def test_a_shard_that_is_not_where_its_server_says_is_told_as_that() -> No
             r"connection to .*: Connection refused.*; start the server with an --advertise-host that leads there"
         )
         with spent_deadline(), pytest.raises(UnavailableError, match=expected):
-            await find_store("127.0.0.1", port, WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+            await RENDEZVOUS.find_store("127.0.0.1", port, WRITER)
         silent = r"shard 0 at 127\.0\.0\.9:\d+ does not: no answer within 0\.25 s; start"
         with (
             socket.create_server(("127.0.0.9", port), backlog=0),
             socket.create_connection(("127.0.0.9", port)),
             pytest.raises(UnavailableError, match=silent),
         ):
+            hasty = Rendezvous(CONNECT, timeout_s=0.5, random=lambda: 0.5)
             # Asked by itself: the server that names it has answered already, and takes none of so short a time.
-            await _ask_named(0, ("127.0.0.9", port), ("127.0.0.1", port), WRITER.hello(()), CONNECT, 0.25)
+            await hasty._ask_named(0, ("127.0.0.9", port), ("127.0.0.1", port), WRITER.hello(()))
 
 
 async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:
-    """Where the host is the one that was reached, another --advertise-host would not help."""
+    """If the host is the one that was reached, the error does not suggest another --advertise-host."""
     async with FakeStore(num_shards=2) as store:
         port = store.shards[0].port
         await store.shards[1].stop()
         told = r"answers, and its shard 1 at .*: no connection to"
         with spent_deadline(), pytest.raises(UnavailableError, match=told) as raised:
-            await find_store("127.0.0.1", port, WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+            await RENDEZVOUS.find_store("127.0.0.1", port, WRITER)
     assert "--advertise-host" not in str(raised.value)
 
 
 async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
-    """A table that one shard alone has is known, and frames are as short as the least of the shards wants them."""
+    """Tables of any shard are known, and frames are as short as the strictest shard requires."""
     async with serve_shards(tmp_path, 2) as ports:
         async with await CONNECT("127.0.0.1", ports[1]) as client:
             await client.hello(WRITER.hello([TableSpec(fqn="items", num_rows=9, dim=2, dtype=DType.FLOAT32)]))
-        found = await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+        found = await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
     assert found.table_names == {"items"}
     shards = [
         dataclasses.replace(shard, max_frame_bytes=size) for shard, size in zip(found.shards, (9, 7), strict=True)
@@ -110,7 +108,7 @@ async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
 
 
 async def test_no_call_goes_on_behind_an_error() -> None:
-    """When one shard refuses, what was asked of the others has ended too: their connections are closed."""
+    """When one shard refuses, the calls to the others have ended before the error is raised."""
     has_ended = asyncio.Event()
 
     async def refuse() -> None:
@@ -148,12 +146,12 @@ def _swap_ports(store: FakeStore) -> None:
 async def test_a_shard_map_that_contradicts_itself_is_refused(
     change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
 ) -> None:
-    """Rows are only sent where all shards are known, each once, and each says that it is the one it is taken for."""
+    """A shard map must name all shards, each once, and each must confirm its number."""
     async with FakeStore(num_shards=2) as store:
         shards, ports = list(store.shards), [shard.port for shard in store.shards]
         change(store)
         try:
             with pytest.raises(error, match=reason):
-                await find_store("127.0.0.1", ports[0], WRITER, CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+                await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
         finally:
             store.shards[:] = shards

@@ -1,4 +1,4 @@
-"""The sender's thread: when a flush is durable, when its buffer is free, and who is told of what."""
+"""The sender's thread: when a flush is durable, when its buffer is free, and where errors go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.delivery.spool import Spool
-from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.layout import Flush
 
 
 class Sending:
@@ -98,7 +98,7 @@ def test_durable_means_on_every_shard() -> None:
 
 
 def test_away_server_costs_two_buffers_and_then_coalesces() -> None:
-    """While the server is away two flushes wait, steps go on, and afterwards all arrives with its newest value."""
+    """While the server is away, two flushes wait and steps continue; then every row arrives with its newest value."""
     with sending_to(2) as to:
         to.send(1)
         to.sender.wait_durable(WAIT_S)
@@ -120,7 +120,7 @@ def test_away_server_costs_two_buffers_and_then_coalesces() -> None:
 
 
 def test_fatal_error_wakes_and_is_kept() -> None:
-    """A refused batch ends streaming: who waits is told, and so is who submits later."""
+    """A refused batch ends streaming: waiters and later submits get the error."""
     with sending_to(2) as to:
         refusal = RowRangeError("row 9 is not in 0..8")
         to.store.do(lambda: to.store.shards[1].faults.append(Fault(refusal)))
@@ -135,7 +135,7 @@ def test_fatal_error_wakes_and_is_kept() -> None:
 
 
 def test_bug_ends_streaming_with_its_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """An exception that nobody expected ends streaming as loudly as an expected one."""
+    """An unexpected exception ends streaming with its name."""
     with sending_to(1) as to:
 
         def fail(flush: object) -> None:
@@ -149,7 +149,7 @@ def test_bug_ends_streaming_with_its_name(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_no_server_is_one_clear_line() -> None:
-    """Where nothing listens the error names the place, the time and the way out."""
+    """Without a server, the error names the address, the time and what to do."""
     with hosted(FakeStore()) as store:
         port = store.shards[0].port
         store.do(store.shards[0].stop)
@@ -223,7 +223,7 @@ def test_older_epoch_is_fenced_at_open() -> None:
 def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
     change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
 ) -> None:
-    """Another store, or another trainer, that has come since the store was found is told of before a batch is sent."""
+    """A store that was replaced, or that another trainer wrote to, is noticed before a batch is sent."""
     with hosted(FakeStore(num_shards=2)) as store:
         late = Sending(store)
         try:
@@ -243,7 +243,7 @@ def _session(epoch: int, last_client_seq: int = 0) -> Any:
 
 
 def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
-    """Stopping does not wait for acks, again is harmless, and leaves no thread."""
+    """Stopping does not wait for acks, is idempotent, and leaves no thread."""
     with sending_to(2) as to:
         for shard in to.store.shards:
             to.store.do(shard.gate.clear)
@@ -276,7 +276,7 @@ def test_spool_frees_buffers_while_the_server_stalls(tmp_path: Path) -> None:
 
 
 def test_full_spool_coalesces(tmp_path: Path) -> None:
-    """A full spool leaves rows dirty, as if there were none, and loses nothing."""
+    """With a full spool, rows stay dirty as without one, and nothing is lost."""
     with sending_to(1, policy="spool", spool_dir=tmp_path, spool_bytes=2**20) as to:
         to.store.do(to.store.shards[0].gate.clear)
         most = 2**20 // 16384
@@ -296,7 +296,7 @@ def test_full_spool_coalesces(tmp_path: Path) -> None:
 
 
 def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A disk without room is said, and the flush goes from memory."""
+    """A full disk is logged, and the flush is sent from memory."""
     with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
         to.store.do(to.store.shards[0].gate.clear)
         real_write = os.write
@@ -318,7 +318,7 @@ def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_bug_of_the_spool_ends_streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody expected of the spool is told to the training thread: no flush is left behind in silence."""
+    """An unexpected error of the spool reaches the training thread."""
     with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
         to.store.do(to.store.shards[0].gate.clear)
 
@@ -333,7 +333,7 @@ def test_a_bug_of_the_spool_ends_streaming(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_interrupted_call_is_cancelled() -> None:
-    """A call to the loop that is given up does not go on behind the caller's back."""
+    """A call to the loop that times out is cancelled."""
     with sending_to(1) as to:
         cancelled = threading.Event()
 
@@ -402,7 +402,7 @@ def test_flushes_that_are_not_whole_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_a_flush_that_comes_to_nothing_is_not_waited_for() -> None:
-    """It is sent to no shard and no more on its way; its buffer is left to who takes its rows back."""
+    """A flush that fails on its device is sent to no shard, and its buffer is left to its owner."""
     with sending_to(1) as to:
         late = Late(comes=False)
         late_flushes(to, late, None)
@@ -416,7 +416,7 @@ def test_a_flush_that_comes_to_nothing_is_not_waited_for() -> None:
 
 
 def test_a_device_that_fails_ends_streaming() -> None:
-    """What the device has failed with is told to who waits, and no flush is completed any more."""
+    """Waiters get the error of a failed device, and no later flush is completed."""
     with sending_to(1) as to:
         first, second = Late(), Late()
         first.error = HeadraceError("the device has failed")
@@ -430,7 +430,7 @@ def test_a_device_that_fails_ends_streaming() -> None:
 
 
 def test_a_flush_that_is_submitted_as_streaming_ends_is_abandoned() -> None:
-    """Who submits at the moment at which streaming ends does not wait for a device for ever."""
+    """A flush submitted at the moment when streaming ends does not wait for its device."""
     with sending_to(1) as to:
         late, accept = Late(), to.sender._accept
 
@@ -446,7 +446,7 @@ def test_a_flush_that_is_submitted_as_streaming_ends_is_abandoned() -> None:
 
 
 def test_an_interrupt_after_the_hand_over_leaves_the_flush_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C when the loop has a flush already: it is delivered, and its buffer is not filled again before that."""
+    """After Ctrl-C when the loop has a flush, it is delivered before its buffer is filled again."""
     with sending_to(1) as to:
         shard = to.store.shards[0]
         to.store.do(shard.gate.clear)
@@ -468,7 +468,7 @@ def test_an_interrupt_after_the_hand_over_leaves_the_flush_to_the_sender(monkeyp
 
 
 def test_an_interrupt_before_the_hand_over_takes_the_flush_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C amid `submit`, before the loop has the flush: it is never sent, and its rows go out with the next one."""
+    """After Ctrl-C before the loop has a flush, it is never sent, and its rows go out with the next one."""
     with sending_to(1) as to:
         assert to.sender._loop is not None
         queued: list[Callable[[], object]] = []

@@ -12,7 +12,7 @@ from trainer_tables import ROWWISE, Submitted, Trained, rows_of
 
 from headrace.schemas.errors import ConfigError
 from headrace.streamer.delivery.spool import Spool
-from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.layout import Flush
 
 
 def flush_of(num_rows: int) -> tuple[Flush, Submitted]:
@@ -25,7 +25,7 @@ def flush_of(num_rows: int) -> tuple[Flush, Submitted]:
 
 
 def test_stored_flush_has_the_same_rows(tmp_path: Path) -> None:
-    """What is read from the spool is what was in the staging buffer, also once that has other content."""
+    """The spool returns the same rows as the staging buffer, even after that is overwritten."""
     spool = Spool(tmp_path, max_bytes=2**20)
     flush, _ = flush_of(500)
     before = rows_of(flush, 2)
@@ -39,7 +39,7 @@ def test_stored_flush_has_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_spool_is_bounded(tmp_path: Path) -> None:
-    """A flush that does not fit is not taken, and is again once there is room."""
+    """A flush that does not fit is refused until there is room."""
     flush, _ = flush_of(500)
     spool = Spool(tmp_path, max_bytes=flush.size_bytes * 2)
     assert spool.store(flush) is not None
@@ -50,7 +50,7 @@ def test_spool_is_bounded(tmp_path: Path) -> None:
 
 
 def test_number_of_flushes_is_bounded(tmp_path: Path) -> None:
-    """Small flushes are bounded too: each takes memory and a mapping."""
+    """The number of flushes is bounded, because each takes memory and a mapping."""
     flush, _ = flush_of(0)
     spool = Spool(tmp_path, max_bytes=2**40)
     stored = [spool.store(flush) for _ in range(1030)]
@@ -58,7 +58,7 @@ def test_number_of_flushes_is_bounded(tmp_path: Path) -> None:
 
 
 def test_the_trainers_files_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the file descriptors that a process may have, flushes on disk take no more than a fourth."""
+    """Flushes on disk take at most a quarter of the process's file descriptors."""
     flush, _ = flush_of(0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
     spool = Spool(tmp_path, max_bytes=2**40)
@@ -69,7 +69,7 @@ def test_the_trainers_files_are_left_to_it(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_failed_write_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is an error of this flush, which is as before."""
+    """A full disk is an error that leaves the flush unchanged."""
     flush, _ = flush_of(500)
     spool = Spool(tmp_path, max_bytes=2**20)
     before = rows_of(flush, 2)

@@ -1,4 +1,4 @@
-"""Flushes cut on a device: nothing waits, nothing is lost, and what a mark says is true."""
+"""Flushes with a device part: nothing waits, nothing is lost, and what a mark says is true."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fake_device import FakeDevice
 from hypothesis import given, settings
 from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
-from headrace.kernels.dirty_rows import DirtyRows
+from headrace.kernels.dirty_sets import DirtyRows
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
-from headrace.streamer.device.device_runtime import cuda_runtime
+from headrace.streamer.device.runtime import cuda_runtime
 from headrace.streamer.eviction import Evictor
-from headrace.streamer.flush.flush import Flush
+from headrace.streamer.flush.layout import Flush
 from headrace.streamer.taps.tapped_table import zero_state
 
 SMALL = 64 * 2**10
@@ -54,11 +54,7 @@ class Training:
         if has_host_table:
             self.fake.on_host.add(self.tables["c"].weights.data_ptr())
         self.to = DeviceSubmitted(
-            self.fake,
-            list(self.tables.values()),
-            num_shards=num_shards,
-            staging_bytes=SMALL,
-            non_finite="reject",
+            self.fake, list(self.tables.values()), num_shards=num_shards, staging_bytes=SMALL, non_finite="reject"
         )
         self.store = Store(num_shards)
         self.now: dict[tuple[str, int], tuple[int, bytes]] = {}
@@ -127,8 +123,8 @@ def test_every_change_arrives_once_and_marks_are_true(
 
 @pytest.mark.parametrize("has_host_table", [False, True])
 @pytest.mark.parametrize("event", ["submit fails", "nan"])
-def test_rows_that_are_taken_back_amid_a_sweep_are_in_its_marks(event: str, has_host_table: bool) -> None:
-    """After a flush that is not sent, a sweep begins anew, though rows change all the time."""
+def test_rows_that_are_taken_back_amid_a_pass_are_in_its_marks(event: str, has_host_table: bool) -> None:
+    """After a flush that is not sent, a pass begins anew, though rows change all the time."""
     training = Training(0, 1, has_host_table=has_host_table, num_host_rows=3000)
     for fqn, table in training.tables.items():
         training.change(1, fqn, list(range(table.weights.shape[0])), 1.0)
@@ -144,7 +140,7 @@ def test_rows_that_are_taken_back_amid_a_sweep_are_in_its_marks(event: str, has_
     assert training.store.rows == {key: data for key, (_, data) in training.now.items()}
 
 
-def test_a_table_that_leaves_amid_a_sweep_is_in_its_marks() -> None:
+def test_a_table_that_leaves_amid_a_pass_is_in_its_marks() -> None:
     """No mark is given before the rows are out that a table has taken with it to the host."""
     training = Training(0, 1, has_host_table=False)
     for fqn in ("a", "b"):
@@ -244,7 +240,7 @@ def test_scalars_are_read_by_the_device() -> None:
 
 
 def test_columns_that_move_are_read_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """A table whose weights are another tensor is cut there; one that cannot be goes the host's way from then on."""
+    """Weights that become another tensor are drained there; if they cannot be, the host gathers them from then on."""
     fake = FakeDevice()
     table = DeviceTrained(fake)
     to = DeviceSubmitted(fake, [table])
@@ -380,7 +376,7 @@ def test_eviction_is_refused_before_anybody_is_told_of_it() -> None:
 
 
 def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:
-    """More tables make the bitmap and the headers longer; a cut that is on its way keeps its own."""
+    """More tables make the bitmap and the headers longer; a drain that is on its way keeps its own."""
     fake = FakeDevice(3)
     first, second = DeviceTrained(fake, "first"), DeviceTrained(fake, "second", 130)
     to = DeviceSubmitted(fake, [first], num_shards=3)
@@ -399,11 +395,11 @@ def test_all_rows_for_a_new_store() -> None:
     fake = FakeDevice()
     table = DeviceTrained(fake, num_rows=130)
     to = DeviceSubmitted(fake, [table])
-    to.flusher.mark_all(generation=1)
+    to.flusher.mark_all(num_new_stores=1)
     to.on_step(1)
     flush = to.complete()
     assert flush is not None
-    assert (len(sent(flush)), flush.generation) == (130, 1)
+    assert (len(sent(flush)), flush.num_new_stores) == (130, 1)
 
 
 def test_an_ended_sender_wakes_who_waits() -> None:

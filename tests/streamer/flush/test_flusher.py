@@ -1,4 +1,4 @@
-"""When the flusher flushes, and what it takes; more than a buffer holds is `test_flusher_sweeps.py`'s."""
+"""When the flusher flushes, and what it takes; more than a buffer holds is `test_flusher_passes.py`'s."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from trainer_tables import ROWWISE, SMALL_BYTES, WIDE, Submitted, Trained, VirtualRows, deleted_of, rows_of, taken
 
-from headrace.kernels.dirty_ids import DirtyIds
-from headrace.kernels.dirty_rows import DirtyRows
+from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
 from headrace.schemas.errors import ConfigError, NonFiniteError, UnavailableError
 from headrace.streamer.flush.staging import StagingBuffer
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -227,11 +226,7 @@ def test_identities_travel_with_their_rows() -> None:
     plain = Trained(num_rows=50)
     spec = dataclasses.replace(plain.tapped.spec, has_identities=True)
     tapped = TappedTable(
-        spec=spec,
-        num_local_rows=50,
-        weights=lambda: plain.weights,
-        states=dict,
-        identities=lambda: identities,
+        spec=spec, num_local_rows=50, weights=lambda: plain.weights, states=dict, identities=lambda: identities
     )
     plain.tapped = tapped
     submitted = Submitted([plain], num_shards=2)

@@ -13,7 +13,12 @@ import pytest
 import torch
 from trainer_tables import ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
-FILES = ("deleted_rows.py", "dirty_ids.py", "dirty_rows.py", "flusher.py", "staging.py", "taken_rows.py")
+from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
+from headrace.streamer.flush.flusher import Flusher, TakenRows
+from headrace.streamer.flush.staging import StagingPool
+from headrace.streamer.taps.tapped_table import DeletedRows
+
+FILES = {inspect.getfile(cls) for cls in (DeletedRows, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
 
 
 def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
@@ -23,7 +28,7 @@ def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal num_places
         # What is raised amid the closing of a generator goes nowhere.
-        if not frame.f_code.co_filename.endswith(FILES) or frame.f_code.co_flags & inspect.CO_GENERATOR:
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_flags & inspect.CO_GENERATOR:
             return None
         num_places += event in ("line", "return")
         if num_places == place:

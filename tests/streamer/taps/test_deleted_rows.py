@@ -1,4 +1,4 @@
-"""Rows that were evicted: which are deleted, when, and what the marks promise of them."""
+"""Evicted rows: which are deleted, when, and what step marks promise about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def evict(table: Trained | VirtualRows, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("max_bytes", [500, 2**22])
 def test_evicted_rows_are_deleted_unless_they_are_used_again(max_bytes: int) -> None:
-    """Of evicted rows, those that change before the flush go out with their values, the others as deletions, routed."""
+    """Evicted rows that change before the flush go out with their values, the others as deletions to their shards."""
     table = Trained(row_offset=1000)
     submitted = Submitted([table], num_shards=3)
     table.update(range(40), 1.0)
@@ -45,7 +45,7 @@ def test_evicted_rows_are_deleted_unless_they_are_used_again(max_bytes: int) -> 
 
 
 def test_deletions_of_a_failed_flush_are_sent_again() -> None:
-    """When the sender refuses a flush its deletions are to be sent still, but for rows that are used meanwhile."""
+    """Deletions of a refused flush go out with the next one, except for rows used meanwhile."""
     table = Trained()
     submitted = Submitted([table])
     evict(table, [1, 2, 3])
@@ -60,7 +60,7 @@ def test_deletions_of_a_failed_flush_are_sent_again() -> None:
 
 
 def test_evicted_rows_are_not_sent_to_a_new_store() -> None:
-    """When all rows are sent again, those that were evicted and not used since are not."""
+    """Sending all rows again leaves out rows that were evicted and not used since."""
     table = Trained(num_rows=10)
     submitted = Submitted([table])
     evict(table, [1, 2, 3, 4])
@@ -69,13 +69,13 @@ def test_evicted_rows_are_not_sent_to_a_new_store() -> None:
     submitted.flusher.on_step(2)
     submitted.release()
     table.update([3], 1.0)
-    submitted.flusher.mark_all(generation=1)
+    submitted.flusher.mark_all(num_new_stores=1)
     submitted.flusher.on_step(3)
     assert taken(submitted.flushes[-1]) == [0, 2, 3, 5, 6, 7, 8, 9]
 
 
 def test_more_deletions_than_a_buffer_holds_leave_room_for_rows() -> None:
-    """Deletions take half of a buffer at most while rows wait, and no flush is marked before all are out."""
+    """Deletions take at most half a buffer while rows wait, and no step mark is sent before all are out."""
     table = Trained(num_rows=40_000, dim=WIDE)
     submitted = Submitted([table], staging_bytes=SMALL_BYTES)
     evict(table, list(range(20_000)))
@@ -115,7 +115,7 @@ def test_more_deletions_than_a_buffer_holds_leave_room_for_rows() -> None:
 def test_marks_keep_their_promise_with_evictions(
     steps: list[tuple[list[int], list[int], bool, bool, bool]], is_virtual: bool
 ) -> None:
-    """At an exact mark the store equals the tables, evicted rows gone; at any mark no row is older than its step."""
+    """At an exact step mark the store equals the tables; at any mark no row is older than its step."""
     table = VirtualRows("v.weight", 1200, 40) if is_virtual else Trained("v.weight", 1200, 40)
     submitted = Submitted([table], staging_bytes=SMALL_BYTES, num_shards=2)
     now: dict[int, float] = {}
@@ -163,8 +163,8 @@ def test_marks_keep_their_promise_with_evictions(
     assert submitted.flusher.num_dirty_rows == 0
 
 
-def test_a_sweep_ends_when_its_deletions_are_out() -> None:
-    """While rows go round and round, no mark is given before the deletions that were there when the sweep began."""
+def test_a_pass_ends_when_its_deletions_are_out() -> None:
+    """With rows always dirty, no mark precedes the deletions that were pending when the flush pass began."""
     table = Trained(num_rows=40_000, dim=WIDE)
     submitted = Submitted([table], staging_bytes=SMALL_BYTES)
     evict(table, list(range(20_000, 40_000)))

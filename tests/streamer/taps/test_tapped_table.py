@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, TableSpec
-from headrace.streamer.taps.tapped_table import TappedTable, dtype_of, state_spec, zero_state
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part, zero_state
+
+PART = TablePart(fqn="t", num_rows=3, dim=2)
 
 
-@pytest.mark.parametrize("dtype", list(DType))
-def test_every_element_type_of_a_row_has_a_torch_type(dtype: DType) -> None:
-    """Each type that rows can hold is that of some tensor, of the same size."""
-    matching = [t for t in vars(torch).values() if isinstance(t, torch.dtype) and _name(t) == dtype]
-    assert {t.itemsize for t in matching} == {dtype.size_bytes}
+def tapped(dtype: torch.dtype = torch.float32, *, states_of: Any = (), states: Any = dict) -> TappedTable:
+    """Return a table of three rows and two columns."""
+    return tap_part(
+        PART,
+        num_local_rows=3,
+        num_columns=2,
+        dtype=dtype,
+        states_of=states_of,
+        weights=lambda: torch.zeros(3, 2, dtype=dtype),
+        states=states,
+    )
 
 
-def _name(dtype: torch.dtype) -> DType | None:
-    try:
-        return dtype_of("table", dtype)
-    except UnsupportedModelError:
-        return None
+def test_every_element_type_of_a_row_has_a_torch_type() -> None:
+    """Each element type that rows can hold is that of some torch dtype, with the same size."""
+    found = {}
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+        with contextlib.suppress(UnsupportedModelError):
+            found[
+                tap_part(PART, num_local_rows=3, num_columns=2, dtype=dtype, weights=dict, states=dict).spec.dtype
+            ] = dtype
+    assert {known: dtype.itemsize for known, dtype in found.items()} == {known: known.size_bytes for known in DType}
 
 
 def test_other_element_types_are_refused() -> None:
-    """A type that rows cannot hold is refused with the tensor's name and what can be held."""
-    with pytest.raises(UnsupportedModelError, match=r"table 'a': element type torch\.bool .*float32, float16"):
-        dtype_of("table 'a'", torch.bool)
+    """A dtype that rows cannot hold is refused with the tensor's name and the supported dtypes."""
+    with pytest.raises(UnsupportedModelError, match=r"table 't': element type torch\.bool .*float32, float16"):
+        tapped(torch.bool)
+    with pytest.raises(UnsupportedModelError, match=r"state 'sum' of table 't': element type torch\.bool"):
+        tapped(states_of=[("sum", torch.bool, False)])
 
 
 def test_state_kinds() -> None:
-    """A state with a width of its own is rowwise, any other pointwise."""
-    assert state_spec("t", "sum", torch.float32).kind is StateKind.POINTWISE
-    row_wise = state_spec("t", "sum", torch.float32, rowwise_width=1)
-    assert (row_wise.kind, row_wise.width) == (StateKind.ROWWISE, 1)
+    """A rowwise state has one value per row, a pointwise state has the table's width."""
+    pointwise, rowwise = tapped(states_of=[("a", torch.float32, False), ("b", torch.float32, True)]).spec.states
+    assert (pointwise.kind, rowwise.kind, rowwise.width) == (StateKind.POINTWISE, StateKind.ROWWISE, 1)
 
 
 def test_zero_state_takes_the_memory_of_a_row() -> None:
@@ -69,14 +85,7 @@ def test_part_of_a_table() -> None:
 def test_a_state_that_is_another_now_is_refused(now: torch.Tensor) -> None:
     """A state of another type or shape than it was is an error that names it, not other rows in the store."""
     states = {"sum": torch.zeros(3, 2)}
-    table = TappedTable(
-        spec=TableSpec(
-            fqn="t", num_rows=3, dim=2, dtype=DType.FLOAT32, states=(state_spec("t", "sum", torch.float32),)
-        ),
-        num_local_rows=3,
-        weights=lambda: torch.zeros(3, 2),
-        states=lambda: states,
-    )
+    table = tapped(states_of=[("sum", torch.float32, False)], states=lambda: states)
     assert table.states() is states
     states["sum"] = now
     with pytest.raises(

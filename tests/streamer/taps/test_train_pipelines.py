@@ -1,4 +1,4 @@
-"""TorchRec's train pipelines: they look up ahead of the update, and what is marked is what each step has changed."""
+"""TorchRec's train pipelines look up ahead of the update; each step marks exactly the rows that it changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirror import Mirror
 from pipelined_training import Stream, cpu_streams
 from sparse_model import CPU, FQNS, ROWS, Batch, PipelinedBatch, PipelinedModel, one_rank, row_wise, sharded
 
-from headrace.streamer.taps.tap import Tap, tap_model
+from headrace.streamer.taps.attach import Tap, tap_model
 
 pytestmark = pytest.mark.torchrec
 
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], bool]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def process_group() -> Iterator[None]:
-    """One process and its own store: no port is taken."""
+    """Run one process with its own store, without a port."""
     with one_rank():
         yield
 
@@ -73,7 +73,7 @@ class Run:
         return tap
 
     def train(self, num_batches: int | None = None) -> None:
-        """Train on so many batches, or until there are no more."""
+        """Train on some batches, or until none is left."""
         with contextlib.suppress(StopIteration):
             while num_batches != 0:
                 self.pipeline.progress(self.inputs)
@@ -88,7 +88,7 @@ def together(steps: list[dict[str, list[int]]]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("counts_optimizer_steps", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_train_pipeline_is_a_training_loop(kind: str, counts_optimizer_steps: bool) -> None:
-    """What it looks up or deals out ahead is marked in the step that changes it, also after it was detached."""
+    """Rows looked up ahead are marked in the step that changes them, also after `detach`."""
     run = Run(kind)
     tap = run.tap(counts_optimizer_steps=counts_optimizer_steps)
     run.train(4)
@@ -106,7 +106,7 @@ def test_a_train_pipeline_is_a_training_loop(kind: str, counts_optimizer_steps: 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_attached_to_a_pipeline_that_runs(kind: str) -> None:
-    """A batch that was looked up before `attach` and trained after it is not known: all rows go with it, once."""
+    """A batch looked up before `attach` and trained after it sends all rows, once."""
     run = Run(kind)
     run.train(3)
     tap = run.tap()
@@ -119,7 +119,7 @@ def test_attached_to_a_pipeline_that_runs(kind: str) -> None:
 
 
 def test_evaluation_in_the_same_pipeline() -> None:
-    """Batches that a pipeline takes in evaluation mode change nothing and end no step."""
+    """Batches in evaluation mode change nothing and end no step."""
     run = Run("hybrid", num_batches=9)
     tap = run.tap()
     run.train(3)
@@ -135,7 +135,7 @@ def test_evaluation_in_the_same_pipeline() -> None:
 
 @pytest.mark.parametrize("kind", ["base", "sparse-dist"])
 def test_gradient_accumulation(kind: str) -> None:
-    """The fused updates of each batch go with the step of the optimizer that the batches are accumulated for."""
+    """Fused updates of accumulated batches go out with the optimizer's step."""
     run = Run(kind, num_batches=6)
     tap = run.tap(counts_optimizer_steps=True)
     config = accumulation.GradientAccumulationConfig(is_enabled=True, num_steps=3)
@@ -148,7 +148,7 @@ def test_gradient_accumulation(kind: str) -> None:
 
 
 def test_a_forward_of_ones_own() -> None:
-    """A pipeline that is to call something else than the attached model ends no step, but with the optimizer's step."""
+    """A pipeline that does not call the attached model ends steps only with an optimizer attached."""
     for counts_optimizer_steps in (False, True):
         run = Run("sparse-dist", num_batches=3)
         run.pipeline._model_fwd = run.model.module  # what `custom_model_fwd` sets

@@ -1,0 +1,1 @@
+"""Run-time compilation, dispatch and launching of GPU kernels."""

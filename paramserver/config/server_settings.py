@@ -1,0 +1,319 @@
+"""Settings of a server (`ServerConfig`), those common to its shards (`ShardSettings`), and one shard's (`ShardConfig`).
+
+`ServerConfig.load` merges flags > environment (`HEADRACE_SERVE_…`) > YAML file > defaults, once, at the start.
+"""
+
+# ruff: noqa: RUF009 (`setting` returns a dataclass field, which the linter cannot know)
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.expiry.policy import ExpiryRules
+from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, problem_of_host
+from headrace.paramserver.system.limits import machine_memory_bytes
+from headrace.paramserver.system.settings import (
+    REQUIRED,
+    Kind,
+    check,
+    count_setting,
+    merge,
+    path_setting,
+    seconds_setting,
+    setting,
+    settings_of,
+    size_setting,
+)
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["ENV_PREFIX", "MAX_SHARDS", "ServerConfig", "ShardConfig", "ShardSettings"]
+
+# With the command's name in it: a Kubernetes service called `headrace` puts HEADRACE_PORT=tcp://… into every container.
+ENV_PREFIX = "HEADRACE_SERVE_"
+MAX_SHARDS = 1024
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_MAX_BYTES = 2**50
+_DAY_S = 86400
+_MIN_AUTO_CACHE_BYTES = 32 * _MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSettings:
+    """Settings of each shard; budgets are per shard, so N shards may use N times as much.
+
+    Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` (requests, and
+    replies on their way) + `max_log_pending_bytes` + `max_backlog_bytes`; about 600 MiB for the process, idle buffers,
+    the log's tail, short requests and clients before their hello (see `ServerLimits`); and for each connection 4 KiB
+    idle, 48 KiB while it waits for room, 384 KiB while its peer does not read.
+
+    Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
+    """
+
+    max_frame_bytes: int = size_setting(
+        64 * _MIB, 64 * _KIB, _GIB, "Longest request or reply. A connection may hold a buffer of this size."
+    )
+    max_client_bytes: int = size_setting(
+        256 * _MIB, 64 * _KIB, _MAX_BYTES, "Bytes of requests that one client may have unanswered."
+    )
+    max_client_requests: int = count_setting(256, 1, 8192, "Requests that one client may have unanswered.")
+    max_connections: int = count_setting(
+        12_000, 1, 1_000_000, "Open connections a shard. An idle one costs a file descriptor and some KiB."
+    )
+    max_inflight_bytes: int = size_setting(
+        _GIB, 64 * _KIB, _MAX_BYTES, "Memory a shard for requests of all clients that are read and not answered."
+    )
+    idle_timeout_s: float = seconds_setting(
+        600.0, 0, 30 * _DAY_S, "Close a connection that has been without a request this long; 0 never does."
+    )
+    max_log_pending_bytes: int = size_setting(
+        256 * _MIB,
+        64 * _KIB,
+        _MAX_BYTES,
+        "Memory a shard for batches on their way to disk; more are refused as overloaded.",
+    )
+    max_backlog_bytes: int = size_setting(
+        512 * _MIB,
+        64 * _KIB,
+        _MAX_BYTES,
+        "Memory a shard for durable rows on their way to the store; acks wait beyond it. More of it writes less.",
+    )
+    log_segment_bytes: int = size_setting(
+        256 * _MIB, _MIB, 64 * _GIB, "Size at which the update log begins a new file. Retention removes whole files."
+    )
+    log_retention_bytes: int = size_setting(
+        8 * _GIB,
+        _MIB,
+        _MAX_BYTES,
+        "Disk a shard for log that is applied already. A follower further behind needs a snapshot.",
+    )
+    log_retention_s: float = seconds_setting(
+        7.0 * _DAY_S,
+        0,
+        10 * 365 * _DAY_S,
+        "Log that is applied and older than this may be removed.",
+        default_text="7d",
+    )
+    log_hold_bytes: int = size_setting(
+        16 * _GIB,
+        _MIB,
+        _MAX_BYTES,
+        "Disk a shard for log that a follower or a snapshot needs; beyond it the oldest is removed all the same.",
+    )
+    block_cache_bytes: int = size_setting(
+        0,
+        0,
+        _MAX_BYTES,
+        "Memory a shard for RocksDB's block cache, which point reads live on.",
+        default_text="a quarter of the machine's memory, divided by the shards",
+    )
+    memtable_bytes: int = size_setting(
+        192 * _MIB,
+        3 * _MIB,
+        64 * _GIB,
+        "Memory a shard for rows not yet in a file of RocksDB's. More of it writes less, and recovers longer.",
+    )
+    non_finite: str = setting(
+        "accept",
+        kind=Kind.CHOICE,
+        choices=("accept", "reject"),
+        help="Whether to accept a batch with NaN or Inf. Rejecting them costs a look at every value.",
+    )
+    expiry: str | None = setting(
+        None,
+        kind=Kind.RULES,
+        help="Rows that expire, by table: `user.*: ttl_s=30d, interval_s=1h; *: max_rows=1000000`. See docs/expiry.md.",
+    )
+    expiry_rows_per_s: int = count_setting(
+        100_000,
+        0,
+        1_000_000_000,
+        "Rows that expiry looks at in a second. Each costs about 2 µs of a core. 0 sets no bound.",
+    )
+    drain_s: float = seconds_setting(
+        10.0, 0, 3600, "How long a stopping server goes on answering the requests that it has begun."
+    )
+
+    tls_certificate: Path | None = path_setting(
+        None, "PEM file with the server's certificate chain; with it, the server speaks only TLS."
+    )
+    tls_key: Path | None = path_setting(None, "PEM file with the certificate's private key.")
+    tls_client_authority: Path | None = path_setting(
+        None, "PEM file with authorities; every client must show a certificate of theirs (mutual TLS)."
+    )
+    token_file: Path | None = path_setting(
+        None, "File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN."
+    )
+    writer_token_file: Path | None = path_setting(
+        None, "File with a second token, for trainers and readers: a client that shows it may not snapshot or expire."
+    )
+    reader_token_file: Path | None = path_setting(
+        None, "File with another token, for readers: a client that shows it may not write."
+    )
+
+    @property
+    def reject_non_finite(self) -> bool:
+        """Whether a batch with NaN or Inf is refused."""
+        return self.non_finite == "reject"
+
+    def __post_init__(self) -> None:
+        check(self)
+        ExpiryRules.parse(self.expiry or "")
+        if 0 < self.block_cache_bytes < _MIB:
+            raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
+        ordered = ("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")
+        for smaller, larger in (*itertools.pairwise(ordered), ("max_frame_bytes", "max_log_pending_bytes")):
+            if getattr(self, smaller) > getattr(self, larger):
+                raise ConfigError(f"{larger} is less than {smaller}: no request of the largest size would fit")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig(ShardSettings):
+    """Everything that `headrace serve` can be configured with.
+
+    Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
+    """
+
+    data: Path = path_setting(REQUIRED, "Directory of the store: an existing one, or one to be made. Required.")
+    shards: int | None = count_setting(
+        None,
+        1,
+        MAX_SHARDS,
+        "Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
+        default_text="what the directory has; 1 in a new one",
+    )
+    host: str = setting(
+        "127.0.0.1", kind=Kind.TEXT, help="Name or address to listen on; `::` is every address, IPv4 and IPv6."
+    )
+    port: int = count_setting(
+        DEFAULT_PORT, 0, 65535, "Port of shard 0; shard i listens on PORT + i. 0 lets the system choose each."
+    )
+    advertise_host: str | None = setting(
+        None,
+        kind=Kind.TEXT,
+        default_text="the host listened on",
+        help="Host that clients connect to. Needed with a wildcard host.",
+    )
+    insecure_bind: bool = setting(
+        False,
+        kind=Kind.SWITCH,
+        help="Listen beyond loopback, though anyone who reaches the port may then read and write.",
+    )
+    metrics_port: int | None = count_setting(
+        None,
+        0,
+        65535,
+        "Port of the status page and of Prometheus' /metrics, one for all shards. Off without it; 0 lets the system "
+        "choose.",
+    )
+    metrics_host: str = setting(
+        "127.0.0.1",
+        kind=Kind.TEXT,
+        help="Address to serve metrics on. Anyone who reaches it sees names and figures, but no rows and no secrets.",
+    )
+    max_quick_deaths: int = count_setting(
+        5, 1, 1000, "Give the server up when a shard process ends this often in a row soon after its start."
+    )
+    quick_death_s: float = seconds_setting(
+        10.0, 0, 3600, "How soon after it was ready the end of a shard process is a quick one."
+    )
+    hang_timeout_s: float = seconds_setting(
+        300.0,
+        0,
+        30 * _DAY_S,
+        "Kill and restart a shard process whose event loop has not run for this long; 0 never does.",
+    )
+    log_level: str = setting(
+        "info", kind=Kind.CHOICE, choices=("debug", "info", "warning", "error"), help="Least level of log lines."
+    )
+    log_format: str = setting(
+        "auto",
+        kind=Kind.CHOICE,
+        choices=("auto", "text", "json"),
+        help="How log lines look: auto is text on a terminal and JSON otherwise.",
+    )
+
+    def __post_init__(self) -> None:
+        # By name: with slots the class is made anew, and `super()` without arguments fails.
+        ShardSettings.__post_init__(self)
+        last_port = self.port + (self.shards or 1) - 1
+        if self.port and last_port > 65535:
+            raise ConfigError(f"port: shard {(self.shards or 1) - 1} would listen on port {last_port}, above 65535")
+        check_hosts(self.host, self.advertise_host)
+        if problem := problem_of_host(self.metrics_host):
+            raise ConfigError(f"--metrics-host {self.metrics_host}: {problem}")
+
+    @property
+    def client_host(self) -> str:
+        """Host by which clients reach this server."""
+        return self.advertise_host or self.host
+
+    @classmethod
+    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServerConfig:
+        """Return the configuration that flags (None if absent), environment and YAML file make together; see `merge`.
+
+        Raises:
+            ConfigError: A key is unknown, or a value is missing or wrong.
+        """
+        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig(ShardSettings):
+    """One shard's settings and its place in the server; the supervisor sends it to the shard process.
+
+    In one made by `of_server`, `block_cache_bytes` is never 0.
+    """
+
+    directory: Path  # the shard's own; it exists
+    shard: int  # index, 0 to `num_shards` - 1
+    server_id: str  # identity of the data directory
+    addresses: tuple[tuple[str, int], ...]  # host and port at which clients reach each shard, by index
+
+    @property
+    def snapshots_path(self) -> Path:
+        """Directory of the server's snapshots: one for all shards, on the same file system as theirs."""
+        return self.directory.parent / "snapshots"
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the server."""
+        return len(self.addresses)
+
+    @classmethod
+    def of_server(
+        cls,
+        server: ServerConfig,
+        *,
+        directory: Path,
+        shard: int,
+        server_id: str,
+        addresses: tuple[tuple[str, int], ...],
+    ) -> ShardConfig:
+        """Return the configuration of one shard of a server."""
+        settings = {field.name: getattr(server, field.name) for field in dataclasses.fields(ShardSettings)}
+        if not settings["block_cache_bytes"]:
+            share = machine_memory_bytes() // 4 // len(addresses)
+            settings["block_cache_bytes"] = max(share, _MIN_AUTO_CACHE_BYTES)
+        return cls(directory=directory, shard=shard, server_id=server_id, addresses=addresses, **settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a form that `json` can write."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ShardConfig:
+        """Return the configuration that `to_json` wrote.
+
+        Raises:
+            ConfigError: A setting is out of its bounds.
+            TypeError: A key is missing or unknown: the supervisor has another version.
+        """
+        names = ["directory", *(field.name for field, known in settings_of(cls) if known.kind is Kind.PATH)]
+        paths = {name: None if values[name] is None else Path(values[name]) for name in names}
+        addresses = tuple((str(host), int(port)) for host, port in values["addresses"])
+        return cls(**{**values, **paths, "addresses": addresses})

@@ -1,0 +1,144 @@
+"""The update feed: followers read the log by long polls for durable records, and lease what they still need.
+
+A follower that asks for future records waits without blocking others; a thread reads the log. A follower with a name
+and a lease keeps the log from its position on, until the lease ends or the configured bound is reached
+(`shard/retention.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.interface import UpdateLog
+from headrace.paramserver.log.leases import LogLeases
+from headrace.schemas.errors import GoneError, RequestError, SetBackError
+from headrace.schemas.idl import idl
+from headrace.schemas.log_records import pack_header
+
+__all__ = ["UpdateFeed"]
+
+MAX_WAIT_S = 60.0
+# Records of one reply: far fewer than a decoder accepts.
+_MAX_RECORDS = 4096
+# Long enough to be fast, short enough to arrive soon at a distant follower.
+_MAX_REPLY_BYTES = 16 << 20
+# Bytes of a reply besides bodies, per record and in total, rounded up.
+_RECORD_OVERHEAD_BYTES = 64
+_REPLY_OVERHEAD_BYTES = 4096
+# Replies read at the same time; others wait, which bounds memory.
+_NUM_READERS = 2
+
+
+class UpdateFeed:
+    """Answers `fetchUpdates`. Thread: the event loop's.
+
+    Attributes:
+        followers: The followers' leases.
+        num_waiting: Long polls that wait now.
+    """
+
+    def __init__(self, log: UpdateLog, ingest: Ingest, *, server_id: str, max_frame_bytes: int) -> None:
+        """Serve `log`, the log of the store `server_id`, in replies of at most `max_frame_bytes`.
+
+        `ingest` tells when records become durable.
+        """
+        self.followers = LogLeases()
+        self.num_waiting = 0
+        self._log, self._ingest, self._server_id = log, ingest, server_id
+        self._max_bytes = min(max_frame_bytes - _REPLY_OVERHEAD_BYTES, _MAX_REPLY_BYTES)
+        self._readers = asyncio.Semaphore(_NUM_READERS)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Answer all waiting and future long polls at once, because the shard is about to drain. Idempotent."""
+        self._stopping.set()
+
+    async def fetch(self, request: Any) -> Any:
+        """Return the `FetchUpdatesReply` to a `FetchUpdatesRequest`.
+
+        Raises:
+            GoneError: The records were removed; the follower must start over.
+            SetBackError: The records never were in this log; the follower must start over.
+            RequestError: A field is out of range.
+
+        Cancellation: harmless.
+        """
+        from_seq, offset = request.from_seq, request.body_offset or 0
+        if from_seq < 1 or request.max_bytes < 1 or offset < 0 or request.wait_ms < 0:
+            raise RequestError(f"seq {from_seq}, {request.max_bytes} bytes, offset {offset} or wait is out of range")
+        self._check(request.server_id, from_seq)
+        if request.follower is not None:
+            await self._lease(request)
+        if from_seq > self._log.last_seq:
+            await self._wait(from_seq, min(request.wait_ms / 1000, MAX_WAIT_S))
+        records: list[Any] = []
+        if from_seq <= self._log.last_seq:
+            max_bytes = min(request.max_bytes, self._max_bytes)
+            async with self._readers:
+                records = await asyncio.to_thread(_collect, self._log, from_seq, offset, max_bytes, self._max_bytes)
+        log = self._log
+        return idl.FetchUpdatesReply(
+            records=records,
+            first_seq=log.first_seq,
+            last_seq=log.last_seq,
+            mark_before=log.nonce_of(from_seq - 1),
+            mark=log.nonce_of(records[-1].seq) if records else None,
+        )
+
+    async def _lease(self, request: Any) -> None:
+        lease_s, copy_id = (request.lease_ms or 0) / 1000, request.copy_id or ""
+        if self.followers.renew(request.follower, request.from_seq, lease_s, copy_id=copy_id):
+            async with self.followers.removing:  # a removal that runs now was decided without this lease
+                pass
+            self._check(request.server_id, request.from_seq)
+
+    def _check(self, server_id: str, from_seq: int) -> None:
+        if server_id != self._server_id:
+            raise GoneError(f"this is store {self._server_id}, not {server_id}: start over")
+        first, last = self._log.first_seq, self._log.last_seq
+        if from_seq < first:
+            raise GoneError(f"the log begins at seq {first}, seq {from_seq} has been removed: start over")
+        if from_seq > last + 1:
+            raise SetBackError(f"the log ends at seq {last}, seq {from_seq - 1} is not in it: start over")
+
+    async def _wait(self, seq: int, timeout_s: float) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        durable = asyncio.ensure_future(self._ingest.wait_durable(seq))
+        self.num_waiting += 1
+        try:
+            await asyncio.wait((stopping, durable), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.num_waiting -= 1
+            stopping.cancel()
+            durable.cancel()
+
+
+def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
+    """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger.
+
+    Each part repeats the record's whole header, which may be long; the total never exceeds `most_bytes`.
+    """
+    records: list[Any] = []
+    left = max_bytes
+    for record in log.read(from_seq):
+        header = pack_header(record.header)
+        body_bytes, rest_bytes = record.body.nbytes - offset, len(header) + _RECORD_OVERHEAD_BYTES
+        size_bytes = body_bytes + rest_bytes
+        if size_bytes > left and records:
+            break
+        kind = record.header["kind"]
+        struct = idl.UpdateRecord(seq=record.seq, epoch=record.epoch, kind=kind, header=header, body=record.body)
+        if offset or size_bytes > left:
+            if body_bytes < 0:
+                raise RequestError(f"offset {offset} in record {record.seq} of {record.body.nbytes} bytes")
+            struct.body = record.body[offset : offset + max(min(left, most_bytes - rest_bytes), 1)]
+            struct.body_size_bytes = record.body.nbytes
+        records.append(struct)
+        left -= size_bytes
+        offset = 0
+        # A part comes last: the reply's `mark` is its record's nonce, which proves that all parts are of one record.
+        if left <= 0 or struct.body_size_bytes is not None or len(records) == _MAX_RECORDS:
+            break
+    return records

@@ -1,0 +1,422 @@
+"""Ingest: the path of an update into a shard, from its place in the update log to the ack and the store.
+
+`Sessions` decides whether a batch is next. The batch is appended to the update log, acked once the log has it on disk,
+and then applied to RocksDB by the `Applier`. Tables, sessions and applied seq are a function of the log; the store
+saves them together, after the rows of the same records. So recovery applies the records that the store lacks, and
+applying one twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, Append, LogRecord, UpdateLog
+from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.catalog import Catalog, pack_spec, unpack_spec
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    RequestError,
+    StorageError,
+    UnavailableError,
+)
+from headrace.schemas.idl import MAX_NAME_BYTES, idl
+from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import MAX_EPOCH
+
+__all__ = ["Ingest"]
+
+# Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
+_DELTA_BYTES = 2048
+# Batches of more rows, deleted ones included, are checked in a thread: this many unsorted rows block the loop for some
+# milliseconds.
+_MAX_ROWS_ON_LOOP = 1 << 16
+
+_Deltas = tuple[RowDelta, ...]
+_Release = Callable[[], None]
+_Hold = Callable[[], _Release]
+
+
+class _ClientQueue:
+    """The batches of one client between arrival and ack.
+
+    Invariants:
+        Places in the log follow arrival: a batch is checked and appended while it holds `turn`, first come, first
+        served. There is no await in between, unless a thread checks the rows of a large batch.
+        Acks follow places. A batch that fails, or whose request is cancelled, counts as acked once all before it are.
+        A resend is acked last: ack the original first, or the client concludes that another writer exists.
+
+    Requests in flight keep the queue alive; the oldest unacked batch always has one. An idle client has no queue.
+    """
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self._last_ack: asyncio.Future[None] | None = None  # done once every batch that has a place is acked
+
+    @contextmanager
+    def ack_in_order(self) -> Iterator[None]:
+        """Count a batch as acked once the block has ended and all batches before it are acked.
+
+        REQUIRES: nothing was awaited since the batch took its place.
+        """
+        previous = self._last_ack
+        ack = self._last_ack = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            if previous is None or previous.done():
+                ack.set_result(None)
+            else:
+                previous.add_done_callback(lambda _: ack.set_result(None))
+
+    async def wait_acked(self) -> None:
+        if self._last_ack is not None:
+            await asyncio.shield(self._last_ack)
+
+
+class Ingest:
+    """Takes every change of a shard. Owns neither the log nor the applier. Thread: the event loop's.
+
+    Attributes:
+        catalog: The registered tables.
+        sessions: The writers.
+        num_rows_written: Rows accepted since this process began.
+        on_accepted: Called right after a record takes its place, before the next one can.
+    """
+
+    def __init__(
+        self,
+        log: UpdateLog,
+        applier: Applier,
+        meta: dict[bytes, bytes],
+        *,
+        max_backlog_bytes: int,
+        reject_non_finite: bool = False,
+        shard: int = 0,
+        num_shards: int = 1,
+    ) -> None:
+        """Restore catalog and sessions from `meta`, the store's metadata.
+
+        Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
+        are refused, and with `reject_non_finite` those with NaN or Inf.
+        """
+        self.catalog, self.sessions = Catalog(meta), Sessions(meta)
+        self.num_rows_written = 0
+        self.on_accepted: Callable[[], None] | None = None
+        self._log, self._applier = log, applier
+        self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
+        self._shard, self._num_shards = shard, num_shards
+        self._undurable: deque[Batch] = deque()
+        self._last_append: asyncio.Future[None] | None = None
+        self._queues: WeakValueDictionary[tuple[str, str], _ClientQueue] = WeakValueDictionary()  # by (run, client)
+        self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
+        self._failure: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+
+    async def wait_failed(self) -> HeadraceError:
+        """Wait for the error that ends ingest for good, and return it. Cancellation: harmless."""
+        return await asyncio.shield(self._failure)
+
+    @property
+    def submitted_seq(self) -> int:
+        """Last record that reads see; they see all before it too."""
+        return self._applier.submitted_seq
+
+    @property
+    def accepted_seq(self) -> int:
+        """Last record that has a place in the log, durable or not."""
+        return self._undurable[-1].seq if self._undurable else self.submitted_seq
+
+    async def wait_durable(self, seq: int) -> None:
+        """Wait until a record is durable and reads see it; forever, once the log has failed. Cancellation: harmless."""
+        while self.submitted_seq < seq:
+            await asyncio.shield(self._progress)
+
+    async def recover(self) -> int:
+        """Apply the log's records that the store lacks; return how many. Cancellation: the next recovery continues.
+
+        Raises:
+            CorruptionError: Log and store do not belong together, or a record cannot be read.
+        """
+        applied, last = self._applier.applied_seq, self._log.last_seq
+        if applied > last:
+            raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
+        try:
+            records = self._log.read(applied + 1, past_cache=True)
+        except GoneError as exc:
+            raise CorruptionError(
+                f"the store has seq {applied} applied but the log begins at seq {self._log.first_seq}: "
+                f"records from seq {applied + 1} on are lost"
+            ) from exc
+        count = 0
+        # Read each record while the previous one is applied.
+        reading = asyncio.ensure_future(asyncio.to_thread(next, records, None))
+        try:
+            while (record := await reading) is not None:
+                reading = asyncio.ensure_future(asyncio.to_thread(next, records, None))
+                if record.seq != self.submitted_seq + 1:
+                    raise CorruptionError(
+                        f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
+                    )
+                self._applier.submit(self._batch_of_record(record))
+                count += 1
+                await self._applier.wait_below(self._max_backlog_bytes)
+        finally:
+            reading.cancel()
+        return count
+
+    async def open_session(
+        self,
+        run: str,
+        client: str,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        specs: list[TableSpec],
+        *,
+        claims_epoch: bool = False,
+    ) -> tuple[Session, int]:
+        """Register tables and open or resume a writer's session; return it with the client's last durable batch.
+
+        The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
+        Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
+
+        Raises:
+            SpecMismatchError: A table is registered with another spec; nothing is changed.
+            FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
+            RequestError: A field is out of range, or the epoch is too far above all others.
+        """
+        if max(len(run.encode()), len(client.encode())) > MAX_NAME_BYTES:
+            raise RequestError(f"run {run[:40]!r}, client {client[:40]!r}: a name is over {MAX_NAME_BYTES} bytes")
+        is_place = rank == world_size == 0 or 0 <= rank < world_size <= MAX_SESSIONS
+        if not run or not client or epoch < 1 or not is_place:
+            raise RequestError(
+                f"run {run!r}, client {client!r}, epoch {epoch}, rank {rank} of {world_size}: not a writer"
+            )
+        self.sessions.fence(run, epoch)
+        self.sessions.check_remembered(run, client, epoch, world_size)
+        self.sessions.check_epoch(epoch)
+        if claims_epoch:
+            self.sessions.check_free(epoch)
+        new_specs = self.catalog.check(specs)
+        if new_specs or not self.sessions.is_open(run, client, epoch, rank, world_size):
+            header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
+            header["tables"] = [pack_spec(spec) for spec in new_specs]
+            append = self._append(epoch, header, [])
+            self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
+        session = self.sessions.find(run, client)
+        assert session is not None
+        last_client_seq = session.last_client_seq  # before the wait: a batch that arrives in it may never be durable
+        if self._last_append is not None:
+            await self._durable(self._last_append)
+        self.sessions.fence(run, epoch)  # a newer epoch may have taken over meanwhile
+        return session, last_client_seq
+
+    async def write(self, request: Any, frame: memoryview, hold: _Hold) -> tuple[int, bool]:
+        """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
+
+        The request's columns are views of `frame`, the message as received. `hold` keeps the frame's buffer until the
+        function that it returns is called. Cancellation: the batch takes effect whole or not at all; a resend finds out
+        which.
+
+        Raises:
+            FencedError, SequenceGapError, OverloadedError: As their names say; nothing is changed.
+            RequestError: Or a subclass: the batch is wrong and nothing is changed.
+            UnavailableError: The log has failed.
+        """
+        version_epoch = request.epoch if request.version_epoch is None else request.version_epoch
+        if not 1 <= request.epoch <= MAX_EPOCH or not 1 <= version_epoch <= MAX_EPOCH or request.step < 0:
+            raise RequestError(f"epoch {request.epoch}, {version_epoch} or step {request.step} is out of range")
+        client = request.run, request.client
+        queue = self._queues.get(client)
+        if queue is None:
+            queue = self._queues[client] = _ClientQueue()
+        async with queue.turn:
+            is_large = _num_rows(request) > _MAX_ROWS_ON_LOOP
+            deltas = await self._check_in_thread(request, hold) if is_large else None
+            append = self._place(request, frame, hold, deltas)
+        if append is None:
+            await queue.wait_acked()
+            if self._last_append is not None:
+                await self._durable(self._last_append)
+            return self.submitted_seq, True
+        with queue.ack_in_order():
+            await self._durable(append.durable)
+            # Hold the ack back while the store is behind: this slows the client down.
+            await self._applier.wait_below(self._max_backlog_bytes)
+        return append.seq, False
+
+    def _place(self, request: Any, frame: memoryview, hold: _Hold, deltas: _Deltas | None) -> Append | None:
+        """Give a batch its place in the log; return None for a duplicate. `deltas`: its rows if already checked."""
+        session, is_new = self._accept(request)
+        if not is_new:
+            return None
+        if deltas is None:
+            deltas = self._check(request)
+        append = self._append(request.epoch, _batch_header(request), [frame])
+        self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
+        batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
+        self._enqueue(batch, append.durable)
+        return append
+
+    def _accept(self, request: Any) -> tuple[Session, bool]:
+        """Return (session, whether the batch is new). Raise if it is neither the client's next nor an earlier one."""
+        session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+        if is_new:
+            is_conditional = request.version_epoch is not None
+            if is_conditional:
+                self.sessions.check_epoch(request.version_epoch)
+            if not (session.is_trainer or is_conditional):
+                raise RequestError(
+                    f"client {request.client!r} of {request.run!r} is not a trainer: version_epoch is missing"
+                )
+            if request.step < session.step and not is_conditional:
+                raise RequestError(f"step {request.step} after step {session.step}: a client's steps only rise")
+        return session, is_new
+
+    async def _check_in_thread(self, request: Any, hold: _Hold) -> _Deltas | None:
+        """Check rows in a thread; None for a duplicate. Cancellation: the thread keeps the frame until it ends."""
+        if not self._accept(request)[1]:
+            return None
+        checking = asyncio.get_running_loop().run_in_executor(None, self._check, request)
+        release = hold()
+        checking.add_done_callback(lambda _: release())
+        return await asyncio.shield(checking)
+
+    def _check(self, request: Any) -> _Deltas:
+        """Return the rows of a batch, checked. Thread: any; tables are only ever added."""
+        deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
+        for delta in deltas:
+            check_rows(delta, shard=self._shard, num_shards=self._num_shards)
+        return deltas
+
+    def _decode(self, request: Any, *, reject_non_finite: bool = False) -> _Deltas:
+        return tuple(decode_delta(self.catalog, delta, reject_non_finite=reject_non_finite) for delta in request.deltas)
+
+    def _write_batch(
+        self, seq: int, request: Any, session: Session, deltas: _Deltas, size_bytes: int, release: _Release
+    ) -> Batch:
+        is_conditional = request.version_epoch is not None
+        epoch = request.version_epoch if is_conditional else request.epoch
+        meta = self.sessions.raise_version_epoch(epoch) if is_conditional else {}
+        for delta in deltas:
+            if delta.scalars:
+                meta |= self.catalog.set_scalars(delta.spec.fqn, delta.scalars, epoch, request.step)
+        self.sessions.advance(
+            session,
+            client_seq=request.client_seq,
+            step=request.step,
+            time_us=request.time_us,
+            ends_step=request.ends_step and not is_conditional,
+            is_exact_cut=request.is_exact_cut,
+        )
+        return Batch(
+            seq=seq,
+            epoch=epoch,
+            step=request.step,
+            time_us=request.time_us,
+            deltas=deltas,
+            meta=meta | self.sessions.settle(session, seq),
+            is_conditional=is_conditional,
+            size_bytes=size_bytes + _DELTA_BYTES * len(deltas),
+            release=release,
+        )
+
+    def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
+        meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
+        session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
+        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | self.sessions.settle(session, seq))
+
+    def _batch_of_record(self, record: LogRecord) -> Batch:
+        """Repeat what accepting this record changed."""
+        kind = record.header.get("kind")
+        try:
+            if kind == KIND_HELLO:
+                return self._hello_batch(record.seq, record.epoch, record.header)
+            if kind == KIND_BATCH:
+                offset = decode_header(record.body).body_offset
+                request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
+                session, is_new = self.sessions.accept(request.run, request.client, request.epoch, request.client_seq)
+                if not is_new:
+                    raise RequestError(f"client seq {request.client_seq} is in the log twice")
+                # No setting applies here: an accepted batch stays accepted, even if stricter settings would refuse it.
+                deltas = self._decode(request)
+                return self._write_batch(record.seq, request, session, deltas, len(record.body), lambda: None)
+        except (HeadraceError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
+        raise CorruptionError(f"log record {record.seq} is of kind {kind!r}, which this version does not know")
+
+    def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview]) -> Append:
+        try:
+            return self._log.append(epoch=epoch, header=header, body=body)
+        except StorageError as exc:
+            # The log may have failed while idle; then no record's future has reported it.
+            self._fail(exc)
+            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+
+    def _fail(self, error: HeadraceError) -> None:
+        if not self._failure.done():
+            self._failure.set_result(error)
+
+    def _enqueue(self, batch: Batch, durable: asyncio.Future[None]) -> None:
+        self._undurable.append(batch)
+        self._last_append = durable
+        durable.add_done_callback(lambda future: self._settle(batch.seq, future))
+        if self.on_accepted is not None:
+            self.on_accepted()
+
+    def _settle(self, seq: int, durable: asyncio.Future[None]) -> None:
+        """Submit what has become durable. Not done in the request's task, which may have been cancelled."""
+        error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
+        if not (error is None or isinstance(error, HeadraceError)):
+            raise error
+        while self._undurable and self._undurable[0].seq <= seq:
+            batch = self._undurable[0]
+            try:
+                if error is None:
+                    self._applier.submit(batch)
+            except HeadraceError as exc:
+                error = exc  # durable, but no reader will see it
+            if error is not None:
+                batch.release()  # but no later frame: the log may still be reading that
+            self._undurable.popleft()
+        if error is not None:
+            self._fail(error)
+            return
+        progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
+        progress.set_result(None)
+
+    async def _durable(self, durable: asyncio.Future[None]) -> None:
+        # Shielded: the future is the log's, and other requests wait for it too.
+        try:
+            await asyncio.shield(durable)
+        except HeadraceError as exc:
+            raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+        if self._failure.done():  # an ack promises that reads see the batch
+            raise UnavailableError(f"the shard has failed: {self._failure.result()}")
+
+
+def _batch_header(request: Any) -> dict[str, Any]:
+    """Return what replay and inspection need of a record without decoding its body. ON DISK: never rename."""
+    return {
+        "kind": KIND_BATCH,
+        "run": request.run,
+        "client": request.client,
+        "client_seq": request.client_seq,
+        "step": request.step,
+        "time_us": request.time_us,
+        "ends_step": request.ends_step,
+        "tables": [delta.fqn for delta in request.deltas],
+    }
+
+
+def _num_rows(request: Any) -> int:
+    return sum(len(delta.row_ids) + len(delta.deleted_row_ids or b"") for delta in request.deltas) // 8

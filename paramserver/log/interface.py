@@ -1,0 +1,244 @@
+"""The update log: one append-only sequence of records per shard, the source of truth that the store is a view of.
+
+`UpdateLog` is the seam. `FileUpdateLog` (files on this machine) is the default; a log replicated over machines could be
+another. `tests/paramserver/log/test_interface.py` tests what every implementation promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.paramserver.system.direct_file import BLOCK_BYTES
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError
+from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
+from headrace.schemas.messages import Segment
+from headrace.schemas.version import MAX_EPOCH
+
+__all__ = [
+    "KIND_BATCH",
+    "KIND_HELLO",
+    "Append",
+    "DurableFuture",
+    "LogMetrics",
+    "LogRecord",
+    "UpdateLog",
+    "UpdateLogConfig",
+    "check_record",
+]
+
+# ON DISK: never renumber. The field `kind` of a record's header: rows of a writer, or the hello of one.
+KIND_BATCH = 1
+KIND_HELLO = 2
+
+_MIB = 1 << 20
+_LEAST_BYTES = {"segment_bytes": 4096, "max_group_bytes": 1, "max_pending_bytes": 1, "allocate_bytes": 0}
+_LEAST_BYTES["tail_bytes"] = 2 * BLOCK_BYTES
+_NUM_RECENT_FSYNCS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateLogConfig:
+    """Settings of a log.
+
+    Attributes:
+        segment_bytes: Size at which a segment is sealed and the next one begins, ≥ 4096. Retention frees space in steps
+            of this size. A larger record gets its own segment.
+        max_group_bytes: Records written and synced together, ≥ 1. More gives a little more throughput and longer acks
+            under load. A larger record goes alone.
+        max_pending_bytes: Bytes appended and not yet durable, ≥ 1; `append` raises `OverloadedError` beyond it, unless
+            nothing is pending. It bounds the frames that the log keeps in memory.
+        allocate_bytes: Step in which blocks are reserved ahead of the writer, which makes syncs cheaper; 0: none. Costs
+            up to that much disk space a shard while the log is open.
+        tail_bytes: Memory for the newest bytes, a multiple of 4096, ≥ 8192. The disk is written from it, and followers
+            that are not farther behind read it.
+    """
+
+    segment_bytes: int = 256 * _MIB
+    max_group_bytes: int = 16 * _MIB
+    max_pending_bytes: int = 256 * _MIB
+    allocate_bytes: int = 32 * _MIB
+    tail_bytes: int = 32 * _MIB
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST_BYTES.items():
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"update log: {name} is {value}, the least is {least}")
+        if self.tail_bytes % BLOCK_BYTES:
+            raise ConfigError(f"update log: tail_bytes is {self.tail_bytes}, must be a multiple of {BLOCK_BYTES}")
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One durable record. Seqs begin at 1 and have no gaps.
+
+    `body` is a read-only uint8 view; it keeps a buffer alive that may hold neighboring records.
+    """
+
+    seq: int
+    epoch: int
+    header: dict[str, Any]
+    body: memoryview
+
+
+class DurableFuture(asyncio.Future[None]):
+    """A future that cannot be cancelled, because its waiter does not decide whether the record is durable.
+
+    A task that is cancelled while it waits gets its `CancelledError` once the future is done. By then the log has
+    stopped reading the buffers, whatever the outcome, and they may be reused.
+    """
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Do nothing and return False."""
+        del msg
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """A record on its way to the disk. `durable` is done when it survives power loss, or fails with `StorageError`."""
+
+    seq: int
+    durable: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class LogMetrics:
+    """Counts since the log was opened. One thread writes them; readers may see a group half counted.
+
+    Attributes:
+        num_records: Durable records.
+        num_groups: Groups of them, written and synced together.
+        fsync_s: Seconds in all syncs.
+        recent_fsync_s: Seconds of each of the last 1024 syncs; `num_fsyncs` tells how many of them are new.
+        written_bytes: Bytes of durable records, headers included.
+    """
+
+    num_records: int = 0
+    num_groups: int = 0
+    num_fsyncs: int = 0
+    fsync_s: float = 0.0
+    recent_fsync_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_FSYNCS))
+    written_bytes: int = 0
+
+    def count_fsync(self, duration_s: float) -> None:
+        """Count one sync."""
+        self.num_fsyncs += 1
+        self.fsync_s += duration_s
+        self.recent_fsync_s.append(duration_s)
+
+
+class UpdateLog(Protocol):
+    """One shard's log. Appended to from one event loop; read and trimmed from any thread.
+
+    Attributes:
+        first_seq: Oldest readable record; `last_seq + 1` if there is none.
+        last_seq: Last durable record; 0 in a new log.
+        failed: Set for good by a failed write or sync; every later append raises it. Reading continues.
+        pending_bytes: Bytes appended and not yet durable. Thread: the loop's.
+        size_bytes: Bytes of all readable records and what surrounds them.
+        metrics: Counts since the log was opened.
+    """
+
+    @property
+    def first_seq(self) -> int: ...  # noqa: D102 - documented above
+    @property
+    def last_seq(self) -> int: ...  # noqa: D102
+    @property
+    def failed(self) -> HeadraceError | None: ...  # noqa: D102
+    @property
+    def pending_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def size_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def metrics(self) -> LogMetrics: ...  # noqa: D102
+
+    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
+        """Add a record. Never blocks, and neither copies nor checksums the body here. Thread: always the same loop's.
+
+        Seqs are given in the order of calls, and records become durable in that order.
+
+        Args:
+            epoch: Epoch of the writer, 1 to 2³² − 1.
+            header: Small map of msgpack types. `headrace log inspect` shows its `step` and `time_us`.
+            body: Contiguous buffers, unchanged until `durable` is done.
+
+        Raises:
+            OverloadedError: `max_pending_bytes` is reached; nothing was appended.
+            RequestError: The record is too large; nothing was appended.
+            StorageError: The log has failed.
+            UnavailableError: The log is closed.
+        """
+        ...
+
+    async def wait_failed(self) -> HeadraceError:
+        """Return `failed` once it is set, also if the log fails while idle. Cancellation: harmless."""
+        ...
+
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]:
+        """Return an iterator over the records from `from_seq` to the last one that is durable now. Thread: any; blocks.
+
+        Beyond the last record the iterator is empty. `past_cache` bypasses the page cache, for records that nobody else
+        reads soon.
+
+        Raises:
+            GoneError: The first or, while iterating, the next record has been trimmed.
+            CorruptionError: While iterating: a record is damaged. It names file and offset.
+        """
+        ...
+
+    def nonce_of(self, seq: int) -> int | None:
+        """Return the nonce of the segment with a durable record, -2⁶³ to 2⁶³ - 1; None if the record is not here.
+
+        Each opening of a log draws a new nonce before it writes. So copies of one log that have the same nonce at a seq
+        are equal up to there. Thread: any; no I/O.
+        """
+        ...
+
+    def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
+        """Remove the oldest whole segments, for retention; return `first_seq` afterwards. Thread: any; blocks.
+
+        Without `max_bytes` and `max_age_s` everything below the floor goes; with them only while one of them is
+        exceeded. The newest segment always stays, because it knows the last seq.
+
+        Args:
+            before_seq: The floor: records from here on always stay.
+            max_bytes: Remove while `size_bytes` is more than this.
+            max_age_s: Remove what was written longer ago than this.
+
+        Raises:
+            StorageError: A segment could not be removed. The log itself continues.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Refuse new records, wait until pending ones are durable or have failed, and close the files. Idempotent.
+
+        Cancellation: closing continues; call again to wait for it.
+        """
+        ...
+
+
+def check_record(epoch: int, header: bytes, body: Sequence[Segment]) -> int:
+    """Check a record before it is appended; return the size of its payload.
+
+    Raises:
+        ValueError: The epoch is out of range or a buffer is not contiguous; in the writer this would end the log.
+        RequestError: The record is too large.
+    """
+    if not 1 <= epoch <= MAX_EPOCH:
+        raise ValueError(f"epoch {epoch} is not in 1 to {MAX_EPOCH}")
+    payload_bytes = len(header)
+    for segment in body:
+        if isinstance(segment, memoryview):
+            if not segment.c_contiguous:
+                raise ValueError("a buffer of a log record is not contiguous")
+            payload_bytes += segment.nbytes
+        else:
+            payload_bytes += len(segment)
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise RequestError(f"a log record of {payload_bytes} bytes, the most is {MAX_PAYLOAD_BYTES}")
+    return payload_bytes

@@ -1,0 +1,296 @@
+"""Sessions: which client may write to a shard, and which of its batches is next. Exactly once, in order.
+
+A run groups the ranks of a trainer and its restarts. Its epoch only rises, and clients of older epochs are fenced.
+Within (run, client, epoch) batches are numbered 1, 2, 3 …: the next one is accepted, an accepted one is a duplicate, a
+later one is a gap. The state is a function of the log: each accepted record carries what it changes, so replaying the
+log restores it. The store saves it in the same atomic batch as the rows.
+
+A session is forgotten when its run has a newer epoch, because it can write no more. Beyond `MAX_SESSIONS` the least
+recently active one is forgotten too; then no trainer may begin in an epoch up to its own, so its resends are refused
+instead of taken for new. Clients that are not trainers may begin again: the versions of their rows decide.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import msgpack
+
+from headrace.schemas.errors import CorruptionError, FencedError, RequestError, SequenceGapError
+from headrace.schemas.version import last_epoch_after
+
+__all__ = ["MAX_SESSIONS", "Session", "Sessions"]
+
+# ON DISK: never lower it; replaying an older log would forget sessions whose batches follow.
+MAX_SESSIONS = 16_384
+"""Clients of all runs that a shard remembers."""
+
+# ON DISK: never rename.
+_META_PREFIX = b"session/"
+_META_VERSION_EPOCH = b"version_epoch"
+_META_FORGOTTEN_EPOCH = b"forgotten_epoch"
+# ON DISK: never reorder. The saved fields of a session; those of the class begin with them.
+_SAVED = "run client epoch rank world_size last_client_seq step exact_step time_us ended_client_seq last_seq"
+_saved_fields = attrgetter(*_SAVED.split())
+# The store deletes keys with this value.
+_REMOVED = b""
+
+
+@dataclass(slots=True)
+class Session:
+    """What a shard keeps of one client of a run.
+
+    Attributes:
+        epoch: Highest epoch in which the client said hello.
+        world_size: Ranks of the run in that epoch; 0 for a client that is not a trainer (a replay).
+        last_client_seq: Last batch accepted in this epoch; 0 before the first.
+        step: Last step that the client ended here; -1 before the first.
+        exact_step: Last step with a consistent cut; -1 before the first.
+        time_us: The trainer's wall clock at `step`, microseconds since 1970.
+        ended_client_seq: The batch that ended `step`; 0 before the first.
+        last_seq: Its last record in the log; 0 in metadata of older versions.
+        num_connections: Connections that have said hello as this client.
+    """
+
+    run: str
+    client: str
+    epoch: int
+    rank: int
+    world_size: int
+    last_client_seq: int = 0
+    step: int = -1
+    exact_step: int = -1
+    time_us: int = 0
+    ended_client_seq: int = 0
+    last_seq: int = 0
+    num_connections: int = 0
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the client makes steps; watermarks and cuts do not wait for others."""
+        return self.world_size > 0
+
+    @property
+    def is_at_exact_cut(self) -> bool:
+        """Whether everything up to `step` is here and nothing newer; False before the first step."""
+        return 0 <= self.step == self.exact_step and self.ended_client_seq == self.last_client_seq
+
+    def pack(self) -> dict[bytes, bytes]:
+        """Return the metadata that saves this session."""
+        return {self.meta_key: msgpack.packb(_saved_fields(self))}
+
+    @property
+    def meta_key(self) -> bytes:
+        """Key in the store's metadata. ON DISK."""
+        packed: bytes = msgpack.packb([self.run, self.client])
+        return _META_PREFIX + packed
+
+
+@dataclass(slots=True)
+class _Run:
+    epoch: int
+    clients: set[str] = field(default_factory=set)
+
+
+class Sessions:
+    """All sessions of a shard. Not thread-safe: the shard's loop owns it."""
+
+    def __init__(self, meta: Mapping[bytes, bytes]) -> None:
+        """Restore the sessions from all of the store's metadata; raise `CorruptionError` if an entry is unreadable."""
+        # Least recently active first.
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._runs: dict[str, _Run] = {}
+        self._ranks: dict[int, list[Session]] | None = None  # trainers by epoch; None after a change
+        self._changed: dict[bytes, bytes] = {}  # metadata to save with the next record
+        self._version_epoch = int(meta.get(_META_VERSION_EPOCH, b"0"))
+        self._forgotten_epoch = int(meta.get(_META_FORGOTTEN_EPOCH, b"0"))
+        sessions = []
+        for key, value in meta.items():
+            if not key.startswith(_META_PREFIX):
+                continue
+            try:
+                sessions.append(Session(*msgpack.unpackb(value)))
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a session: {exc}") from exc
+        for session in sorted(sessions, key=lambda session: session.epoch):
+            self._keep(session)
+        for session in sorted(self, key=lambda session: session.last_seq):
+            self._sessions.move_to_end((session.run, session.client))
+
+    def _keep(self, session: Session) -> None:
+        """Add a session; one of a newer epoch takes its run over and removes the older sessions."""
+        run = self._runs.setdefault(session.run, _Run(session.epoch))
+        if session.epoch > run.epoch:
+            older = [self._sessions[session.run, client] for client in run.clients]
+            for other in older:
+                if other.client != session.client:
+                    self._remove(other)
+            if not session.is_trainer:  # forgetting this session would forget the run's epoch
+                self._forget_trainers(older)
+            run.epoch = session.epoch
+        run.clients.add(session.client)
+        self._sessions[session.run, session.client] = session
+
+    def _remove(self, session: Session) -> None:
+        del self._sessions[session.run, session.client]
+        self._runs[session.run].clients.remove(session.client)
+        self._changed[session.meta_key] = _REMOVED
+
+    def _forget_trainers(self, sessions: Iterable[Session]) -> None:
+        """Refuse new trainers in the epochs of these sessions and below."""
+        forgotten = max((session.epoch for session in sessions if session.is_trainer), default=0)
+        if forgotten > self._forgotten_epoch:
+            self._forgotten_epoch = forgotten
+            self._changed[_META_FORGOTTEN_EPOCH] = b"%d" % forgotten
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    @property
+    def highest_epoch(self) -> int:
+        """Highest epoch of any run or of any row's version; 0 before the first."""
+        return max([self._version_epoch, self._forgotten_epoch, *(run.epoch for run in self._runs.values())])
+
+    def epoch_of(self, run: str) -> int:
+        """Return a run's epoch; 0 before its first hello, and once all of it was forgotten."""
+        return self._runs[run].epoch if run in self._runs else 0
+
+    @property
+    def newest_epoch(self) -> int:
+        """Highest epoch of a trainer; 0 before the first."""
+        return next(iter(self._ranks_by_epoch()), 0)
+
+    def _ranks_by_epoch(self) -> dict[int, list[Session]]:
+        """Return the trainers by epoch, newest first. Cached, because replicas need it after every record."""
+        if self._ranks is None:
+            self._ranks = {}
+            for session in sorted(self, key=lambda session: -session.epoch):
+                if session.is_trainer:
+                    self._ranks.setdefault(session.epoch, []).append(session)
+        return self._ranks
+
+    def find(self, run: str, client: str) -> Session | None:
+        """Return a client's session of any epoch; None if there is none."""
+        return self._sessions.get((run, client))
+
+    def ranks_of(self, epoch: int) -> list[Session]:
+        """Return the sessions of an epoch's run, if every rank has said hello; else none."""
+        ranks = self._ranks_by_epoch().get(epoch, [])
+        return ranks if ranks and len(ranks) >= ranks[0].world_size else []
+
+    def exact_step_of(self, epoch: int) -> int | None:
+        """Return the step that all ranks of an epoch's run have ended and none has passed; None if there is none."""
+        ranks = self.ranks_of(epoch)
+        steps = {session.step for session in ranks}
+        return steps.pop() if len(steps) == 1 and all(session.is_at_exact_cut for session in ranks) else None
+
+    def watermark_of(self, epoch: int) -> int:
+        """Return the step of the slowest rank of an epoch's run: all up to it is here; -1 before the first."""
+        return min((session.step for session in self.ranks_of(epoch)), default=-1)
+
+    def fence(self, run: str, epoch: int) -> None:
+        """Raise `FencedError` if a newer epoch holds the run."""
+        current = self.epoch_of(run)
+        if epoch < current:
+            raise FencedError(
+                f"run {run!r}: epoch {epoch} is fenced, epoch {current} has taken over; stop this trainer",
+                epoch=current,
+            )
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise `RequestError` if an epoch is so far above all others that later runs could run out of epochs."""
+        if epoch > last_epoch_after(0) and epoch > (last := last_epoch_after(self.highest_epoch)):
+            raise RequestError(
+                f"epoch {epoch} is too far above {self.highest_epoch}, the highest of this shard, which accepts up to "
+                f"{last}; a trainer takes the next one after the highest"
+            )
+
+    def check_free(self, epoch: int) -> None:
+        """Raise `FencedError`, with the highest epoch, unless this one is above it; so trainers never share one."""
+        if epoch <= self.highest_epoch:
+            raise FencedError(f"epoch {epoch} has been taken", epoch=self.highest_epoch)
+
+    def check_remembered(self, run: str, client: str, epoch: int, world_size: int) -> None:
+        """Raise `FencedError` if a trainer that would begin anew may be one that was forgotten."""
+        session = self._sessions.get((run, client))
+        is_known = session is not None and session.epoch == epoch and session.is_trainer
+        if world_size and not is_known and epoch <= self._forgotten_epoch:
+            raise FencedError(
+                f"run {run!r}: epoch {epoch} is too old to begin in: only the {MAX_SESSIONS} latest clients are known; "
+                "stop this trainer and start it again",
+                epoch=self.highest_epoch,
+            )
+
+    def open(self, run: str, client: str, epoch: int, rank: int, world_size: int) -> Session:
+        """Return the session of a client's hello, a new one for a new epoch. Call `settle` next. Raises as `fence`."""
+        self.fence(run, epoch)
+        session = self._sessions.get((run, client))
+        if session is None or session.epoch != epoch:
+            session = Session(run, client, epoch, rank, world_size)
+            self._keep(session)
+        if not world_size:
+            self._forget_trainers([session])
+        session.rank, session.world_size = rank, world_size
+        self._ranks = None
+        return session
+
+    def is_open(self, run: str, client: str, epoch: int, rank: int, world_size: int) -> bool:
+        """Return whether the client has said exactly this hello before."""
+        session = self._sessions.get((run, client))
+        return session is not None and (session.epoch, session.rank, session.world_size) == (epoch, rank, world_size)
+
+    def accept(self, run: str, client: str, epoch: int, client_seq: int) -> tuple[Session, bool]:
+        """Return (session, whether the batch is new). `advance` accepts it, once it is in the log's queue.
+
+        Raises:
+            FencedError: A newer epoch holds the run.
+            SequenceGapError: An earlier batch is missing.
+            RequestError: No hello in this epoch, or a client seq below 1.
+        """
+        self.fence(run, epoch)
+        session = self._sessions.get((run, client))
+        if session is None or session.epoch != epoch:
+            raise RequestError(
+                f"client {client!r} of run {run!r} has not said hello in epoch {epoch}, or was forgotten since"
+            )
+        if client_seq < 1:
+            raise RequestError(f"client seq {client_seq} is below 1")
+        expected = session.last_client_seq + 1
+        if client_seq > expected:
+            raise SequenceGapError(
+                f"client {client!r} of run {run!r} sent batch {client_seq}, expected {expected}", expected_seq=expected
+            )
+        return session, client_seq == expected
+
+    def advance(
+        self, session: Session, *, client_seq: int, step: int, time_us: int, ends_step: bool, is_exact_cut: bool
+    ) -> None:
+        """Record that a batch is accepted. Call `settle` next."""
+        session.last_client_seq = client_seq
+        if ends_step:
+            session.step, session.time_us, session.ended_client_seq = step, time_us, client_seq
+            if is_exact_cut:
+                session.exact_step = step
+
+    def settle(self, session: Session, seq: int) -> dict[bytes, bytes]:
+        """Note the record that opened or advanced a session, and forget the oldest; return the metadata to save."""
+        session.last_seq = seq
+        self._sessions.move_to_end((session.run, session.client))
+        while len(self._sessions) > MAX_SESSIONS:
+            oldest = next(iter(self._sessions.values()))
+            self._remove(oldest)
+            self._forget_trainers([oldest])
+            self._ranks = None
+            if not self._runs[oldest.run].clients:
+                del self._runs[oldest.run]
+        meta = self._changed | session.pack()
+        self._changed = {}
+        return meta
+
+    def raise_version_epoch(self, epoch: int) -> dict[bytes, bytes]:
+        """Record an epoch of rows from elsewhere, above which later trainers begin; return the metadata to save."""
+        self._version_epoch = max(self._version_epoch, epoch)
+        return {_META_VERSION_EPOCH: b"%d" % self._version_epoch}

@@ -1,1 +1,0 @@
-"""What is seen of a running server: metrics, status, problems and the page that shows them."""

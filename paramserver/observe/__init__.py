@@ -1,0 +1,1 @@
+"""Metrics, status, problems and the status page of a running server."""

@@ -1,0 +1,161 @@
+"""Prometheus metrics of a server. `docs/metrics.md` lists the names, and a test compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from headrace.paramserver.observe.sample import (
+    ExpirySample,
+    HistogramSample,
+    ShardDetail,
+    ShardSample,
+    ShardState,
+    SnapshotSample,
+    merge_writers,
+)
+
+__all__ = ["server_families"]
+
+
+# Gauges and counters of a shard: name without prefix, help, value. A counter's name ends in `_total`.
+_OF_SAMPLE: tuple[tuple[str, str, Callable[[ShardSample], float]], ...] = (
+    ("shard_uptime_seconds", "Since the shard was opened.", lambda s: s.uptime_s),
+    ("log_seq", "Last durable record of the update log.", lambda s: s.log_seq),
+    ("applied_seq", "Last record whose rows are in the store.", lambda s: s.applied_seq),
+    ("inflight_bytes", "Bytes that requests and unwritten replies hold.", lambda s: s.inflight_bytes),
+    ("connections", "Open connections.", lambda s: s.num_connections),
+    ("rows_written_total", "Rows accepted.", lambda s: s.num_rows_written),
+    ("loop_pause_seconds", "Longest pause of the event loop in the last minute.", lambda s: s.worst_loop_pause_s),
+)
+_OF_EXPIRY: tuple[tuple[str, str, Callable[[ExpirySample], float]], ...] = (
+    ("expiry_running", "1 while an expiry run is under way.", lambda e: e.is_running),
+    ("expiry_runs_total", "Expiry runs that have ended.", lambda e: e.num_runs),
+    ("expiry_rows_scanned_total", "Rows that expiry has examined.", lambda e: e.num_rows_scanned),
+    ("expiry_rows_expired_total", "Rows that expiry has deleted.", lambda e: e.num_rows_expired),
+    ("expiry_failures_total", "Expiry runs that ended in an error.", lambda e: e.num_failed),
+    ("expiry_last_run_timestamp_seconds", "When the last run ended; 0 before any.", lambda e: e.last_run_us / 1e6),
+)
+_OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
+    ("apply_lag_seconds", "Age of the oldest durable record not in the store; 0 when idle.", lambda d: d.apply_lag_s),
+    ("inflight_requests", "Requests being read or answered.", lambda d: d.inflight_requests),
+    ("requests_total", "Requests begun.", lambda d: d.num_requests),
+    ("request_failures_total", "Requests that failed because of a bug.", lambda d: d.num_failed),
+    ("log_first_seq", "Oldest record that can be read.", lambda d: d.log_first_seq),
+    ("log_size_bytes", "Size of the update log on disk.", lambda d: d.log_size_bytes),
+    ("log_pending_bytes", "Bytes on their way to the log's disk.", lambda d: d.log_pending_bytes),
+    ("log_records_total", "Records made durable.", lambda d: d.num_log_records),
+    ("log_written_bytes_total", "Bytes written to the log.", lambda d: d.log_written_bytes),
+    ("backlog_bytes", "Memory of durable rows that are not in the store.", lambda d: d.backlog_bytes),
+    ("store_bytes", "Size of RocksDB's files.", lambda d: d.store_bytes),
+    ("store_compaction_pending_bytes", "Estimated bytes that RocksDB must compact.", lambda d: d.compaction_bytes),
+    ("block_cache_capacity_bytes", "Largest size of the block cache.", lambda d: d.cache.capacity_bytes),
+    ("block_cache_used_bytes", "Present size of the block cache.", lambda d: d.cache.used_bytes),
+    ("block_cache_hits_total", "Blocks found in the cache.", lambda d: d.cache.hits),
+    ("block_cache_misses_total", "Blocks read from files.", lambda d: d.cache.misses),
+    ("memory_bytes", "Resident memory of the shard's process.", lambda d: d.memory_bytes),
+    ("cpu_seconds_total", "Processor time of the shard's process.", lambda d: d.cpu_s),
+    ("open_files", "File descriptors of the shard's process.", lambda d: d.num_open_files),
+    ("disk_free_bytes", "Free space in the file system of the shard's directory.", lambda d: d.disk_free_bytes),
+    ("disk_size_bytes", "Size of that file system.", lambda d: d.disk_bytes),
+    ("followers", "Log leases of followers.", lambda d: d.num_followers),
+    ("log_holds_broken_total", "Leases and snapshots that have lost their log.", lambda d: d.num_holds_broken),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ShardDetail], HistogramSample]], ...] = (
+    ("log_fsync_seconds", "Syncs of the update log.", lambda d: d.fsync),
+    ("apply_delay_seconds", "From durable to in the store.", lambda d: d.apply_delay),
+)
+_OF_SNAPSHOT: tuple[tuple[str, str, Callable[[SnapshotSample], float]], ...] = (
+    ("timestamp_seconds", "When the newest snapshot was made.", lambda s: s.created_us / 1e6),
+    ("step", "Step of the newest snapshot; -1 if it is at no step.", lambda s: s.step),
+    ("bytes", "Size of the newest snapshot.", lambda s: s.size_bytes),
+)
+
+
+def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
+    """Yield the metrics of a server from the states of all its shards, in order."""
+    samples = [state.sample for state in states if state.sample is not None]
+    details = [(sample, sample.detail) for sample in samples if sample.detail is not None]
+    yield from _server(states, samples)
+    yield from _numbers(_OF_SAMPLE, [(sample, sample) for sample in samples])
+    yield from _numbers(_OF_EXPIRY, [(sample, sample.expiry) for sample in samples if sample.expiry is not None])
+    yield from _numbers(_OF_DETAIL, details)
+    for name, text, histogram_of in _HISTOGRAMS:
+        family = HistogramMetricFamily(f"headrace_{name}", text, labels=["shard"])
+        for sample, detail in details:
+            histogram = histogram_of(detail)
+            family.add_metric([str(sample.shard)], _cumulative(histogram), histogram.sum_s)
+        yield family
+    yield from _parts(samples, details)
+
+
+def _numbers(table: Sequence[tuple[str, str, Any]], sources: Sequence[tuple[ShardSample, Any]]) -> Iterator[Metric]:
+    for name, text, value_of in table:
+        family = _family(name, text)
+        for sample, source in sources:
+            family.add_metric([str(sample.shard)], value_of(source))
+        yield family
+
+
+def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily | CounterMetricFamily:
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    return kind(f"headrace_{name}", text, labels=["shard", *labels])
+
+
+def _cumulative(histogram: HistogramSample) -> list[tuple[str, float]]:
+    """Return (bound, number of durations up to it) of each bucket, as Prometheus wants them."""
+    total, buckets = 0, []
+    for bound_s, count in zip((*histogram.bounds_s, float("inf")), histogram.counts, strict=True):
+        total += count
+        buckets.append(("+Inf" if bound_s == float("inf") else f"{bound_s:g}", float(total)))
+    return buckets
+
+
+def _server(states: Sequence[ShardState], samples: Sequence[ShardSample]) -> Iterator[Metric]:
+    info = GaugeMetricFamily("headrace_server_info", "Always 1.", labels=["server_id", "version"])
+    if samples:
+        info.add_metric([samples[0].server_id, samples[0].version], 1)
+    yield info
+    is_up = _family("shard_up", "1 if the shard answered.")
+    restarts = _family("shard_restarts_total", "Restarts of the shard's process.")
+    for state in states:
+        is_up.add_metric([str(state.shard)], state.sample is not None)
+        restarts.add_metric([str(state.shard)], state.num_restarts)
+    yield is_up
+    yield restarts
+    steps = GaugeMetricFamily("headrace_writer_step", "Step that every shard has.", labels=["run", "client"])
+    connected = GaugeMetricFamily("headrace_writer_connected", "1 while connected.", labels=["run", "client"])
+    step_of: dict[tuple[str, str], int] = {}
+    is_connected: dict[tuple[str, str], bool] = {}
+    for writer in merge_writers(samples):  # one for each epoch of a client
+        key = (writer.run, writer.client)
+        step_of[key] = min(step_of.get(key, writer.step), writer.step)
+        is_connected[key] = is_connected.get(key, False) or writer.is_connected
+    for key in sorted(step_of):
+        connected.add_metric(key, is_connected[key])
+        if is_connected[key]:  # the step of a run that has ended means nothing, and its name would stay for ever
+            steps.add_metric(key, step_of[key])
+    yield connected
+    yield steps
+
+
+def _parts(samples: Sequence[ShardSample], details: Sequence[tuple[ShardSample, ShardDetail]]) -> Iterator[Metric]:
+    rows = _family("table_rows", "Estimated rows of a table on the shard.", "table")
+    for sample in samples:
+        for table in sample.tables:
+            rows.add_metric([str(sample.shard), table.spec.fqn], table.num_rows_estimate)
+    yield rows
+    refused = _family("refused_total", "Refused requests and connections.", "reason")
+    for sample, detail in details:
+        for reason, count in detail.refused.items():
+            refused.add_metric([str(sample.shard), reason], count)
+    yield refused
+    snapshot = next((detail.snapshot for _, detail in details if detail.snapshot is not None), None)
+    for name, text, of_snapshot in _OF_SNAPSHOT:
+        family = GaugeMetricFamily(f"headrace_snapshot_{name}", text)
+        if snapshot is not None:
+            family.add_metric([], of_snapshot(snapshot))
+        yield family

@@ -1,0 +1,141 @@
+"""Find what is wrong with a server, most urgent first, with advice. Every display of a server begins with this."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.paramserver.observe.sample import ShardDetail, ShardSample, ShardState
+
+__all__ = ["Problem", "Severity", "find_problems"]
+
+# The store holds rows back for two seconds by design; several times that means that it does not keep up.
+_MAX_APPLY_LAG_S = 15.0
+_MAX_LOOP_PAUSE_S = 0.25
+_MIN_FREE_PART = 0.1
+_YOUNG_S = 60.0
+
+
+class Severity(enum.IntEnum):
+    """How urgent a problem is."""
+
+    CRITICAL = 0  # something does not work now
+    WARNING = 1  # something works badly, or may soon fail
+    NOTE = 2  # something that may explain other findings
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding: the facts, with names and numbers, and advice on what to do."""
+
+    severity: Severity
+    text: str
+    advice: str
+
+    def to_json(self) -> dict[str, str]:
+        """Return a form for `json`."""
+        return {"severity": self.severity.name.lower(), "text": self.text, "advice": self.advice}
+
+
+def find_problems(states: Sequence[ShardState]) -> list[Problem]:
+    """Return the problems of a server, most urgent first, from the states of all or some of its shards."""
+    samples = [state.sample for state in states if state.sample is not None]
+    found = [problem for state in states for problem in _of_state(state)]
+    found += [problem for sample in samples for problem in _of_sample(sample)]
+    found += _of_server(samples)
+    return sorted(found, key=lambda problem: problem.severity)
+
+
+def _of_state(state: ShardState) -> Iterator[Problem]:
+    if state.sample is None:
+        yield Problem(
+            Severity.CRITICAL,
+            f"shard {state.shard} does not answer: {state.error or 'no reason is known'}",
+            "Its rows cannot be read, and trainers keep theirs. The server's log says whether it has died. "
+            "A shard that hangs is killed and restarted after --hang-timeout-s. Nothing acked is lost.",
+        )
+    elif state.num_restarts and state.sample.uptime_s < _YOUNG_S:
+        since = f"{state.sample.uptime_s:.0f} s ago"
+        yield Problem(
+            Severity.WARNING,
+            f"shard {state.shard} was restarted {since}; restarts: {state.num_restarts}",
+            "The server's log says why it ended. Nothing acked is lost.",
+        )
+
+
+def _of_sample(sample: ShardSample) -> Iterator[Problem]:
+    name = f"shard {sample.shard}"
+    if sample.expiry is not None and sample.expiry.num_failed:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: {sample.expiry.num_failed} expiry runs ended in an error",
+            "The log says why after `expiry failed`; `headrace expire --dry-run` tries it again.",
+        )
+    if sample.worst_loop_pause_s > _MAX_LOOP_PAUSE_S:
+        yield Problem(
+            Severity.WARNING,
+            f"{name} paused for {sample.worst_loop_pause_s:.2f} s in the last minute",
+            "Other processes use its processors or disk, or there are too few processors for the shards.",
+        )
+    if sample.detail is not None:
+        yield from _of_detail(name, sample.detail)
+    elif sample.num_refused:
+        yield Problem(
+            Severity.NOTE,
+            f"{name} has refused {sample.num_refused:,} requests or connections since its start",
+            "The server's log says whose and why.",
+        )
+
+
+def _of_detail(name: str, detail: ShardDetail) -> Iterator[Problem]:
+    if detail.apply_lag_s > _MAX_APPLY_LAG_S:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: the store is {detail.apply_lag_s:.0f} s behind the log",
+            "The disk or the processor does not keep up. Acks will wait at --max-backlog-bytes.",
+        )
+    if detail.disk_free_bytes < _MIN_FREE_PART * detail.disk_bytes:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: {100 * detail.disk_free_bytes / max(detail.disk_bytes, 1):.0f} % of its disk is free",
+            "A full disk stops the shard. Lower --log-retention-bytes, prune snapshots or add disk.",
+        )
+    if detail.num_holds_broken:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: log that replicas or snapshots needed was removed {detail.num_holds_broken:,} times",
+            "Those replicas start over. Raise --log-hold-bytes, or make a snapshot for them to start from.",
+        )
+    if detail.num_failed:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: {detail.num_failed} requests failed because of a bug",
+            "The log has the traceback; please report it.",
+        )
+    if reasons := ", ".join(f"{count:,} {reason}" for reason, count in detail.refused.items() if count):
+        yield Problem(
+            Severity.NOTE,
+            f"{name} has refused requests or connections since its start: {reasons}",
+            "The server's log says whose.",
+        )
+
+
+def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
+    versions = sorted({sample.version for sample in samples})
+    if len(versions) > 1:
+        yield Problem(
+            Severity.WARNING, f"the shards run different versions: {', '.join(versions)}", "Restart the server."
+        )
+    # A step becomes visible when every rank has ended it; nobody waits for the ranks of older epochs.
+    newest_epoch = max((w.epoch for sample in samples for w in sample.writers), default=0)
+    newest = [w for sample in samples for w in sample.writers if w.epoch == newest_epoch and w.world_size]
+    connected = {(w.run, w.client) for w in newest if w.is_connected}
+    away = sorted({(w.run, w.client) for w in newest} - connected)
+    if connected and away:
+        run = away[0][0]
+        yield Problem(
+            Severity.WARNING,
+            f"run {run}: {len(away)} of {len(away) + len(connected)} trainers are away, among them {away[0][1]}",
+            "Replicas with consistency `step` wait for them.",
+        )

@@ -1,0 +1,266 @@
+"""The figures of a shard at one moment. Metrics, the status page, `headrace status` and `headrace top` all show these.
+
+A client gets a `ShardSample` from a status reply. The supervisor gets one with `ShardDetail`, as JSON, through
+`sample_channel.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from headrace.paramserver.store.catalog import pack_spec, unpack_spec
+from headrace.schemas.errors import ProtocolError
+from headrace.schemas.idl import spec_from_idl
+from headrace.schemas.tables import TableSpec
+
+__all__ = [
+    "CacheSample",
+    "ExpirySample",
+    "HistogramSample",
+    "ShardDetail",
+    "ShardSample",
+    "ShardState",
+    "SnapshotSample",
+    "TableSample",
+    "WriterSample",
+    "merge_tables",
+    "merge_writers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TableSample:
+    """A table and the approximate number of its rows on a shard. Its name is a user's: escape it for display."""
+
+    spec: TableSpec
+    num_rows_estimate: int
+
+    @property
+    def states(self) -> str:
+        """The states, such as `momentum1 float32[1], exp_avg float32[dim]`; `none` without any."""
+        states = (f"{s.name} {s.dtype.name.lower()}[{s.width or 'dim'}]" for s in self.spec.states)
+        return ", ".join(states) or "none"
+
+    @property
+    def dtype(self) -> str:
+        """The weights' type, such as `float32`."""
+        return self.spec.dtype.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterSample:
+    """A client that writes. An old shard reports no `rank` and `world_size`; `step` is -1 before the first."""
+
+    run: str
+    client: str
+    epoch: int
+    step: int
+    is_connected: bool
+    rank: int | None = None
+    world_size: int | None = None
+
+
+_WRITER_FIELDS = tuple(field.name for field in dataclasses.fields(WriterSample))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpirySample:
+    """Expiry since the process started: the IDL's `ExpiryStatus`."""
+
+    is_running: bool = False
+    scanned: int = 0
+    num_runs: int = 0
+    num_rows_scanned: int = 0
+    num_rows_expired: int = 0
+    num_failed: int = 0
+    last_run_us: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistogramSample:
+    """Durations, counted in buckets with ascending upper bounds and in one more bucket for longer durations."""
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_s: float
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the histogram that `dataclasses.asdict` made the values of."""
+        return cls(bounds_s=tuple(values["bounds_s"]), counts=tuple(values["counts"]), sum_s=values["sum_s"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSample:
+    """RocksDB's block cache; `hits` and `misses` count since the store was opened."""
+
+    capacity_bytes: int
+    used_bytes: int
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotSample:
+    """The newest published snapshot; `created_us` is microseconds since 1970."""
+
+    name: str
+    step: int
+    created_us: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardDetail:
+    """Figures that only the supervisor gets; `families.py` explains each. Counts are since the process started.
+
+    `apply_lag_s` is exact to a quarter of a second, and `apply_delay` counts each quarter with new records once.
+    """
+
+    apply_lag_s: float
+    apply_delay: HistogramSample
+    fsync: HistogramSample
+    refused: dict[str, int]
+    num_requests: int
+    num_failed: int
+    inflight_requests: int
+    log_first_seq: int
+    log_size_bytes: int
+    log_pending_bytes: int
+    backlog_bytes: int
+    num_log_records: int
+    log_written_bytes: int
+    store_bytes: int
+    compaction_bytes: int
+    cache: CacheSample
+    memory_bytes: int
+    cpu_s: float
+    num_open_files: int
+    disk_free_bytes: int
+    disk_bytes: int
+    num_followers: int
+    num_holds_broken: int
+    snapshot: SnapshotSample | None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the detail that `dataclasses.asdict` made the values of."""
+        parts = {
+            "apply_delay": HistogramSample.from_json(values["apply_delay"]),
+            "fsync": HistogramSample.from_json(values["fsync"]),
+            "cache": CacheSample(**values["cache"]),
+            "snapshot": values["snapshot"] and SnapshotSample(**values["snapshot"]),
+        }
+        return cls(**{**values, **parts})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSample:
+    """A shard at one moment. Fields are those of the IDL's `StatusReply`, in seconds where that has milliseconds.
+
+    A client gets no `detail`, and only a replica has the `replica`, an `idl.ReplicaStatus`.
+    """
+
+    server_id: str
+    shard: int
+    num_shards: int
+    version: str
+    pid: int
+    uptime_s: float
+    log_seq: int
+    applied_seq: int
+    inflight_bytes: int
+    num_connections: int
+    num_refused: int
+    num_rows_written: int
+    worst_loop_pause_s: float
+    tables: tuple[TableSample, ...]
+    writers: tuple[WriterSample, ...]
+    expiry: ExpirySample | None = None
+    detail: ShardDetail | None = None
+    replica: Any = None
+
+    @classmethod
+    def of_reply(cls, reply: Any) -> Self:
+        """Return the sample in an `idl.StatusReply`."""
+        return cls(
+            **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name != "worst_loop_pause_s"},
+            worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
+            tables=tuple(TableSample(spec_from_idl(table.spec), table.num_rows_estimate) for table in reply.tables),
+            writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
+            expiry=None if reply.expiry is None else ExpirySample(**vars(reply.expiry)),
+            replica=reply.replica,
+        )
+
+    def plain_json(self) -> dict[str, Any]:
+        """Return all but tables, writers and replica in a form for `json`."""
+        return {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "expiry": self.expiry and dataclasses.asdict(self.expiry),
+            "detail": self.detail and dataclasses.asdict(self.detail),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a server's sample in a form for `json`; see `from_json`."""
+        # `asdict` takes eight times as long for a writer, and there may be thousands.
+        writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
+        tables = [(pack_spec(table.spec), table.num_rows_estimate) for table in self.tables]
+        return {**self.plain_json(), "tables": tables, "writers": writers}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Self:
+        """Return the sample that `to_json` made the values of.
+
+        Raises:
+            ProtocolError: The values are of another version.
+        """
+        try:
+            parts = {
+                "tables": tuple(TableSample(unpack_spec(spec), num_rows) for spec, num_rows in values["tables"]),
+                "writers": tuple(
+                    WriterSample(**dict(zip(_WRITER_FIELDS, writer, strict=True))) for writer in values["writers"]
+                ),
+                "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
+                "detail": values["detail"] and ShardDetail.from_json(values["detail"]),
+            }
+            return cls(**{**values, **parts})
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"not a sample of a shard of this version: {exc!r}") from exc
+
+
+_PLAIN_FIELDS = tuple(f.name for f in dataclasses.fields(ShardSample) if f.type in ("str", "int", "float"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardState:
+    """A shard as seen from outside; `error` says why there is no sample."""
+
+    shard: int
+    address: str
+    sample: ShardSample | None = None
+    error: str | None = None
+    num_restarts: int = 0
+
+
+def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
+    """Return each table with its rows on all shards, by name; an estimate never exceeds the table."""
+    rows: dict[TableSpec, int] = {}
+    for table in (table for sample in samples for table in sample.tables):
+        rows[table.spec] = rows.get(table.spec, 0) + table.num_rows_estimate
+    # A row that was written again may count twice until the store has merged its files.
+    merged = [TableSample(spec, min(num_rows, spec.num_rows or num_rows)) for spec, num_rows in rows.items()]
+    return sorted(merged, key=lambda table: table.spec.fqn)
+
+
+def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:
+    """Return each writer as seen by all shards together: its step is the one that every shard has."""
+    merged: dict[tuple[str, str, int], WriterSample] = {}
+    for writer in (writer for sample in samples for writer in sample.writers):
+        key = (writer.run, writer.client, writer.epoch)
+        known = merged.get(key, writer)
+        is_connected = known.is_connected or writer.is_connected
+        merged[key] = dataclasses.replace(writer, step=min(known.step, writer.step), is_connected=is_connected)
+    return [merged[key] for key in sorted(merged)]

@@ -1,0 +1,116 @@
+"""Ask every shard of a running server for its status; the flags that say how to connect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+
+from headrace.paramserver.observe.sample import ShardSample, ShardState
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, parse_address, shard_map
+from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.idl import idl
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AddressArgument",
+    "AuthorityFlag",
+    "CertificateFlag",
+    "KeyFlag",
+    "StatusAccess",
+    "TimeoutFlag",
+    "TlsFlag",
+    "TokenFlag",
+    "ask_shards",
+]
+
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+AddressArgument = Annotated[
+    str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.", show_default=True)
+]
+TimeoutFlag = Annotated[float, typer.Option(help="Timeout for each shard, seconds.", min=0.1, metavar="SECONDS")]
+TlsFlag = Annotated[bool, typer.Option("--tls", help="Use TLS; the other --tls options imply it.", show_default=False)]
+
+
+def _file_option(text: str) -> Any:
+    return typer.Option(help=text, metavar="FILE", show_default=False)
+
+
+AuthorityFlag = Annotated[Path | None, _file_option("Use TLS and trust only the authorities in this PEM file.")]
+CertificateFlag = Annotated[Path | None, _file_option("Our certificate chain, for mutual TLS.")]
+KeyFlag = Annotated[Path | None, _file_option("Our certificate's private key.")]
+TokenFlag = Annotated[Path | None, _file_option("File with the token. Also HEADRACE_TOKEN.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatusAccess:
+    """How to reach a server: by any one of its shards. `timeout_s` is for each shard."""
+
+    host: str
+    port: int
+    ssl_context: ssl.SSLContext | None
+    token: Token | None
+    timeout_s: float
+
+    @classmethod
+    def load(
+        cls,
+        address: str,
+        *,
+        timeout_s: float,
+        tls: bool = False,
+        tls_authority: Path | None = None,
+        tls_certificate: Path | None = None,
+        tls_key: Path | None = None,
+        token_file: Path | None = None,
+    ) -> Self:
+        """Return the access that flags and the environment describe.
+
+        Raises:
+            ConfigError: The address is invalid, or a file cannot be used.
+        """
+        host, port = parse_address(address)
+        context = None
+        if tls or any((tls_authority, tls_certificate, tls_key)):
+            context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
+        token = load_token(path=token_file, environ=os.environ)
+        return cls(host=host, port=port, ssl_context=context, token=token, timeout_s=timeout_s)
+
+    def dial(self, role: int = idl.Role.READER) -> Dial:
+        """Return how to connect in a role."""
+        return Dial(
+            ssl_context=self.ssl_context, server_hostname=None, token=self.token, timeout_s=self.timeout_s, role=role
+        )
+
+
+async def ask_shards(access: StatusAccess) -> list[ShardState]:
+    """Learn all shards from one of them, ask each, and return their states by index.
+
+    Raises:
+        HeadraceError: The first shard cannot be reached, or refuses.
+
+    Cancellation: harmless.
+    """
+    dial = access.dial()
+    client, hello = await dial.connect(access.host, access.port)
+    await client.close()
+    places = shard_map(hello, access.host, access.port)
+    return list(await asyncio.gather(*(_ask(shard, *place, dial) for shard, place in enumerate(places))))
+
+
+async def _ask(shard: int, host: str, port: int, dial: Dial) -> ShardState:
+    address = format_address(host, port)
+    try:
+        client, _ = await dial.connect(host, port)
+        async with client:
+            reply = await client.status(timeout_s=dial.timeout_s)
+    except HeadraceError as exc:
+        return ShardState(shard=shard, address=address, error=str(exc))
+    return ShardState(shard=shard, address=address, sample=ShardSample.of_reply(reply))

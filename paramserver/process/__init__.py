@@ -1,1 +1,0 @@
-"""What every process of ours has: log lines, pauses kept short, a ready file."""

@@ -1,0 +1,283 @@
+"""A reader's connection to one shard: says hello, reconnects after a loss, and repeats what is safe to repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.outages import Backoff, OutageLog
+from headrace.paramserver.rpc.security import Token
+from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnauthorizedError, UnavailableError
+from headrace.schemas.idl import PROTOCOL_VERSION, idl
+
+__all__ = ["AnotherServerError", "Dial", "ShardLink", "link_all", "links_of", "retry"]
+
+_NUM_IN_FLIGHT = 4
+# The pause between attempts doubles each time; jitter takes up to half of it.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+_T = TypeVar("_T")
+
+
+class AnotherServerError(ConfigError):
+    """The address now belongs to another shard, or to a shard of another store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dial:
+    """How a reader connects and says hello to a shard.
+
+    Attributes:
+        ssl_context: For TLS; None connects without.
+        server_hostname: Name in the shard's certificate; None for the shard's host.
+        token: For a server that requires one.
+        timeout_s: Deadline of one attempt at anything, seconds.
+        role: The `idl.Role` to ask for.
+        reach_log: Receives the outcome of every attempt to connect.
+    """
+
+    ssl_context: ssl.SSLContext | None
+    server_hostname: str | None
+    token: Token | None
+    timeout_s: float
+    role: int = idl.Role.READER
+    reach_log: OutageLog = field(default_factory=OutageLog)
+
+    async def connect(self, host: str, port: int) -> tuple[ParamServerClient, Any]:
+        """Return a connection and the shard's `idl.HelloReply`."""
+        client = await ParamServerClient.connect(
+            host, port, timeout_s=self.timeout_s, ssl_context=self.ssl_context, server_hostname=self.server_hostname
+        )
+        try:
+            return client, await self.greet(client)
+        except BaseException:
+            await client.close()
+            raise
+
+    async def greet(self, client: ParamServerClient) -> Any:
+        """Say hello without a writer's session and return the reply."""
+        request = idl.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            role=self.role,
+            run="",
+            client="",
+            epoch=0,
+            rank=0,
+            world_size=1,
+            tables=[],
+            token=self.token.reveal() if self.token is not None else None,
+        )
+        return await client.hello(request, timeout_s=self.timeout_s)
+
+
+def _attempt_of(method: Callable[..., Awaitable[Any]], *, with_timeout: bool = False) -> Callable[..., Awaitable[Any]]:
+    """Return a method of `ShardLink` that calls a method of its client once, connecting if needed."""
+
+    async def attempt(link: ShardLink, *request: Any) -> Any:
+        client = await link._connected()
+        options = {"timeout_s": link._dial.timeout_s} if with_timeout else {}
+        return await link._attempt(client, method(client, *request, **options))
+
+    return attempt
+
+
+class ShardLink:
+    """A connection to one shard that is replaced when it is lost. Each request is one attempt; see `retry`.
+
+    Attributes:
+        address: Host and port.
+        hello: The shard's last `idl.HelloReply`, or the expected one before the first.
+        failure: Error of the last attempt, for messages; None after a success.
+        in_flight: Bounds this reader's concurrent requests to the shard.
+        pieces_moved_s: When bytes of a snapshot last moved, as seen at the end of a call; monotonic, -inf before.
+    """
+
+    def __init__(self, dial: Dial, host: str, port: int, expected: Any = None) -> None:
+        """Prepare a link; the first attempt connects.
+
+        Args:
+            dial: How to connect.
+            host: Name or address.
+            port: TCP port.
+            expected: `idl.HelloReply` whose `server_id` and `shard` the shard must have; None accepts any.
+        """
+        self.host = host
+        self.address = format_address(host, port)
+        self.hello = expected
+        self.failure: HeadraceError | None = None
+        self.in_flight = asyncio.Semaphore(_NUM_IN_FLIGHT)
+        self.pieces_moved_s = -math.inf
+        self._dial = dial
+        self._port = port
+        self._client: ParamServerClient | None = None
+        self._is_closed = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def moved_s(self) -> float:
+        """When bytes of a long message last moved on the present connection, monotonic; -inf before. Thread: any."""
+        client = self._client
+        return -math.inf if client is None else client.moved_s
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """Longest reply to ask for, so that all requests in flight fit the shard's limits."""
+        limits = self.hello.limits
+        return int(min(limits.max_frame_bytes, limits.max_inflight_bytes // _NUM_IN_FLIGHT))
+
+    async def refresh(self) -> Any:
+        """Say hello, connecting if needed, and return the reply."""
+        async with self._lock:
+            client = self._client
+            if client is None or client.is_closed:
+                await self._connect()
+            else:
+                self.hello = await self._attempt(client, self._dial.greet(client))
+            return self.hello
+
+    get = _attempt_of(ParamServerClient.get_embeddings, with_timeout=True)
+    find_rows = _attempt_of(ParamServerClient.find_rows, with_timeout=True)
+    status = _attempt_of(ParamServerClient.status, with_timeout=True)
+    # The request's `wait_ms` extends this deadline.
+    fetch_updates = _attempt_of(ParamServerClient.fetch_updates, with_timeout=True)
+    digest_rows = _attempt_of(ParamServerClient.digest_rows)
+    create_snapshot = _attempt_of(ParamServerClient.create_snapshot)
+    finish_snapshot = _attempt_of(ParamServerClient.finish_snapshot)
+    expire_rows = _attempt_of(ParamServerClient.expire_rows)
+
+    async def fetch_snapshot(self, request: Any) -> Any:
+        """Fetch a piece of a snapshot."""
+        client = await self._connected()
+        try:
+            return await self._attempt(client, client.fetch_snapshot(request, timeout_s=self._dial.timeout_s))
+        finally:
+            self.pieces_moved_s = max(self.pieces_moved_s, client.moved_s)
+
+    async def close(self) -> None:
+        """Close the connection for good; idempotent."""
+        self._is_closed = True
+        if self._client is not None:
+            await self._client.close()
+
+    async def _connected(self) -> ParamServerClient:
+        async with self._lock:
+            if self._client is None or self._client.is_closed:
+                return await self._connect()
+            return self._client
+
+    async def _connect(self) -> ParamServerClient:
+        self._check_open()
+        reach_log = self._dial.reach_log
+        began_s = reach_log.trying(self.address)
+        try:
+            client, hello = await self._attempt(None, self._dial.connect(self.host, self._port))
+        except UnavailableError as exc:
+            reach_log.failed(self.address, exc, began_s=began_s)
+            raise
+        except UnauthorizedError as exc:
+            if self._client is None:
+                raise
+            # The shard accepted us before, so its certificate expired or its token changed. An operator fixes that at
+            # the server; until then treat it as unavailable.
+            reach_log.failed(self.address, exc, began_s=began_s)
+            raise UnavailableError(str(exc)) from exc
+        reach_log.reached(self.address)
+        expected = self.hello
+        try:
+            self._check_open()
+            if expected is not None and (hello.server_id, hello.shard) != (expected.server_id, expected.shard):
+                raise AnotherServerError(
+                    f"{self.address} is shard {hello.shard} of server {hello.server_id}, "
+                    f"not shard {expected.shard} of {expected.server_id}"
+                )
+        except BaseException:
+            await client.close()
+            raise
+        self._client, self.hello = client, hello
+        return client
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise _ClosedError("the reader is closed")
+
+    async def _attempt(self, client: ParamServerClient | None, work: Awaitable[_T]) -> _T:
+        try:
+            result = await work
+        except HeadraceError as exc:
+            self.failure = exc
+            # A connection that gave no answer is not used again.
+            if client is not None and isinstance(exc, UnavailableError):
+                await client.close()
+            raise
+        self.failure = None
+        return result
+
+
+class _ClosedError(UnavailableError):
+    retriable = False
+
+
+async def link_all(dial: Dial, host: str, port: int) -> list[ShardLink]:
+    """Learn all shards of a server from the one at `host:port`; return an unconnected link to each, by index.
+
+    Raises:
+        HeadraceError: The shard cannot be reached or refuses.
+
+    Cancellation: harmless.
+    """
+    first = ShardLink(dial, host, port)
+    try:
+        hello = await first.refresh()
+    finally:
+        await first.close()
+    return links_of(hello, dial, host, port)
+
+
+def links_of(hello: Any, dial: Dial, host: str, port: int) -> list[ShardLink]:
+    """Return a link to each shard that the hello of the shard at `host:port` names; each must be that very shard.
+
+    Raises:
+        ProtocolError: The hello does not name all shards.
+    """
+    return [
+        ShardLink(dial, name, at, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
+        for shard, (name, at) in enumerate(shard_map(hello, host, port))
+    ]
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[_T]],
+    *,
+    patience_s: float = math.inf,
+    moved_s: Callable[[], float] = lambda: -math.inf,
+) -> _T:
+    """Repeat an attempt until it succeeds, fails for good, or the caller's deadline cancels it.
+
+    Args:
+        attempt: The work.
+        patience_s: Give up after this time without progress, seconds: since the first failure, or since `moved_s` if
+            that is later. A slow attempt that makes progress is no failure.
+        moved_s: Returns when an attempt last made progress, monotonic seconds.
+
+    Raises:
+        HeadraceError: It is not retriable, or patience ran out.
+    """
+    backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+    failing_since_s = math.inf
+    while True:
+        try:
+            return await attempt()
+        except HeadraceError as exc:
+            failing_since_s = min(failing_since_s, time.monotonic())
+            if not exc.retriable or time.monotonic() - max(failing_since_s, moved_s()) > patience_s:
+                raise
+            pause_s = backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0.0)
+        await asyncio.sleep(pause_s)

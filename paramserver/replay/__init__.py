@@ -1,0 +1,1 @@
+"""Replay of update logs into a running server."""

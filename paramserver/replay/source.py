@@ -1,0 +1,265 @@
+"""The source of a replay: the records of a server's update logs that it takes, and the specs of their tables.
+
+Reads only and takes no lock, so the server may be running. Records are checked as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.log.inspection import Range, find_logs, widen
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.log.segment_reader import LogReader, read_records
+from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.system.text import describe_near
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, ProtocolError, UnknownTableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRange:
+    """The records, and the tables in them, that a replay takes. Bounds are inclusive; None leaves a side open.
+
+    Attributes:
+        from_seq: First position in the log; seqs limit the log of one shard only.
+        from_step: First step of the trainer.
+        since_us: Earliest wall clock of the trainer, microseconds since 1970.
+        tables: Fully qualified names; empty takes all.
+    """
+
+    from_seq: int | None = None
+    to_seq: int | None = None
+    from_step: int | None = None
+    to_step: int | None = None
+    since_us: int | None = None
+    until_us: int | None = None
+    tables: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for first, last, names in (
+            (self.from_seq, self.to_seq, "--from-seq is above --to-seq"),
+            (self.from_step, self.to_step, "--from-step is above --to-step"),
+            (self.since_us, self.until_us, "--since is later than --until"),
+        ):
+            if first is not None and last is not None and first > last:
+                raise ConfigError(f"{names}: the range is empty")
+
+    def takes(self, header: dict[str, Any]) -> bool:
+        """Return whether a batch's record is within steps and times and has one of the tables."""
+        return (
+            _is_within(header["step"], self.from_step, self.to_step)
+            and _is_within(header["time_us"], self.since_us, self.until_us)
+            and (not self.tables or not self.tables.isdisjoint(header["tables"]))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBatch:
+    """The part of one record that a replay takes.
+
+    Attributes:
+        epoch: With `step`, the version of all rows.
+        time_us: The trainer's wall clock, microseconds since 1970.
+        deltas: `idl.TableDelta` structs of the tables taken; their columns are views.
+        size_bytes: Size of the record's body.
+    """
+
+    seq: int
+    epoch: int
+    step: int
+    time_us: int
+    deltas: list[Any]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class TableSummary:
+    """Counts of one table in a replay. A row counts as often as it was written."""
+
+    num_rows: int = 0
+    num_deleted: int = 0
+    epochs: Range | None = None
+    steps: Range | None = None
+
+
+@dataclass(slots=True)
+class ReplaySummary:
+    """Counts of a replay: records of the logs, bytes of their bodies, tables by name, the trainer's wall clocks."""
+
+    num_records: int = 0
+    size_bytes: int = 0
+    tables: dict[str, TableSummary] = field(default_factory=dict)
+    times_us: Range | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables, deleted ones included."""
+        return sum(table.num_rows + table.num_deleted for table in self.tables.values())
+
+    def add(self, batch: ReplayBatch) -> None:
+        """Count a batch."""
+        self.num_records += 1
+        self.size_bytes += batch.size_bytes
+        self.times_us = widen(self.times_us, batch.time_us)
+        for delta in batch.deltas:
+            table = self.tables.setdefault(delta.fqn, TableSummary())
+            table.num_rows += len(delta.row_ids) // 8
+            table.num_deleted += len(delta.deleted_row_ids or b"") // 8
+            table.epochs = widen(table.epochs, batch.epoch)
+            table.steps = widen(table.steps, batch.step)
+
+
+class SourceLog:
+    """One shard's log at `path`, limited to the range of the replay: `first_seq` to `last_seq`."""
+
+    def __init__(self, path: Path, wanted: ReplayRange) -> None:
+        """List the segments of a log. Raises as `ReplaySource`."""
+        self.path = path
+        self._segments = LogReader(path, wanted.to_seq).segments
+        self.log_id = self._segments[0].header.log_id.hex() if self._segments else ""
+        self._begin = self._segments[0].first_seq if self._segments else 1
+        end = self._segments[-1].last_seq if self._segments else 0
+        self.first_seq = self._begin if wanted.from_seq is None else wanted.from_seq
+        self.last_seq = end if wanted.to_seq is None else min(end, wanted.to_seq)
+        if self.first_seq < self._begin:
+            raise GoneError(
+                f"{path}: --from-seq {self.first_seq}: the log begins at seq {self._begin}; earlier records have been "
+                "removed"
+            )
+
+    @property
+    def nonces(self) -> list[int]:
+        """The nonces of the range's segments. They differ between logs that share only their beginning."""
+        return [
+            segment.header.nonce
+            for segment in self._segments
+            if segment.first_seq <= self.last_seq and segment.last_seq >= self.first_seq
+        ]
+
+    def read(self) -> Iterator[LogRecord]:
+        """Yield the records of the range, checked."""
+        return read_records(self._segments, self.first_seq, self.last_seq)
+
+    def read_before(self) -> Iterator[LogRecord]:
+        """Yield the records before the range, checked."""
+        return read_records(self._segments, self._begin, self.first_seq - 1)
+
+
+class ReplaySource:
+    """The logs of a replay.
+
+    Thread: any; everything blocks.
+
+    Attributes:
+        logs: In the order of their shards.
+        wanted: Which records and tables.
+        specs: Specs of the tables found, by name; complete after `summarize`.
+    """
+
+    def __init__(self, path: Path, wanted: ReplayRange) -> None:
+        """Find the logs at or below a path: the directory of a server, of a shard or of a log.
+
+        Raises:
+            ConfigError: There is no log, or there are several and the range is one of seqs.
+            GoneError: `from_seq` has been removed.
+            StorageError: A file cannot be read.
+            CorruptionError: A segment is damaged or missing.
+        """
+        paths = find_logs(path)
+        if len(paths) > 1 and (wanted.from_seq is not None or wanted.to_seq is not None):
+            raise ConfigError(
+                f"--from-seq and --to-seq count in one shard's log, and {path} holds {len(paths)}: name one of them, "
+                f"such as {paths[0]}"
+            )
+        self.wanted = wanted
+        self.logs = [SourceLog(log, wanted) for log in paths]
+        self.specs: dict[str, TableSpec] = {}
+
+    def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
+        """Read and check the whole range once, and collect the tables' specs.
+
+        `on_progress` is called with the number of bytes read since the last call.
+
+        Raises:
+            ConfigError: The range has no rows.
+            UnknownTableError: A requested table is not in the logs.
+            CorruptionError: A record is damaged, with file and offset, or is not a shard's.
+        """
+        summary = ReplaySummary()
+        for log in self.logs:
+            for batch in self.batches(log, on_progress=on_progress):
+                summary.add(batch)
+        self._complete_specs(self.wanted.tables | summary.tables.keys())
+        if unknown := sorted(self.wanted.tables - self.specs.keys()):
+            near = describe_near(unknown[0], self.specs)
+            raise UnknownTableError(f"--table {unknown[0]!r}: no such table in the log; {near}")
+        if not summary.num_records:
+            seqs = ", ".join(f"{log.path}: seq {log.first_seq} to {log.last_seq}" for log in self.logs)
+            raise ConfigError(f"nothing to replay: no record with rows is in that range ({seqs})")
+        if lost := sorted(summary.tables.keys() - self.specs.keys()):
+            raise CorruptionError(f"the spec of table {lost[0]!r} is neither in the log nor in the store beside it")
+        return summary
+
+    def batches(self, log: SourceLog, *, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[ReplayBatch]:
+        """Yield the batches of one log in the range, in order. Raises as `summarize`."""
+        for record in log.read():
+            on_progress(record.body.nbytes)
+            batch = self._batch_of(log, record)
+            if batch is not None:
+                yield batch
+
+    def _batch_of(self, log: SourceLog, record: LogRecord) -> ReplayBatch | None:
+        header = record.header
+        try:
+            if header["kind"] == KIND_HELLO:
+                self._add_specs(header)
+                return None
+            if header["kind"] != KIND_BATCH:
+                raise ValueError(f"of kind {header['kind']!r}, which this version does not know")
+            if not self.wanted.takes(header):
+                return None
+            offset = decode_header(record.body).body_offset
+            request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
+        except (ProtocolError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"{log.path}: record {record.seq} is not a batch of a shard: {exc}") from exc
+        tables = self.wanted.tables
+        deltas = [delta for delta in request.deltas if not tables or delta.fqn in tables]
+        if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
+            return None  # the end of a step, without rows
+        epoch = request.epoch if request.version_epoch is None else request.version_epoch
+        return ReplayBatch(record.seq, epoch, request.step, request.time_us, deltas, record.body.nbytes)
+
+    def _add_specs(self, header: dict[str, Any]) -> None:
+        for spec in map(unpack_spec, header["tables"]):
+            self.specs.setdefault(spec.fqn, spec)
+
+    def _complete_specs(self, needed: frozenset[str] | set[str]) -> None:
+        """Find tables that were registered before the range, in the store's catalog or in earlier records."""
+        for log in self.logs:
+            if needed <= self.specs.keys():
+                return
+            # Retention removes a record only after the store has it, so the store knows its tables.
+            if (log.path.parent / "store" / "CURRENT").is_file():
+                store = RowStore.open_read_only(log.path.parent / "store")
+                try:
+                    for table in Catalog(store.read_meta()):
+                        self.specs.setdefault(table.spec.fqn, table.spec)
+                finally:
+                    store.close()
+            if needed <= self.specs.keys():
+                return
+            for record in log.read_before():
+                if record.header.get("kind") == KIND_HELLO:
+                    self._add_specs(record.header)
+
+
+def _is_within(value: int, first: int | None, last: int | None) -> bool:
+    return (first is None or value >= first) and (last is None or value <= last)

@@ -1,0 +1,381 @@
+"""Replay: send the batches of update logs to a running server.
+
+Rows keep the version that they had, and a shard takes a row only where it has nothing newer. So a replay overwrites
+nothing newer, and repeating it, or running it beside a trainer, changes nothing.
+
+A replay is a client like a trainer: its run is named after what it replays, and it numbers its batches as every client
+does. The same replay makes the same batches, so one that was killed resumes where the server's hello says. It keeps no
+state of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.replay.source import ReplayBatch, ReplaySource, SourceLog
+from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import (
+    ConfigError,
+    HeadraceError,
+    OverloadedError,
+    ProtocolError,
+    SequenceGapError,
+    UnavailableError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["Replay", "ReplayTarget", "ShardWriter", "pack_deltas", "route_delta", "size_of_delta"]
+
+_EPOCH = 1  # of the replay's own session: its run has one trainer, and never a second one
+_MAX_MESSAGE_BYTES = 16 * 2**20
+_SPARE_BYTES = 16 * 1024  # of a message besides its rows, names included
+_WINDOW_MESSAGES, _WINDOW_BYTES = 64, 32 * 2**20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+# Raise it when the same logs are split into other batches than before; then an older replay is not resumed.
+_SPLIT_VERSION = 1
+_CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayTarget:
+    """The server that a replay writes to: `host` and `port` are those of any shard.
+
+    Attributes:
+        ssl_context: For TLS; None without.
+        timeout_s: How long a shard may be away before the replay gives up, seconds.
+    """
+
+    host: str
+    port: int
+    ssl_context: ssl.SSLContext | None = None
+    token: Token | None = None
+    timeout_s: float = 60.0
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """Time for one attempt to connect, and for the answer to a hello, seconds. Short, so that attempts repeat."""
+        return min(self.timeout_s, _CONNECT_TIMEOUT_S)
+
+    def hello(self, run: str, client: str, epoch: int, specs: list[TableSpec]) -> Any:
+        """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks."""
+        return idl.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            role=idl.Role.WRITER,
+            run=run,
+            client=client,
+            epoch=epoch,
+            rank=0,
+            world_size=0,  # not a trainer: no watermark waits for it
+            tables=[spec_to_idl(spec) for spec in specs],
+            token=None if self.token is None else self.token.reveal(),
+        )
+
+    async def ask(self) -> Any:
+        """Return the server's `idl.HelloReply`, which proves that it is up and accepts this token.
+
+        If not, raises `UnavailableError` or `UnauthorizedError`. Cancellation: harmless.
+        """
+        async with await ParamServerClient.connect(
+            self.host, self.port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+        ) as client:
+            return await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
+
+
+class Replay:
+    """Sends the batches of a source to a server.
+
+    Attributes:
+        num_sent: Rows that were sent and acked.
+        num_skipped: Rows that an earlier run of the same replay has delivered.
+    """
+
+    def __init__(self, source: ReplaySource, target: ReplayTarget, *, again: bool = False) -> None:
+        """Prepare to send a summarized source; `again` also sends what an earlier run has delivered."""
+        self.num_sent = self.num_skipped = 0
+        self._source, self._target = source, target
+        self._salt = time.time_ns() if again else 0
+        self._specs: dict[str, TableSpec] = {}
+
+    async def run(self, *, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        """Send everything; return when all of it is durable. Cancellation: another run resumes.
+
+        `on_progress` is called with the number of bytes of the log that were processed since the last call.
+
+        Raises:
+            SpecMismatchError: The server has a table of that name with another spec.
+            UnavailableError: A shard was away for too long.
+            HeadraceError: The server refuses, or a log cannot be read.
+        """
+        target, tables = self._target, self._source.wanted.tables
+        reply = await target.ask()
+        self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if not tables or fqn in tables}
+        shards = shard_map(reply, target.host, target.port)
+        limits = reply.limits
+        max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
+        for log in self._source.logs:
+            run = f"replay-{self._digest(log, len(shards), max_bytes)}"
+            writers = [ShardWriter(target, host, port, run, list(self._specs.values())) for host, port in shards]
+            async with task_group() as group:
+                sending = [group.create_task(writer.run()) for writer in writers]
+                await self._feed(log, writers, max_bytes, on_progress)
+                for task in sending:
+                    task.cancel()
+
+    async def _feed(
+        self, log: SourceLog, writers: list[ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
+    ) -> None:
+        read: list[int] = []  # sizes, appended to by the reading thread
+        batches = self._source.batches(log, on_progress=read.append)
+        for writer in writers:
+            await writer.wait_open()
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            on_progress(sum(read))
+            read.clear()
+            for shard, request, num_rows in await asyncio.to_thread(self._split, batch, len(writers), max_bytes):
+                is_sent = await writers[shard].put(request)
+                self.num_sent += num_rows * is_sent
+                self.num_skipped += num_rows * (not is_sent)
+        on_progress(sum(read))
+        for writer in writers:
+            await writer.wait_acked()
+
+    def _split(self, batch: ReplayBatch, num_shards: int, max_bytes: int) -> list[tuple[int, Any, int]]:
+        """Return (shard, request without a number, rows) of each message of a batch. Deterministic."""
+        by_shard: list[list[Any]] = [[] for _ in range(num_shards)]
+        for delta in batch.deltas:
+            for shard, part in enumerate(route_delta(delta, self._specs[delta.fqn], num_shards)):
+                if part is not None:
+                    by_shard[shard].append(part)
+        messages = []
+        for shard, parts in enumerate(by_shard):
+            for deltas in pack_deltas(parts, max_bytes):
+                request = idl.SetEmbeddingsRequest(epoch=_EPOCH, step=batch.step, time_us=batch.time_us, deltas=deltas)
+                request.ends_step, request.is_exact_cut, request.version_epoch = False, False, batch.epoch
+                messages.append((shard, request, sum(map(_num_rows, deltas))))
+        return messages
+
+    def _digest(self, log: SourceLog, num_shards: int, max_bytes: int) -> str:
+        """Name this replay of a log by everything that decides its batches. Never reorder: replays would not resume."""
+        wanted = self._source.wanted
+        fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, num_shards, max_bytes, self._salt]
+        fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
+        return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
+
+
+class ShardWriter:
+    """Sends numbered batches to one shard, over as many connections as it takes. Thread: the event loop's.
+
+    The same batches in the same order resume where an earlier writer of the same run and client was interrupted.
+    """
+
+    def __init__(
+        self, target: ReplayTarget, host: str, port: int, run: str, specs: list[TableSpec], *, client: str = "replay"
+    ) -> None:
+        """Prepare to write to the shard at an address. The name `run` identifies the sequence of batches."""
+        self._target, self._host, self._port, self._specs = target, host, port, specs
+        self._run, self._client = run, client
+        self._unacked: deque[Any] = deque()
+        self._unacked_bytes = self._num_taken = 0  # taken: those of the unacked ones sent on this connection
+        self._next_seq = 1
+        self._durable_seq: int | None = None
+        self._changed = asyncio.Event()
+        self._failed_since_s: float | None = None
+        self._backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+
+    async def wait_open(self) -> None:
+        """Wait until the shard has told where to resume."""
+        await self._wait(lambda: self._durable_seq is not None)
+
+    async def wait_acked(self) -> None:
+        """Wait until all batches are durable."""
+        await self._wait(lambda: not self._unacked)
+
+    async def put(self, request: Any) -> bool:
+        """Number a batch and send it; return False if the shard has it already. Waits while the window is full."""
+        request.run, request.client, request.client_seq = self._run, self._client, self._next_seq
+        self._next_seq += 1
+        assert self._durable_seq is not None
+        if request.client_seq <= self._durable_seq:
+            return False
+        size_bytes = sum(map(size_of_delta, request.deltas))
+        max_bytes = _WINDOW_BYTES - size_bytes
+        await self._wait(
+            lambda: not self._unacked or (len(self._unacked) < _WINDOW_MESSAGES and self._unacked_bytes <= max_bytes)
+        )
+        self._unacked.append(request)
+        self._unacked_bytes += size_bytes
+        self._notify()
+        return True
+
+    async def run(self) -> NoReturn:
+        """Send forever; raise the error that no other connection would mend."""
+        while True:
+            try:
+                await self._run_connection()
+            except HeadraceError as exc:
+                if not (
+                    exc.retriable or isinstance(exc, SequenceGapError | ProtocolError) or type(exc) is HeadraceError
+                ):
+                    raise
+                now_s = time.monotonic()
+                self._failed_since_s = self._failed_since_s or now_s
+                if now_s - self._failed_since_s > self._target.timeout_s:
+                    address = format_address(self._host, self._port)
+                    raise UnavailableError(
+                        f"{address} has accepted nothing for {format_seconds(self._target.timeout_s)} ({exc}); start "
+                        "the same replay again to resume it"
+                    ) from exc
+                pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
+            await asyncio.sleep(pause_s)
+
+    async def _run_connection(self) -> NoReturn:
+        target = self._target
+        async with await ParamServerClient.connect(
+            self._host, self._port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
+        ) as client:
+            reply = await client.hello(target.hello(self._run, self._client, _EPOCH, self._specs))
+            self._take_acks(reply.last_client_seq)
+            self._num_taken = 0
+            async with task_group(_decisive) as group:
+                while True:
+                    await self._wait(lambda: self._num_taken < len(self._unacked))
+                    group.create_task(self._send(client, self._unacked[self._num_taken]))
+                    self._num_taken += 1
+
+    async def _send(self, client: ParamServerClient, request: Any) -> None:
+        await client.set_embeddings(request)
+        self._failed_since_s = None
+        self._backoff.reset()
+        # A client's acks arrive in order: all batches before this one are durable too.
+        self._take_acks(request.client_seq)
+
+    def _take_acks(self, durable_seq: int) -> None:
+        while self._unacked and self._unacked[0].client_seq <= durable_seq:
+            self._unacked_bytes -= sum(map(size_of_delta, self._unacked.popleft().deltas))
+            self._num_taken -= 1
+        self._durable_seq = max(self._durable_seq or 0, durable_seq)
+        self._notify()
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            changed = self._changed
+            await changed.wait()
+
+    def _notify(self) -> None:
+        # Waiters hold the old event, so none misses it and none is woken twice.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def route_delta(delta: Any, spec: TableSpec, num_shards: int) -> list[Any | None]:
+    """Return the part of an `idl.TableDelta` for each shard, None if it has no rows there."""
+    seed = table_seed(spec.fqn)
+    row_ids, deleted = _ids(delta.row_ids), _ids(delta.deleted_row_ids)
+    row_shards, deleted_shards = (shards_of_rows(seed, ids, num_shards) for ids in (row_ids, deleted))
+    parts: list[Any | None] = []
+    for shard in range(num_shards):
+        rows, gone = np.flatnonzero(row_shards == shard), np.flatnonzero(deleted_shards == shard)
+        is_whole = rows.size == row_ids.size and gone.size == deleted.size
+        if not rows.size and not gone.size:
+            parts.append(None)
+        else:
+            parts.append(delta if is_whole else _select_rows(delta, rows, gone))
+    return parts
+
+
+def _select_rows(delta: Any, rows: npt.NDArray[np.intp], deleted: npt.NDArray[np.intp]) -> Any:
+    num_rows = len(delta.row_ids) // 8
+
+    def select(data: Any) -> Any:
+        if data is None or not num_rows:
+            return data
+        return np.frombuffer(data, np.uint8).reshape(num_rows, -1)[rows].tobytes()
+
+    return idl.TableDelta(
+        fqn=delta.fqn,
+        fingerprint=delta.fingerprint,
+        column_offset=delta.column_offset,
+        width=delta.width,
+        row_ids=_ids(delta.row_ids)[rows].tobytes(),
+        weights=select(delta.weights),
+        states=[
+            idl.StateColumn(name=state.name, dtype=state.dtype, width=state.width, data=select(state.data))
+            for state in delta.states
+        ],
+        identities=select(delta.identities),
+        deleted_row_ids=_ids(delta.deleted_row_ids)[deleted].tobytes(),
+        scalars=delta.scalars,
+        runtime_meta=select(delta.runtime_meta),
+    )
+
+
+def pack_deltas(parts: list[Any], max_bytes: int) -> Iterator[list[Any]]:
+    """Yield the `idl.TableDelta`s of each message; split those over `max_bytes`; raise `ConfigError` if a row is."""
+    packed: list[Any] = []
+    packed_bytes = 0
+    for part in parts:
+        for piece, size_bytes in _pieces(part, max_bytes):
+            if packed and packed_bytes + size_bytes > max_bytes:
+                yield packed
+                packed, packed_bytes = [], 0
+            packed.append(piece)
+            packed_bytes += size_bytes
+    if packed:
+        yield packed
+
+
+def _pieces(delta: Any, max_bytes: int) -> Iterator[tuple[Any, int]]:
+    size_bytes = size_of_delta(delta)
+    if size_bytes <= max_bytes:
+        yield delta, size_bytes
+        return
+    num_rows, num_all = len(delta.row_ids) // 8, _num_rows(delta)
+    rows_per_piece = max_bytes * num_all // size_bytes
+    if not rows_per_piece:
+        raise ConfigError(f"a row of table {delta.fqn!r} does not fit the server's frames: raise its --max-frame-bytes")
+    for start in range(0, num_all, rows_per_piece):
+        some = np.arange(start, min(start + rows_per_piece, num_all))
+        piece = _select_rows(delta, some[some < num_rows], some[some >= num_rows] - num_rows)
+        # Rows with values are longer than deleted ones, so a piece with many of them may still be too long.
+        yield from _pieces(piece, max_bytes) if len(some) > 1 else [(piece, size_of_delta(piece))]
+
+
+def size_of_delta(delta: Any) -> int:
+    """Return the bytes of a delta's columns."""
+    columns = [delta.row_ids, delta.weights, delta.identities, delta.deleted_row_ids, delta.runtime_meta]
+    columns += [state.data for state in delta.states] + [scalar.data for scalar in delta.scalars or ()]
+    return sum(len(column) for column in columns if column is not None)
+
+
+def _num_rows(delta: Any) -> int:
+    return (len(delta.row_ids) + len(delta.deleted_row_ids or b"")) // 8
+
+
+def _ids(data: Any) -> npt.NDArray[np.int64]:
+    return np.frombuffer(data if data is not None else b"", "<i8")
+
+
+def _decisive(errors: Sequence[BaseException]) -> BaseException:
+    """Return the error that decides how to continue: the first refusal makes gaps of all later batches."""
+    other_than_gaps = [exc for exc in errors if not isinstance(exc, SequenceGapError)]
+    final = [exc for exc in other_than_gaps if not (isinstance(exc, HeadraceError) and exc.retriable)]
+    return (final or other_than_gaps or errors)[0]

@@ -1,0 +1,163 @@
+"""Settings of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from headrace.paramserver.replica.tables.slot_rows import Precision, check_precision
+from headrace.paramserver.system.text import describe_near
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStorage:
+    """Keep all rows of a table in memory; a lookup is one gather.
+
+    Attributes:
+        precision: How rows are kept; None for the replica's `precision`.
+    """
+
+    precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskStorage:
+    """Keep all rows of a table in a RocksDB of the replica, and the most used rows in memory.
+
+    Attributes:
+        memory_bytes: Memory per table, for hot rows and for the table's share of RocksDB's blocks and memtables.
+        hot_share: Share of it for hot rows, above 0 and below 1. Looking up a hot row costs one copy; a row in a cached
+            block costs about 2 µs, but the block also has the row's neighbors, and no memory goes into hashes.
+    """
+
+    memory_bytes: int = 256 << 20
+    hot_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0:
+            raise ConfigError(f"replica: storage memory_bytes is {self.memory_bytes}, must be above 0")
+        if not 0 < self.hot_share < 1:
+            raise ConfigError(f"replica: storage hot_share is {self.hot_share}, must be between 0 and 1")
+
+    @property
+    def hot_bytes(self) -> int:
+        """Memory for a table's hot rows."""
+        return int(self.memory_bytes * self.hot_share)
+
+    @property
+    def cache_bytes(self) -> int:
+        """A table's share of RocksDB's memory."""
+        return self.memory_bytes - self.hot_bytes
+
+
+_IN_MEMORY = MemoryStorage()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaConfig:
+    """Settings of an `EmbeddingReplica`. Directories may be given as strings.
+
+    Attributes:
+        consistency: `latest` shows each update when it arrives. `step` shows whole steps, in all shards and tables at
+            once: a lookup waits while a step is applied, and a step's updates are in memory twice until it is complete.
+        missing: What a lookup of a missing row returns: `zeros`, `table_default` (see `defaults`), or `error` to raise.
+        defaults: Default rows `[dim]` by fqn, zeros for other tables; with `table_default` only.
+        storage: Where tables live, by fqn or by a pattern such as `user.*`. An exact fqn goes before patterns, and the
+            first matching pattern counts. Other tables are in memory.
+        precision: How rows in memory are kept: `fp32`, `fp16`, `bf16`, or rowwise `int8` or `int4`. Lookups return the
+            table's dtype in any case. None, or a precision that saves nothing, keeps the table's dtype.
+        disk_dir: Directory of the copies on disk, for this replica alone. It has two copies during a switch, or while
+            the previous copy is kept. None creates a temporary one. A copy starts with hard links to its snapshot's
+            files if both are on one file system.
+        disk_threads: Threads that read rows for `prefetch`, and help with large lookups.
+        tables: Fqns to keep; None keeps all, also tables that are registered later.
+        name: Registers the replica at the server, which then keeps log for it while it is away. None does not.
+        lease_s: How long the server keeps that log, seconds.
+        max_memory_bytes: Limit for the tables of all copies; None for the machine's free memory when a copy is built.
+        max_pending_bytes: With `step`, memory per shard for updates of incomplete steps. A shard that is so far ahead
+            of the others is not fetched from. If waiting does not help, the replica builds a new copy aside; a copy
+            that lookups do not see yet needs none of this memory.
+        snapshot_dir: Where fetched snapshots are stored; the last one stays. None for a temporary directory.
+        fetch_wait_s: How long one fetch waits for new records, seconds.
+        timeout_s: Deadline for one answer of a shard, seconds.
+    """
+
+    consistency: Literal["latest", "step"] = "latest"
+    missing: Literal["zeros", "table_default", "error"] = "zeros"
+    defaults: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    storage: Mapping[str, MemoryStorage | DiskStorage] = field(default_factory=dict)
+    precision: Precision | None = None
+    disk_dir: Path | None = None
+    disk_threads: int = 2
+    tables: frozenset[str] | None = None
+    name: str | None = None
+    lease_s: float = 600.0
+    max_memory_bytes: int | None = None
+    max_pending_bytes: int = 256 << 20
+    snapshot_dir: Path | None = None
+    fetch_wait_s: float = 10.0
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.consistency not in ("latest", "step"):
+            raise ConfigError(f"replica: consistency is {self.consistency!r}, must be latest or step")
+        if self.missing not in ("zeros", "table_default", "error"):
+            raise ConfigError(f"replica: missing is {self.missing!r}, must be zeros, table_default or error")
+        if self.defaults and self.missing != "table_default":
+            raise ConfigError("replica: defaults need missing='table_default'")
+        if isinstance(self.tables, str):
+            raise ConfigError(f"replica: tables is one string, {self.tables!r}; give a set of names")
+        check_precision(self.precision)
+        for pattern, storage in self.storage.items():
+            if not isinstance(storage, MemoryStorage | DiskStorage):
+                raise ConfigError(f"replica: storage of {pattern!r} is {storage!r}, not MemoryStorage or DiskStorage")
+        for name in ("disk_dir", "snapshot_dir"):
+            if isinstance(path := getattr(self, name), str):
+                object.__setattr__(self, name, Path(path))
+        for name in ("disk_threads", "lease_s", "max_pending_bytes", "fetch_wait_s", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"replica: {name} is {getattr(self, name)}, must be above 0")
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a table may be on disk."""
+        return any(isinstance(storage, DiskStorage) for storage in self.storage.values())
+
+    def wants(self, fqn: str) -> bool:
+        """Return whether the replica keeps a table."""
+        return self.tables is None or fqn in self.tables
+
+    def unmatched(self, fqns: Collection[str]) -> list[str]:
+        """Return a line for each name in the settings that no table of the server has, perhaps a misspelled one."""
+        lines = []
+        names_of = {"tables": sorted(self.tables or ()), "storage": list(self.storage), "defaults": list(self.defaults)}
+        for setting, names in names_of.items():
+            for name in names:
+                is_pattern = setting == "storage" and any(fnmatchcase(fqn, name) for fqn in fqns)
+                if name not in fqns and not is_pattern:
+                    lines.append(f"{setting}: {name!r} is no table of the server yet; {describe_near(name, fqns)}")
+        return lines
+
+    def storage_of(self, fqn: str) -> MemoryStorage | DiskStorage:
+        """Return where a table lives."""
+        if fqn in self.storage:
+            return self.storage[fqn]
+        matches = (storage for pattern, storage in self.storage.items() if fnmatchcase(fqn, pattern))
+        return next(matches, _IN_MEMORY)
+
+    def precision_of(self, fqn: str) -> Precision | None:
+        """Return the precision setting for a table in memory; None for the table's dtype."""
+        storage = self.storage_of(fqn)
+        own = storage.precision if isinstance(storage, MemoryStorage) else None
+        return own or self.precision

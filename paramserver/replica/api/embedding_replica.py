@@ -1,0 +1,452 @@
+"""The public class of serving: a copy of the tables that follows the server while it answers lookups."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.replica.api.config import ReplicaConfig
+from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, audit_copy, digest_copy
+from headrace.paramserver.replica.copy.builder import CopyBuilder
+from headrace.paramserver.replica.copy.copies import Copies
+from headrace.paramserver.replica.copy.live import LiveCopy
+from headrace.paramserver.replica.copy.shard_tail import Freshness
+from headrace.paramserver.replica.copy.table_set import TableSet
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, as_ids, default_row
+from headrace.paramserver.replica.tables.hot_rows import HotRowStats
+from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.rpc.outages import OutageLog
+from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.system.loop_thread import LoopThread
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
+from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["EmbeddingReplica"]
+
+_T = TypeVar("_T")
+
+_CLOSE_TIMEOUT_S = 10.0
+_DIGEST_TIMEOUT_S = 600.0
+
+
+class EmbeddingReplica:
+    """Serves embedding lookups from this process's own copy of the tables, milliseconds behind the trainer.
+
+        with EmbeddingReplica("127.0.0.1:7601", consistency="step") as replica:
+            rows = replica.lookup("user.weight", [3, 5, 8])
+
+    The replica starts from a snapshot or by reading the running server, then follows each shard's update log on its own
+    thread. It reconnects to a server that restarts. If the log that it needs is gone, or another store answers, it
+    builds a new copy aside and switches to it when the new copy has caught up; lookups use the old copy until then.
+
+    Thread: any, for every method. In a forked child all methods raise, except `close`, which does nothing. A replica
+    cannot be pickled into a spawned process; create one in each process.
+
+    Attributes:
+        num_missing: Number of ids that lookups did not find, by fqn.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        snapshot: str | Path | None = None,
+        config: ReplicaConfig | None = None,
+        open_timeout_s: float = 60.0,
+        ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+        token: Token | None = None,
+        reach_log: OutageLog | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+        **settings: Any,
+    ) -> None:
+        """Connect, load the tables, and return when the copy has caught up with the server.
+
+        Args:
+            address: `host:port` of any shard.
+            snapshot: Directory of a snapshot to start from. None reads the server's rows, or fetches its newest
+                snapshot if there are tables of virtual ids.
+            config: Settings; None takes them from `settings`.
+            open_timeout_s: Give up after this long without progress, seconds. Progress is a part of the copy, or of the
+                log that it lacks; waiting for the end of a step is none. The total time has no limit.
+            ssl_context: For TLS, from `client_tls_context`.
+            server_hostname: Name in every shard's certificate; None expects each shard's own host.
+            token: For a server that requires one.
+            reach_log: Logs which shards cannot be reached; None creates one. Replicas of one server may share it.
+            on_progress: Called, by any thread, whenever a copy makes progress as defined above.
+            **settings: Fields of `ReplicaConfig`, instead of `config`.
+
+        Raises:
+            ConfigError: A setting, the address or the snapshot is wrong, or memory is short.
+            UnauthorizedError: The server requires other credentials.
+            UnavailableError: The server is away, or its run did not end a step in time.
+            GoneError: The server no longer has the log after the snapshot.
+            CorruptionError: The snapshot is damaged.
+        """
+        if config is not None and settings:
+            raise ConfigError("give settings in `config` or as arguments, not both")
+        self.num_missing: dict[str, int] = {}
+        self._config = config or ReplicaConfig(**settings)
+        self._address = address
+        dial = Dial(
+            ssl_context=ssl_context,
+            server_hostname=server_hostname,
+            token=token,
+            timeout_s=self._config.timeout_s,
+            reach_log=reach_log or OutageLog(),
+        )
+        self._reach_log = dial.reach_log
+        self._counting = threading.Lock()
+        self._builder = CopyBuilder(address, dial, self._config)
+        self._copies = Copies(self._builder, on_progress)
+        self._thread = LoopThread("headrace-replica", owner="the replica")
+        try:
+            self._switch(snapshot, keep_previous=False, timeout_s=open_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    # Lookups.
+
+    def lookup(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+        """Return rows of one table.
+
+        Args:
+            fqn: Table.
+            ids: Row ids, any shape.
+
+        Returns:
+            A copy, `[*ids.shape, dim]` in the table's dtype, on the CPU.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RowRangeError: An id is not a row of the table.
+            RequestError: A row is missing and the setting `missing` is `error`.
+        """
+        return self.lookup_many({fqn: ids})[fqn]
+
+    def lookup_many(self, ids_of: Mapping[str, npt.ArrayLike | torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return rows of several tables, all from one moment; see `lookup`."""
+        wanted = {fqn: as_ids(ids) for fqn, ids in ids_of.items()}
+
+        def gather(table: ReplicaTable, ids: Ids) -> Found:
+            return table.gather(ids)
+
+        found = self.look([(fqn, ids.reshape(-1), gather) for fqn, ids in wanted.items()])
+        return {
+            fqn: rows.view(*ids.shape, rows.shape[-1]) for (fqn, ids), rows in zip(wanted.items(), found, strict=True)
+        }
+
+    def lookup_by_identity(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+        """Return the rows that some raw ids are mapped to, for tables with zero-collision hashing.
+
+        An identity belongs to the row that was written with it last, and to no row if that row has another identity by
+        now or is deleted. An identity without a row counts as a missing row; -1 never has one.
+
+        Returns:
+            A copy, `[*identities.shape, dim]` in the table's dtype, on the CPU.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has no identities; or an identity has no row and the setting `missing` is `error`.
+        """
+        wanted = as_ids(identities)
+
+        def look(table_set: TableSet) -> Found:
+            default = default_row(table_set.table(fqn).spec, self._config.defaults.get(fqn))
+            return table_set.look_by_identity(fqn, wanted.reshape(-1), default)
+
+        rows, missing = self._with_table_set(look)
+        self._count_missing(fqn, wanted.reshape(-1), missing, what="identity")
+        return rows.view(*wanted.shape, rows.shape[-1])
+
+    def find_rows(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> Ids:
+        """Return the row that each raw id is mapped to, int64 of the same shape; -1 where no row has the identity.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has no identities.
+        """
+        wanted = as_ids(identities)
+        found = self._with_table_set(lambda table_set: table_set.find_rows(fqn, wanted.reshape(-1)))
+        return found.reshape(wanted.shape)
+
+    def look(self, wanted: Sequence[tuple[str, Ids, Callable[[ReplicaTable, Ids], Found]]]) -> list[torch.Tensor]:
+        """Return the results of functions of tables' rows, all from one moment.
+
+        Each entry of `wanted` is (fqn, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`). A
+        function may be called twice; its result must not share memory with the table. Errors are those of `lookup`.
+        """
+
+        def look(table_set: TableSet) -> list[Found]:
+            for fqn, ids, _ in wanted:
+                table_set.table(fqn).spec.check_row_ids(ids)
+            return table_set.seqlock.read(lambda: [make(table_set.tables[fqn], ids) for fqn, ids, make in wanted])
+
+        found = self._with_table_set(look)
+        for (fqn, ids, _), (_, missing) in zip(wanted, found, strict=True):
+            self._count_missing(fqn, ids, missing)
+        return [rows for rows, _ in found]
+
+    def _with_table_set(self, look: Callable[[TableSet], _T]) -> _T:
+        while True:
+            table_set = self._table_set
+            try:
+                found = look(table_set)
+            except (UnavailableError, StorageError):
+                # A copy on disk that was replaced meanwhile is closed.
+                if table_set is self._copies.current and table_set.failure is None:
+                    raise
+            else:
+                # A copy that was replaced meanwhile may be ahead of the new one: the next lookup would go back in time.
+                if table_set.failure is None and table_set is self._copies.current:
+                    return found
+            if table_set is self._copies.current:
+                raise StorageError(f"the replica's copy is not whole any more: {table_set.failure}")
+
+    def prefetch(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> None:
+        """Read rows of a table on disk into its hot rows, in the background; do nothing for a table in memory.
+
+        If more than a million ids wait already, these are dropped and counted (`hot_rows`).
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RowRangeError: An id is not a row of the table.
+        """
+        wanted = as_ids(ids).reshape(-1)
+
+        def prefetch(table_set: TableSet) -> None:
+            if (table := _disk_table(table_set, fqn, wanted)) is not None:
+                table.prefetch(wanted)
+
+        self._with_table_set(prefetch)
+
+    @contextlib.contextmanager
+    def pinned(self, fqn: str, ids: npt.ArrayLike | torch.Tensor) -> Iterator[int]:
+        """Keep rows of a table on disk in memory for the block, and yield how many of the ids are kept.
+
+            with replica.pinned("user.weight", ids):
+                ...  # lookups of these rows do not wait for the disk
+
+        The pin is for the copy that answers now; rows of a later copy are read as usual. At most a fourth of the hot
+        rows can be pinned. A table in memory keeps all rows anyway. Errors are those of `lookup`.
+        """
+        wanted = np.unique(as_ids(ids))
+        with contextlib.ExitStack() as stack:
+
+            def pin(table_set: TableSet) -> int:
+                table = _disk_table(table_set, fqn, wanted)
+                return wanted.size if table is None else stack.enter_context(table.pinned(wanted))
+
+            yield self._with_table_set(pin)
+
+    def hot_rows(self) -> dict[str, HotRowStats]:
+        """Return counts of lookups in each table on disk, by fqn, since the present copy was built."""
+        tables = self._table_set.tables
+        return {fqn: table.stats for fqn, table in tables.items() if isinstance(table, DiskTable)}
+
+    @property
+    def server_id(self) -> str:
+        """Identity of the store that is copied."""
+        return self._table_set.server_id
+
+    @property
+    def tables(self) -> dict[str, TableSpec]:
+        """Specs of the replica's tables, by fqn."""
+        return {fqn: table.spec for fqn, table in self._table_set.tables.items()}
+
+    def num_rows(self, fqn: str) -> int:
+        """Return how many rows of a table are present; approximate for a table on disk.
+
+        The result is 0 while a failed copy is rebuilt, when all lookups fail. Raises `UnknownTableError`.
+        """
+        try:
+            return self._with_table_set(lambda table_set: table_set.table(fqn).num_present)
+        except StorageError:  # the copy has failed, perhaps during the call; `failure` reports it now or in a moment
+            return 0
+
+    # Freshness.
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the run that `step` belongs to; 0 before the first."""
+        return (self._table_set.visible or (0, -1))[0]
+
+    @property
+    def step(self) -> int:
+        """The watermark: every update up to this step is visible, in all shards and tables; -1 before the first."""
+        return (self._table_set.visible or (0, -1))[1]
+
+    @property
+    def failure(self) -> HeadraceError | None:
+        """Why the replica is not kept up to date now; None while it is."""
+        failure = self._copies.failure
+        trouble = self._reach_log.trouble(self._copies.addresses) or self._copies.silence
+        return UnavailableError(trouble) if failure is None and trouble is not None else failure
+
+    @property
+    def is_beginning_anew(self) -> bool:
+        """Whether the present copy has lost its place and a new one is built; any other failure may pass by itself."""
+        return self._copies.failure is not None
+
+    def freshness(self) -> list[Freshness]:
+        """Return how far behind each shard's part is."""
+        return self._table_set.freshness()
+
+    def wait_for(self, step: int, timeout_s: float, *, epoch: int | None = None) -> None:
+        """Return when every update up to a step of the newest run is visible.
+
+        Args:
+            step: The step.
+            timeout_s: Deadline, seconds.
+            epoch: Wait for this run's step, or a newer run's; None for whatever run is the newest.
+
+        Raises:
+            UnavailableError: The deadline passed; the message says which step is visible, and why.
+        """
+
+        def is_visible() -> bool:
+            visible = self._table_set.visible or (0, -1)
+            return visible >= (visible[0] if epoch is None else epoch, step)
+
+        copies = self._copies
+        with copies.changed:
+            if not copies.changed.wait_for(is_visible, timeout_s):
+                failure = self.failure
+                why = f"; {failure}" if failure is not None else ""
+                raise UnavailableError(
+                    f"step {step} is not visible within {format_seconds(timeout_s)}, step {self.step} is{why}"
+                )
+
+    # Audits.
+
+    def audit(self, *, tables: Sequence[str] | None = None, timeout_s: float = 600.0) -> ReplicaAuditReport:
+        """Compare the weights that lookups see with the server's, row for row, by their digests.
+
+        The replica pauses while a range of rows is compared, for about a second; lookups go on. With
+        `consistency="step"` a range is compared again if rows arrived meanwhile.
+
+        Args:
+            tables: Tables to compare; None for all that can be. The report names the others.
+            timeout_s: Deadline, seconds. A shard digests a few hundred thousand rows a second.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: A given table has virtual ids, or is kept in another precision.
+            UnavailableError: The deadline passed, or the replica is not kept up to date.
+        """
+        audit = self._on_newest(lambda copy: audit_copy(copy, self._config, tables))
+        return self._thread.run(
+            audit, late=f"the audit has not ended in {format_seconds(timeout_s)}", timeout_s=timeout_s
+        )
+
+    def digest(
+        self, fqn: str, *, first_row: int = 0, end_row: int | None = None, with_presence: bool = False
+    ) -> TableDigest:
+        """Return digests of the weights of a table's rows from `first_row` to before `end_row`, all from one moment.
+
+        They equal those of `EmbeddingReader.digest(…, only_weights=True)`. `with_presence` adds which rows are present.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: The table has virtual ids, or is kept in another precision.
+        """
+        rows = {"first_row": first_row, "end_row": end_row, "with_presence": with_presence}
+        digest = self._on_newest(lambda copy: digest_copy(copy, self._config, fqn, **rows))
+        return self._thread.run(digest, late="the digest has not ended", timeout_s=_DIGEST_TIMEOUT_S)
+
+    async def _on_newest(self, work: Callable[[LiveCopy], Coroutine[Any, Any, _T]]) -> _T:
+        return await work(self._copies.newest)
+
+    # Switching.
+
+    def load_snapshot(self, folder: str | Path, *, keep_previous: bool = True, timeout_s: float = 600.0) -> None:
+        """Build a new copy from a snapshot, let it catch up, and switch to it; lookups use the old copy until then.
+
+        Args:
+            folder: Directory of the snapshot.
+            keep_previous: Keep the old copy up to date too, for `roll_back`; it takes its memory.
+            timeout_s: Give up after this long without progress (`open_timeout_s`), seconds; the old copy stays.
+
+        Raises:
+            ConfigError: There is no snapshot, or not enough memory for both copies; checked before loading.
+            CorruptionError: The snapshot is damaged.
+            GoneError: The server no longer has the log after it, or is another store.
+            UnavailableError: The new copy did not catch up in time.
+        """
+        self._switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
+
+    def _switch(self, snapshot: str | Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+        folder = None if snapshot is None else Path(snapshot)
+        switch = self._copies.switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
+
+        def late() -> str:
+            why = self._reach_log.trouble() or self._copies.describe_lag()
+            return f"the replica has not caught up with {self._address} in {format_seconds(timeout_s)}: {why}"
+
+        self._thread.run(switch, late=late)
+
+    def roll_back(self) -> None:
+        """Switch back to the copy before the last `load_snapshot`, and drop the present one.
+
+        Raises:
+            ConfigError: The previous copy was not kept.
+        """
+        self._thread.run(self._copies.roll_back(), late="the replica has not rolled back", timeout_s=_CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Stop following and close the connections; running calls and later lookups fail. Idempotent.
+
+        In a forked child it does nothing: the copies belong to the parent.
+        """
+        if self._thread.is_forked:
+            return
+        self._thread.close(self._copies.close, _CLOSE_TIMEOUT_S)
+        self._copies.current = None
+        self._builder.close()
+        with self._copies.changed:
+            self._copies.changed.notify_all()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled, as Python 3.14 does with the dataset of a data loader's workers."""
+        raise TypeError("a replica belongs to the process that made it: make one in each worker, at its first use")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def _table_set(self) -> TableSet:
+        table_set = self._copies.current
+        if table_set is None or self._thread.is_forked:
+            self._thread.check_usable()
+            raise UnavailableError("the replica is closed")
+        return table_set
+
+    def _count_missing(self, fqn: str, ids: Ids, missing: Bools, *, what: str = "row") -> None:
+        number = int(np.count_nonzero(missing))
+        if number:
+            with self._counting:
+                self.num_missing[fqn] = self.num_missing.get(fqn, 0) + number
+            if self._config.missing == "error":
+                first = int(ids[np.argmax(missing)])
+                raise RequestError(f"table {fqn!r}: {what} {first} is not there ({number} of {ids.size} are missing)")
+
+
+def _disk_table(table_set: TableSet, fqn: str, ids: Ids) -> DiskTable | None:
+    table = table_set.table(fqn)
+    table.spec.check_row_ids(ids)
+    return table if isinstance(table, DiskTable) else None

@@ -1,0 +1,1 @@
+"""Copies of the tables: built, kept up to date, switched and closed."""

@@ -1,0 +1,391 @@
+"""Builds copies of the tables: from a snapshot's files, or by reading a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.paramserver.log.sessions import Session, Sessions
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.replica.api.config import ReplicaConfig
+from headrace.paramserver.replica.copy.fetched_snapshots import FetchedSnapshots, snapshot_in_use
+from headrace.paramserver.replica.copy.live import LiveCopy
+from headrace.paramserver.replica.copy.log_lease import CopyLease, LogLeaseKeeper
+from headrace.paramserver.replica.copy.shard_tail import ShardTail
+from headrace.paramserver.replica.copy.storage import CopyFolders, CopyStorage, memory_needed
+from headrace.paramserver.replica.copy.table_set import TableSet
+from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
+from headrace.paramserver.replica.tables.identity_map import IdentityMap, load_identities
+from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
+from headrace.paramserver.store.catalog import Catalog
+from headrace.paramserver.system.limits import free_memory_bytes
+from headrace.paramserver.system.text import format_size
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    SetBackError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import spec_from_idl
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT
+from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["CopyBuilder", "load_live", "load_snapshot"]
+
+_log = logging.getLogger(__name__)
+
+_MakeTable = Callable[[TableSpec], ReplicaTable | None]
+_TableRows = tuple[TableSpec, Ids]
+
+_CONNECTING, _READING = "the server has not answered yet", "its tables are being read"
+# Size of one request for rows. It counts as progress only once all of it has arrived, so it must cross a slow link well
+# within the patience of whoever waits for the copy.
+_LIVE_ROWS, _LIVE_BYTES, _LIVE_TABLES = 65_536, 4 << 20, 256
+# A request that makes progress may take long, others are repeated; whoever waits for the copy may give up sooner.
+_LIVE_TIMEOUT_S = 600.0
+
+
+class CopyBuilder:
+    """Builds the copies of one replica. Thread: the event loop's, except for creating and closing the builder."""
+
+    def __init__(self, address: str, dial: Dial, config: ReplicaConfig) -> None:
+        """Lock the directory of copies on disk, if the settings need one; raise `ConfigError` if it cannot be used."""
+        self._address = address
+        self._dial = dial
+        self._config = config
+        self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
+        self.doing = _CONNECTING  # what the copy being built waits for, for people
+        # Any thread calls it when a few megabytes were fetched, checked or loaded, or a file was linked.
+        self.on_progress: Callable[[], None] = lambda: None
+        self._fetched: str | None = None  # the snapshot last fetched into `snapshot_dir`
+
+    def close(self) -> None:
+        """Release the directory; copies are closed by their owners. Idempotent."""
+        if self._folders is not None:
+            self._folders.close()
+
+    async def remove_old_snapshots(self) -> None:
+        """Remove older snapshots from `snapshot_dir`, once a copy of the newest answers lookups.
+
+        Failures are logged: they cost disk space, and the next switch tries again. Cancellation: begun removals finish.
+        """
+        directory = self._config.snapshot_dir
+        if directory is None or self._fetched is None:
+            return
+        try:
+            await asyncio.to_thread(FetchedSnapshots(directory).remove_others, self._fetched)
+        except HeadraceError as exc:
+            _log.warning("cannot remove old snapshots: %s", exc)
+
+    async def build(
+        self,
+        snapshot: Path | None,
+        *,
+        held_bytes: int,
+        on_change: Callable[[], None],
+        on_lost: Callable[[LiveCopy, HeadraceError], None],
+    ) -> LiveCopy:
+        """Return a new copy that has begun to follow the server.
+
+        It starts from the snapshot, or from what the server has if that is None. `held_bytes` is the memory of the
+        present copies; the callbacks are those of `LiveCopy`.
+
+        Raises:
+            ConfigError: There is no snapshot, not enough memory, or the disk's directory cannot be used.
+            CorruptionError: The snapshot is damaged.
+            GoneError: A snapshot is needed and there is none, or it belongs to another store.
+            StorageError: The disk failed.
+            UnavailableError: The server is away.
+
+        Cancellation: nothing of the copy remains.
+        """
+        dial = self._dial
+        self.doing = _CONNECTING
+        reader = await EmbeddingReader.connect(
+            self._address,
+            timeout_s=dial.timeout_s,
+            ssl_context=dial.ssl_context,
+            server_hostname=dial.server_hostname,
+            token=dial.token,
+            reach_log=dial.reach_log,
+        )
+        self.doing = _READING
+        lease = CopyLease.of(self._config)
+        specs = list(reader.tables.values())
+        for line in self._config.unmatched(reader.tables) if specs else ():
+            _log.warning("replica: %s", line)
+        storage = CopyStorage(self._config, self._folders, specs)
+        try:
+            if snapshot is not None:
+                with snapshot_in_use(snapshot):
+                    tables = await self._load(snapshot, reader, lease, storage, held_bytes)
+            elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
+                self._check_memory(specs, 0, held_bytes)
+                tables = await self._load_live(reader, lease, storage)
+            else:
+                tables = await self._load_newest(reader, lease, storage, held_bytes)
+            targets = [status.accepted_seq for status in await reader.status()]
+        except BaseException:
+            try:
+                await reader.close()
+            finally:  # even if that is cancelled
+                await asyncio.to_thread(storage.close)
+            raise
+        return LiveCopy(tables, reader, self._config, lease, target_seqs=targets, on_change=on_change, on_lost=on_lost)
+
+    async def _load_live(self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage) -> TableSet:
+        try:
+            return await load_live(
+                reader,
+                is_by_step=self._is_by_step,
+                make_table=storage.make,
+                lease=lease,
+                on_progress=lambda: self.on_progress(),
+            )
+        except UnknownTableError as exc:  # another shard knows the table: a trainer is just starting
+            raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
+
+    async def _load(
+        self, folder: Path, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, held_bytes: int
+    ) -> TableSet:
+        manifest: SnapshotManifest = await asyncio.to_thread(read_manifest, folder)
+        async with _log_leases(reader, manifest, lease) as keeper:
+
+            def check_wanted() -> None:
+                storage.check_open()
+                keeper.check()
+                self.on_progress()
+
+            await asyncio.to_thread(verify_snapshot, folder, on_progress=lambda _: check_wanted())
+            self._check_memory(list(manifest.tables.values()), manifest.size_bytes, held_bytes)
+            await asyncio.to_thread(storage.link, folder, manifest, check_wanted=check_wanted)
+            return await asyncio.to_thread(
+                load_snapshot,
+                folder,
+                manifest,
+                is_by_step=self._is_by_step,
+                make_table=storage.make,
+                check_wanted=check_wanted,
+            )
+
+    async def _load_newest(
+        self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage, held_bytes: int
+    ) -> TableSet:
+        async with contextlib.AsyncExitStack() as stack:
+            directory = self._config.snapshot_dir
+            if directory is None:
+                temporary = tempfile.TemporaryDirectory(prefix="headrace-")
+                stack.push_async_callback(asyncio.to_thread, temporary.cleanup)  # it may be gigabytes
+                directory = Path(temporary.name)
+            folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
+            return await self._load(folder, reader, lease, storage, held_bytes)
+
+    async def _fetch_newest(
+        self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
+    ) -> Path:
+        """Fetch the server's newest snapshot, keeping the log after it, and return its folder, marked as in use."""
+        tried = ""
+        while True:
+            try:
+                manifest = await newest_snapshot(self._address, dial=self._dial)
+            except GoneError as exc:
+                raise GoneError(
+                    f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
+                ) from exc
+            try:
+                self.doing = f"snapshot {manifest.name!r} is being fetched"
+                async with _log_leases(reader, manifest, lease) as keeper, fetched.alone(keeper.check):
+
+                    def check_wanted(_done: int, _total: int, keeper: LogLeaseKeeper = keeper) -> None:
+                        keeper.check()
+                        self.on_progress()
+
+                    await asyncio.to_thread(fetched.prepare, manifest)
+                    await fetch_snapshot(
+                        self._address, fetched.files.path, dial=self._dial, name=manifest.name, on_progress=check_wanted
+                    )
+                    folder = fetched.files.folder_of(manifest.name)
+                    in_use.enter_context(snapshot_in_use(folder))
+                self._fetched, self.doing = manifest.name, _READING
+                return folder
+            except GoneError as exc:  # the snapshot or its log was removed: there may be a newer one now
+                if manifest.name == tried:
+                    advice = "headrace snapshot create makes another"
+                    if isinstance(exc, SetBackError):  # its position may be beyond that of a newer snapshot
+                        advice = f"remove snapshots/{tried} from the server's directory by hand; then {advice}"
+                    raise GoneError(f"snapshot {tried!r} cannot be followed from: {exc}; {advice}") from exc
+                tried = manifest.name
+
+    @property
+    def _is_by_step(self) -> bool:
+        return self._config.consistency == "step"
+
+    def _check_memory(self, specs: Collection[TableSpec], snapshot_bytes: int, held_bytes: int) -> None:
+        needed = memory_needed(self._config, specs, snapshot_bytes)
+        limit = self._config.max_memory_bytes
+        free = free_memory_bytes() if limit is None else limit - held_bytes
+        if needed > free:
+            raise ConfigError(
+                f"replica: a new copy takes about {format_size(needed)}, {format_size(max(free, 0))} are free "
+                f"beside the {format_size(held_bytes)} of the present one"
+            )
+
+
+def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:
+    """Return a keeper of the log after a snapshot; GoneError if the snapshot belongs to another store."""
+    server_id = reader.links[0].hello.server_id
+    if manifest.server_id != server_id:
+        raise GoneError(f"the snapshot is of store {manifest.server_id}, the server has {server_id}")
+    marks = [part.mark for part in manifest.parts]
+    return LogLeaseKeeper(reader.links, [part.seq + 1 for part in manifest.parts], lease, marks=marks)
+
+
+def load_snapshot(
+    folder: Path,
+    manifest: SnapshotManifest,
+    *,
+    is_by_step: bool,
+    make_table: _MakeTable,
+    check_wanted: Callable[[], None],
+) -> TableSet:
+    """Return the tables of a snapshot, whose files match the manifest (`verify_snapshot`). Thread: any; blocks.
+
+    `check_wanted` is called every few megabytes; an exception ends the loading. Nothing else can cancel a thread, and
+    the interpreter waits for it on exit. `CorruptionError` if a part does not match the manifest.
+    """
+    with SnapshotReader(folder) as snapshot:
+        tails = []
+        for part, store in zip(manifest.parts, snapshot.stores, strict=True):
+            if store.applied_seq != part.seq:
+                raise CorruptionError(f"{store.path}: at seq {store.applied_seq}, the manifest says {part.seq}")
+            meta = store.read_meta()
+            tails.append(
+                ShardTail(part.shard, seq=part.seq, catalog=Catalog(meta), sessions=Sessions(meta), mark=part.mark)
+            )
+        table_set = TableSet(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
+        for target in table_set.tables.values():
+            if not (isinstance(target, DiskTable) and target.is_loaded):
+                _load_table(snapshot, target, check_wanted)
+        for store, tail in zip(snapshot.stores, tails, strict=True):
+            for table in tail.catalog:
+                if table.spec.fqn in table_set.identities:
+                    load_identities(store, table, table_set.identities[table.spec.fqn], check_wanted=check_wanted)
+        table_set.advance()
+        return table_set
+
+
+def _load_table(snapshot: SnapshotReader, target: ReplicaTable, check_wanted: Callable[[], None]) -> None:
+    # A few megabytes at a time, in numpy: lookups in the old copy go on meanwhile.
+    for ids, records in snapshot.rows(target.spec.fqn):
+        check_wanted()
+        presence = np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
+        weights = np.ascontiguousarray(records["weights"])
+        target.load(ids, weights, presence, records["epoch"], records["step"], target.spec.whole)
+
+
+async def load_live(
+    reader: EmbeddingReader,
+    *,
+    is_by_step: bool,
+    make_table: _MakeTable,
+    lease: CopyLease,
+    on_progress: Callable[[], None] = lambda: None,
+) -> TableSet:
+    """Return the tables of a running server, read while it goes on; every table must have a number of rows.
+
+    The positions in the logs are noted before any row is read, so a row may be newer than its shard's position.
+    Following the log from there writes it again and ends in the same row. Only then is the copy at a step. Meanwhile
+    the lease keeps that log; `GoneError` if it is lost. `on_progress` is called every few megabytes.
+
+    Cancellation: safe; the leases end.
+    """
+    before = await reader.status()
+    async with LogLeaseKeeper(reader.links, [status.log_seq + 1 for status in before], lease) as keeper:
+        specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
+        specs = {spec.fqn: spec for of_shard in specs_of for spec in of_shard}
+        tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
+        identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
+
+        def load(some: Iterable[tuple[_TableRows, Rows]]) -> None:
+            for (spec, _), rows in some:
+                assert rows.epochs is not None
+                assert rows.steps is not None
+                versions = rows.presence, rows.epochs, rows.steps, spec.whole
+                tables[spec.fqn].load(rows.row_ids, rows.weights, *versions)
+                if spec.has_identities:
+                    assert rows.identities is not None
+                    identities[spec.fqn].load(rows.row_ids, rows.identities, *versions)
+
+        for parts in _live_parts(tables[fqn].spec for fqn in tables):
+            keeper.check()
+            wanted = [(spec.fqn, ids) for spec, ids in parts]
+            rows = await reader.get_many(wanted, with_versions=True, timeout_s=_LIVE_TIMEOUT_S)
+            await asyncio.to_thread(load, zip(parts, rows, strict=True))
+            on_progress()
+        after = await reader.status()
+        tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, keeper.marks, strict=True)]
+        table_set = TableSet(
+            after[0].server_id,
+            tails,
+            is_by_step=is_by_step,
+            make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
+        )
+        table_set.identities |= identities
+        table_set.advance()
+        return table_set
+
+
+def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
+    """Yield what to read with each request: some rows of one table, or all rows of several small tables."""
+    part: list[_TableRows] = []
+    num_rows = num_bytes = 0
+    for spec in specs:
+        assert spec.num_rows, "a table of virtual ids cannot be read by id"
+        row_bytes = spec.dim * spec.dtype.size_bytes
+        most = min(_LIVE_ROWS, _LIVE_BYTES // row_bytes)
+        for first in range(0, spec.num_rows, most):
+            ids = np.arange(first, min(first + most, spec.num_rows), dtype=np.int64)
+            num_rows, num_bytes = num_rows + ids.size, num_bytes + ids.size * row_bytes
+            is_full = num_rows > _LIVE_ROWS or num_bytes > _LIVE_BYTES
+            if part and (is_full or len(part) == _LIVE_TABLES):
+                yield part
+                part, num_rows, num_bytes = [], ids.size, ids.size * row_bytes
+            part.append((spec, ids))
+    if part:
+        yield part
+
+
+def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None) -> ShardTail:
+    catalog = Catalog({})
+    catalog.add(specs)
+    sessions = Sessions({})
+    for client in sorted(after.clients, key=lambda client: client.epoch):
+        if client.epoch >= sessions.epoch_of(client.run):
+            _learn(sessions.open(client.run, client.client, client.epoch, client.rank, client.world_size), client)
+    for client in after.clients:  # in the order in which the shard learned of them, and would forget them
+        if (session := sessions.find(client.run, client.client)) is not None:
+            sessions.settle(session, before.log_seq)
+    return ShardTail(
+        before.shard, seq=before.log_seq, catalog=catalog, sessions=sessions, exact_from=after.accepted_seq, mark=mark
+    )
+
+
+def _learn(session: Session, client: Any) -> None:
+    session.last_client_seq, session.step = client.last_client_seq, client.step
+    session.exact_step, session.ended_client_seq = client.exact_step, client.ended_client_seq
+    session.time_us = client.time_us or 0

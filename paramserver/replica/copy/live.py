@@ -1,0 +1,213 @@
+"""A copy that keeps itself up to date: a table set, its connections, and one task per shard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replica.api.config import ReplicaConfig
+from headrace.paramserver.replica.copy.log_lease import CopyLease
+from headrace.paramserver.replica.copy.table_set import TableSet
+from headrace.paramserver.system.event_loop import run_in_thread_to_end, run_to_end
+from headrace.schemas.errors import HeadraceError, UnavailableError
+
+__all__ = ["LiveCopy"]
+
+
+class LiveCopy:
+    """Follows the server's logs into a table set until it is closed or loses its place in a log.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(
+        self,
+        table_set: TableSet,
+        reader: EmbeddingReader,
+        config: ReplicaConfig,
+        lease: CopyLease,
+        *,
+        target_seqs: Sequence[int],
+        on_change: Callable[[], None],
+        on_lost: Callable[[LiveCopy, HeadraceError], None],
+    ) -> None:
+        """Begin to follow into a loaded table set; the reader is closed with the copy.
+
+        The lease keeps log that is not fetched yet. `target_seqs` is what the server has accepted by now, by shard.
+        `on_change` is called when something became visible, `on_lost` once, when following has ended.
+        """
+        self.table_set = table_set
+        self.reader = reader
+        self.target_seqs = tuple(target_seqs)
+        # Why it does not follow any more: a place in a log is gone, a record cannot be applied, or it is closed.
+        self.lost: HeadraceError | None = None
+        self._config = config
+        self._lease = lease
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._changed = asyncio.Event()
+        self._taking = asyncio.Lock()
+        self._pausing = asyncio.Lock()
+        self._followers: list[ShardFollower] = []
+        self._tasks = [
+            asyncio.create_task(self._follow(tail.shard), name=f"headrace-follow-{tail.shard}")
+            for tail in table_set.tails
+        ]
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return when a condition is true, which is checked again whenever records have come.
+
+        Raise `lost` once following has ended, whether the condition is true or not. Cancellation: safe.
+        """
+        while True:
+            if self.lost is not None:
+                raise self.lost
+            if is_so():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def show_when(self, is_so: Callable[[], bool], *, beside: Sequence[LiveCopy] = ()) -> None:
+        """Return when a condition is true; from that very moment lookups may see the copy.
+
+        Threads that apply updates to the copies in `beside`, which the condition reads, are waited for. Raise `lost` if
+        following has ended before. Cancellation: safe.
+        """
+        while not self.table_set.is_shown:
+            await self.wait_until(is_so)
+            async with contextlib.AsyncExitStack() as stack:
+                for copy in (self, *beside):  # a thread may be applying updates
+                    await stack.enter_async_context(copy._taking)
+                self.table_set.is_shown = self.lost is None and is_so()
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Show no new records during the block, except by `show_up_to`; they wait within `max_pending_bytes`.
+
+        Cancellation: ends the pause.
+        """
+        async with self._pausing:
+            async with self._taking:
+                self.table_set.limits = [tail.visible_seq for tail in self.table_set.tails]
+            try:
+                yield
+            finally:
+                self.table_set.limits = None  # before anything that may be cancelled
+                if self.lost is None:
+                    await run_to_end(self._advance())  # show what came meanwhile, also if the caller is cancelled
+
+    async def show_up_to(self, seqs: Sequence[int]) -> bool:
+        """During a pause, show exactly the records up to `seqs`, by shard; return whether lookups see them.
+
+        By step, lookups see no more than when the pause began, so there must be no rows in between. Raise `lost` if
+        following has ended before. Cancellation: safe.
+        """
+        tails = self.table_set.tails
+        self.table_set.limits = tuple(seqs)
+        await self._advance()
+
+        def have_come() -> bool:
+            return all(tail.seq >= seq for tail, seq in zip(tails, seqs, strict=True))
+
+        def are_pending() -> bool:
+            pairs = zip(tails, seqs, strict=True)
+            return any(change.deltas for tail, seq in pairs for change in list(tail.pending) if change.seq <= seq)
+
+        # By step they stay pending, and could fill `max_pending_bytes` so that later records never come.
+        await self.wait_until(lambda: have_come() or (self._config.consistency == "step" and are_pending()))
+        async with self._taking:
+            return have_come() and not are_pending()
+
+    @property
+    def silence(self) -> str | None:
+        """The shard that has not answered for longer than a fetch may take, for people; None if all answer.
+
+        Such a shard accepts connections, and then refuses or hangs. Thread: any.
+        """
+        patience_s = self._config.fetch_wait_s + self._config.timeout_s
+        return next((said for follower in self._followers if (said := follower.silence(patience_s))), None)
+
+    async def close(self) -> None:
+        """Stop following and wake all waiters with an error; the table set stays as it is. Idempotent."""
+        if self.lost is None:
+            self.lost = UnavailableError("the copy is not followed any more: another one has taken its place")
+            self._changed.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.reader.close()
+
+    async def _follow(self, shard: int) -> None:
+        table_set, config = self.table_set, self._config
+        tail, link = table_set.tails[shard], self.reader.links[shard]
+        follower = self._lease.follower(link, from_seq=tail.seq + 1, mark=tail.begin_mark, wait_s=config.fetch_wait_s)
+        self._followers.append(follower)
+        ahead: asyncio.Task[list[Update]] | None = None
+        try:
+            while True:
+                await self._wait_for_room(shard, follower)
+                if table_set.is_shown and not self._lease.is_lasting:
+                    follower.let_go()
+                updates = await (follower.fetch() if ahead is None else ahead)
+                last_seq, ahead = follower.last_seq, None
+                if follower.is_behind:  # fetch a far server's next records while these are applied
+                    ahead = asyncio.create_task(follower.fetch(), name=f"headrace-fetch-{shard}")
+                    await asyncio.sleep(0)  # tables in memory are updated on the loop: send the request before
+                if await self._take(shard, updates, last_seq):
+                    self._on_change()
+                self._changed.set()
+        except Exception as exc:  # also a bug: the copy stays, and reports it
+            self._end(_as_headrace_error(exc))
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    async def _wait_for_room(self, shard: int, follower: ShardFollower) -> None:
+        """Return when more of a shard may be fetched; keep its log meanwhile."""
+        max_bytes = self._config.max_pending_bytes
+        while True:
+            try:
+                async with asyncio.timeout(self._lease.renewal_s):
+                    return await self.wait_until(lambda: not self.table_set.is_waiting(shard, max_bytes))
+            except TimeoutError:
+                if follower.is_registered:
+                    await follower.register()
+
+    async def _take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
+        def take() -> bool:
+            has_changed = self.table_set.take(shard, updates, last_seq)
+            self.table_set.make_room(shard, self._config.max_pending_bytes)
+            return has_changed
+
+        async with self._taking:
+            if not self.table_set.is_on_disk:
+                return take()
+            # In a thread: connections must not wait for the disk. One shard at a time, as on the loop.
+            return await run_in_thread_to_end(take)
+
+    async def _advance(self) -> None:
+        async with self._taking:
+            try:
+                if await run_in_thread_to_end(self.table_set.advance):
+                    self._on_change()
+            except Exception as exc:
+                self._end(_as_headrace_error(exc))
+                raise
+        self._changed.set()
+
+    def _end(self, error: HeadraceError) -> None:
+        if self.lost is None:
+            self.lost = error
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            self._changed.set()
+            self._on_lost(self, error)
+
+
+def _as_headrace_error(exc: Exception) -> HeadraceError:
+    return exc if isinstance(exc, HeadraceError) else HeadraceError(f"following failed: {exc!r}")

@@ -1,0 +1,248 @@
+"""The end of one shard's update log: what a copy has fetched and does not show yet, and how fresh the copy is.
+
+Sessions and tables are a function of the log, here as in the shard: the same records make the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reading.follower import Update
+from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.paramserver.store.deltas import RowDelta, decode_delta
+from headrace.schemas.errors import CorruptionError, HeadraceError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import decode_header, decode_struct
+
+__all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
+
+Cut = tuple[int, int, int]
+"""A consistent cut: (epoch, step, sum of the ranks' clocks when they ended the step). Greater cuts are later ones.
+
+A step may be ended more than once, with other rows each time; all shards get the same clocks with it."""
+
+_BEFORE_ANY: Cut = (0, -1, 0)
+# Approximate memory of Python's objects for a decoded record, and for each delta in it.
+_CHANGE_BYTES, _DELTA_BYTES = 512, 1024
+# Histogram buckets from 0.1 ms, four per doubling, up to 13 days.
+_FIRST_S = 1e-4
+_PER_DOUBLING = 4
+_NUM_BUCKETS = 136
+# The doublings that metrics export: 0.8 ms to 210 s.
+_EXPORTED_DOUBLINGS = range(3, 22)
+
+
+class DelayHistogram:
+    """A histogram of how old updates are when they become visible; of fixed size.
+
+    Thread: one thread adds; others may read and see counts that are about right.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.sum_s, self.max_s = 0, 0.0, 0.0
+        self._buckets = [0] * _NUM_BUCKETS
+
+    def add(self, duration_s: float, weight: int = 1) -> None:
+        """Count a duration `weight` times; a negative one, from another machine's clock, counts as zero."""
+        duration_s = max(duration_s, 0.0)
+        place = 0 if duration_s <= _FIRST_S else math.ceil(_PER_DOUBLING * math.log2(duration_s / _FIRST_S))
+        self._buckets[min(place, _NUM_BUCKETS - 1)] += weight
+        self.count += weight
+        self.sum_s += duration_s * weight
+        self.max_s = max(self.max_s, duration_s)
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (bound in seconds, number of durations up to it): doublings from 0.8 ms to 210 s, then infinity."""
+        sums = [0, *accumulate(self._buckets)]
+        bounds = [(_FIRST_S * 2**doubling, sums[_PER_DOUBLING * doubling + 1]) for doubling in _EXPORTED_DOUBLINGS]
+        return [*bounds, (math.inf, sums[-1])]
+
+    def percentile(self, percent: float) -> float:
+        """Return a percentile in seconds, up to a fifth too high; 0 if empty."""
+        wanted = self.count * percent / 100
+        seen = 0
+        for place, count in enumerate(self._buckets):
+            seen += count
+            if count and seen >= wanted:
+                return min(_FIRST_S * 2 ** (place / _PER_DOUBLING), self.max_s)
+        return self.max_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freshness:
+    """How far one shard's part of a replica is behind."""
+
+    shard: int
+    visible_seq: int  # last record of the shard's log that lookups see
+    last_seq: int  # last durable record that the shard has reported
+    is_behind: bool  # the shard has rows that lookups do not see yet
+    lag_s: float  # age of the newest visible update while `is_behind`, seconds; else 0: an idle shard is not stale
+    lag_steps: int  # steps that were fetched from this shard and are not visible
+    delay: DelayHistogram  # from the trainer's clock at an update until it is visible here, per record
+    pending_bytes: int = 0  # memory of records that were fetched from this shard and are not visible
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The changes of one record."""
+
+    seq: int
+    epoch: int  # with `step`, the version of the rows
+    step: int
+    time_us: int  # the trainer's clock, since 1970; 0 if the record has none
+    deltas: tuple[RowDelta, ...]  # views of the reply's buffer
+    is_conditional: bool  # apply rows only if they are not older than the present ones
+    cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
+    size_bytes: int  # approximate memory
+
+
+class ShardTail:
+    """One shard's log from where a copy began."""
+
+    def __init__(
+        self,
+        shard: int,
+        *,
+        seq: int,
+        catalog: Catalog,
+        sessions: Sessions,
+        exact_from: int = 0,
+        mark: int | None = None,
+    ) -> None:
+        """Continue after record `seq`.
+
+        Args:
+            shard: Shard index.
+            seq: Last record that the copy has.
+            catalog: Tables as of that record.
+            sessions: Writers as of `max(seq, exact_from)`.
+            exact_from: The copy may have parts of the records up to this one; before it, the copy is at no step.
+            mark: Nonce of record `seq`, see `UpdateLog.nonce_of`; None if unknown.
+        """
+        self.shard = shard
+        self.begin_mark = mark
+        self.seq = seq  # last record that was taken
+        self.visible_seq = seq  # last record that lookups see
+        self.last_seq = seq  # last durable record that the shard has reported
+        self.catalog = catalog
+        self.pending: deque[Change] = deque()  # taken and not visible yet
+        self.pending_bytes = 0
+        self.visible_time_us = 0  # the trainer's clock at the newest visible batch
+        self.delay = DelayHistogram()
+        self._sessions = sessions
+        self._exact_from = exact_from
+        self.visible_cut = self.cut  # at `visible_seq`; None between cuts
+        self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
+
+    @property
+    def cut(self) -> Cut | None:
+        """The newest run's consistent cut after all taken records; None between cuts."""
+        if self.seq < self._exact_from:
+            return None
+        epoch = self.epoch
+        if not epoch:
+            return _BEFORE_ANY
+        step = self._sessions.exact_step_of(epoch)
+        if step is None:
+            return None
+        return epoch, step, sum(session.time_us for session in self._sessions.ranks_of(epoch))
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the newest run; 0 before the first."""
+        return self._sessions.newest_epoch
+
+    def watermark_of(self, epoch: int) -> int:
+        """Return the step of a run up to which everything was taken; -1 if there is none."""
+        return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
+
+    def take(self, update: Update) -> None:
+        """Decode the next record and append it to `pending`; raise `CorruptionError` if it cannot be applied."""
+        if update.seq != self.seq + 1:
+            raise CorruptionError(f"shard {self.shard}: record {update.seq} follows {self.seq}")
+        try:
+            change = self._decode(update)
+        except (HeadraceError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"shard {self.shard}: record {update.seq} cannot be applied: {exc}") from exc
+        self.pending.append(change)
+        self.pending_bytes += change.size_bytes
+        self.newest_cut = change.cut or self.newest_cut
+
+    def shown(self, change: Change, now_us: int) -> None:
+        """Record that the oldest pending change is visible now."""
+        assert self.pending[0] is change
+        self.pending.popleft()
+        self.pending_bytes -= change.size_bytes
+        self.visible_seq, self.visible_cut = change.seq, change.cut
+        if change.time_us:
+            self.visible_time_us = change.time_us
+            self.delay.add((now_us - change.time_us) / 1e6)
+
+    def freshness(self, now_us: int) -> Freshness:
+        """Return how far this shard's part is behind, given the wall clock in microseconds since 1970."""
+        # A hello, or the end of a step without rows, waits for the next step and hides nothing from lookups.
+        has_rows = self.seq < self.last_seq or any(change.deltas for change in list(self.pending))
+        is_behind = self.visible_seq < self.last_seq and has_rows
+        has_lag = is_behind and self.visible_time_us
+        return Freshness(
+            shard=self.shard,
+            visible_seq=self.visible_seq,
+            last_seq=self.last_seq,
+            is_behind=is_behind,
+            lag_s=max(now_us - self.visible_time_us, 0) / 1e6 if has_lag else 0.0,
+            lag_steps=len({change.step for change in list(self.pending) if change.deltas}),
+            pending_bytes=self.pending_bytes,
+            delay=self.delay,
+        )
+
+    def _decode(self, update: Update) -> Change:
+        if update.kind == idl.UpdateKind.HELLO:
+            self._take_hello(update)
+            self.seq = update.seq
+            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES)
+        if update.kind != idl.UpdateKind.BATCH:
+            raise ValueError(f"kind {update.kind} is unknown to this version")
+        offset = decode_header(update.body).body_offset
+        request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
+        is_conditional = request.version_epoch is not None
+        deltas = tuple(decode_delta(self.catalog, delta) for delta in request.deltas)
+        self._advance(request, update.seq, is_conditional)
+        self.seq = update.seq
+        return Change(
+            seq=update.seq,
+            epoch=request.version_epoch if is_conditional else request.epoch,
+            step=request.step,
+            time_us=0 if is_conditional else request.time_us,
+            deltas=deltas,
+            is_conditional=is_conditional,
+            cut=self.cut,
+            size_bytes=update.body.nbytes + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+        )
+
+    def _take_hello(self, update: Update) -> None:
+        header = update.header
+        self.catalog.add(unpack_spec(packed) for packed in header["tables"])
+        # The sessions may come from a later record.
+        if update.epoch >= self._sessions.epoch_of(header["run"]):
+            place = header["rank"], header["world_size"]
+            session = self._sessions.open(header["run"], header["client"], update.epoch, *place)
+            self._sessions.settle(session, update.seq)
+
+    def _advance(self, request: Any, seq: int, is_conditional: bool) -> None:
+        session = self._sessions.find(request.run, request.client)
+        if session is None or session.epoch != request.epoch or request.client_seq <= session.last_client_seq:
+            return  # the sessions have this record already
+        self._sessions.advance(
+            session,
+            client_seq=request.client_seq,
+            step=request.step,
+            time_us=request.time_us,
+            ends_step=request.ends_step and not is_conditional,
+            is_exact_cut=request.is_exact_cut,
+        )
+        self._sessions.settle(session, seq)

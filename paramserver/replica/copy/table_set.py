@@ -1,0 +1,250 @@
+"""The tables of one copy: what lookups read, and the one place where updates become visible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from headrace.paramserver.reading.follower import Update
+from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
+from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
+from headrace.paramserver.replica.tables.identity_map import IdentityMap
+from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.replica.tables.seqlock import SeqLock
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import OverloadedError, RequestError, UnknownTableError
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["TableSet"]
+
+
+class TableSet:
+    """Tables, and the ends of the shards' logs that they follow.
+
+    With `is_by_step`, the newest run becomes visible in whole steps only. Once all shards have the same consistent cut,
+    everything up to it is applied in one write of the seqlock, so a reader sees all tables before it or after it.
+    Writes by others while the run stands at a step, such as a backfill, belong to no step and are shown with the
+    visible one. Without `is_by_step`, each record is applied when it comes, and a reader sees each whole.
+
+    Thread: one thread takes updates; any may read through `seqlock`.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        tails: Sequence[ShardTail],
+        *,
+        is_by_step: bool,
+        make_table: Callable[[TableSpec], ReplicaTable | None],
+        clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:
+        """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`."""
+        self.server_id = server_id
+        self.tails = list(tails)
+        self.tables: dict[str, ReplicaTable] = {}  # tables are added, never removed
+        self.identities: dict[str, IdentityMap] = {}
+        self.seqlock = SeqLock()
+        self.visible: tuple[int, int] | None = None  # everything up to (epoch, step); None while at no step
+        self.failure: Exception | None = None  # why an update was applied in part: reads after it mix moments
+        self.is_shown = False  # lookups see these tables; before, they may be between steps
+        # Last record of each shard to show during a pause; None without one. By step, a pause shows nothing.
+        self.limits: Sequence[int] | None = None
+        self._is_by_step = is_by_step
+        self._make_table = make_table
+        self._clock_us = clock_us
+        self._unwanted: set[str] = set()
+        self.add_tables(table.spec for tail in self.tails for table in tail.catalog)
+
+    def add_tables(self, specs: Iterable[TableSpec]) -> None:
+        """Create the tables that do not exist yet."""
+        # Replace the dicts: readers may iterate over the old ones. A reader that finds a table finds its identities.
+        tables, identities = dict(self.tables), dict(self.identities)
+        try:
+            for spec in specs:
+                if spec.fqn not in tables and spec.fqn not in self._unwanted:
+                    table = self._make_table(spec)
+                    if table is None:
+                        self._unwanted.add(spec.fqn)
+                        continue
+                    if spec.has_identities:
+                        identities[spec.fqn] = IdentityMap(spec)
+                    tables[spec.fqn] = table
+        finally:  # also tables before one that failed, so that they are closed
+            self.identities, self.tables = identities, tables
+
+    def table(self, fqn: str) -> ReplicaTable:
+        """Return a table; raise `UnknownTableError` if there is none of this name."""
+        table = self.tables.get(fqn)
+        if table is None:
+            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
+        return table
+
+    def find_rows(self, fqn: str, identities: Ids) -> Ids:
+        """Return the row that has each of int64[n] identities; -1 where no row has it. Thread: any.
+
+        Raises:
+            UnknownTableError: There is no table of this name.
+            RequestError: The table has no identities.
+        """
+        of_table = self._identities_of(fqn)
+        return self.seqlock.read(lambda: of_table.find(identities))
+
+    def look_by_identity(self, fqn: str, identities: Ids, default: torch.Tensor) -> Found:
+        """Return rows `[n, dim]` of int64[n] identities, all from one moment, and bool[n], which have no row.
+
+        Identities without a row get the default, `[dim]` in the table's dtype. Errors and threads as for `find_rows`.
+        """
+        table, of_table = self.table(fqn), self._identities_of(fqn)
+
+        def look() -> Found:
+            row_ids = of_table.find(identities)
+            is_found = row_ids >= 0
+            if is_found.all():
+                return table.gather(row_ids)
+            found, is_gone = table.gather(row_ids[is_found])
+            rows = default.repeat(identities.size, 1)
+            rows[torch.from_numpy(is_found)] = found
+            missing = ~is_found
+            missing[is_found] = is_gone
+            return rows, missing
+
+        return self.seqlock.read(look)
+
+    def _identities_of(self, fqn: str) -> IdentityMap:
+        self.table(fqn)
+        if fqn not in self.identities:
+            raise RequestError(f"table {fqn!r} has no identities; look its rows up by their row ids")
+        return self.identities[fqn]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the tables and of pending records."""
+        tables = sum(table.size_bytes for table in self.tables.values())
+        tables += sum(identities.size_bytes for identities in self.identities.values())
+        return tables + sum(tail.pending_bytes for tail in self.tails)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether applying updates waits for a disk."""
+        return any(isinstance(table, DiskTable) for table in self.tables.values())
+
+    def take(self, shard: int, updates: Sequence[Update], last_seq: int) -> bool:
+        """Take records of a shard and show what can be shown; return whether anything became visible."""
+        tail = self.tails[shard]
+        for update in updates:
+            tail.take(update)
+        tail.last_seq = max(last_seq, tail.seq)
+        if any(update.kind == idl.UpdateKind.HELLO for update in updates):
+            self.add_tables(table.spec for table in tail.catalog)
+        return self.advance()
+
+    def advance(self) -> bool:
+        """Show what can be shown; return whether anything became visible."""
+        return self._show_step() if self._is_by_step else self._show_all()
+
+    def is_waiting(self, shard: int, max_bytes: int) -> bool:
+        """Return whether a shard is so far ahead of another that no more of it should be fetched now.
+
+        Without a pause this is never true of all shards: the shard behind brings what the others wait for.
+        """
+        tail = self.tails[shard]
+        if tail.pending_bytes <= max_bytes:
+            return False
+        if self.limits is not None:
+            return True
+        cut = tail.newest_cut
+        return cut is not None and any(other.newest_cut is None or other.newest_cut < cut for other in self.tails)
+
+    def make_room(self, shard: int, max_bytes: int) -> None:
+        """Bound a shard's pending records, after `take`, when waiting for other shards does not help.
+
+        A copy that is not shown yet applies all of them: nobody sees that it is between steps then. This loses no step
+        that it could show. Every other shard has been taken to the last cut in there or beyond it, and has no cut in
+        common with it; otherwise that cut would have been applied.
+
+        Raises:
+            OverloadedError: The copy is shown and cannot continue within the bound.
+        """
+        tail = self.tails[shard]
+        if tail.pending_bytes <= max_bytes or self.is_waiting(shard, max_bytes):
+            return
+        if self.is_shown:
+            raise OverloadedError(
+                f"shard {shard}: updates that wait for the end of a step take more than max_pending_bytes, {max_bytes}"
+            )
+        self.visible = None
+        with self.seqlock.write():
+            self._show_pending(tail, tail.seq)
+
+    def close(self) -> None:
+        """Free files and threads of the tables; raise `StorageError` if a file stays. Idempotent."""
+        for table in self.tables.values():
+            table.close()
+
+    def freshness(self) -> list[Freshness]:
+        """Return how far behind each shard's part is."""
+        return [tail.freshness(self._clock_us()) for tail in self.tails]
+
+    def _show_all(self) -> bool:
+        has_changed, limits = False, self.limits  # the loop may lift them while this runs in a thread
+        for tail in self.tails:
+            while tail.pending and (limits is None or tail.pending[0].seq <= limits[tail.shard]):
+                change = tail.pending[0]
+                if change.deltas:
+                    with self.seqlock.write():
+                        self._apply(change)
+                tail.shown(change, self._clock_us())
+                has_changed = True
+        if any(tail.pending for tail in self.tails):
+            return has_changed  # paused: the sessions know of steps whose rows nobody sees yet
+        epoch = max((tail.epoch for tail in self.tails), default=0)
+        visible = (epoch, min((tail.watermark_of(epoch) for tail in self.tails), default=-1))
+        has_changed = has_changed or visible != self.visible
+        self.visible = visible
+        return has_changed
+
+    def _show_step(self) -> bool:
+        cut = None if self.limits is not None else self._newest_common_cut()
+        if cut is None:
+            return False
+        is_new = cut[:2] != self.visible
+        if not (is_new or any(change.cut == cut for tail in self.tails for change in tail.pending)):
+            return False
+        with self.seqlock.write():
+            for tail in self.tails:
+                self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
+            self.visible = cut[:2]
+        return True
+
+    def _newest_common_cut(self) -> Cut | None:
+        common: set[Cut] | None = None
+        for tail in self.tails:
+            cuts = {change.cut for change in tail.pending if change.cut is not None}
+            if tail.visible_cut is not None:
+                cuts.add(tail.visible_cut)
+            common = cuts if common is None else common & cuts
+            if not common:
+                return None
+        return max(common or (), default=None)
+
+    def _show_pending(self, tail: ShardTail, last_seq: int) -> None:
+        now_us = self._clock_us()
+        while tail.pending and tail.pending[0].seq <= last_seq:
+            change = tail.pending[0]
+            self._apply(change)
+            tail.shown(change, now_us)
+
+    def _apply(self, change: Change) -> None:
+        version: dict[str, int] = {"epoch": change.epoch, "step": change.step}
+        try:
+            for delta in change.deltas:
+                if (table := self.tables.get(delta.spec.fqn)) is not None:
+                    table.apply(delta, **version, is_conditional=change.is_conditional)
+                if (identities := self.identities.get(delta.spec.fqn)) is not None:
+                    identities.apply(delta, **version, is_conditional=change.is_conditional)
+        except Exception as exc:  # also a lack of memory, or a bug
+            self.failure = exc  # before the seqlock opens: a reader that looked meanwhile finds it
+            raise

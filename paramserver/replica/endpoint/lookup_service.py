@@ -1,0 +1,319 @@
+"""A replica's answers over the wire: the read methods of the parameter server's Thrift service.
+
+To a client, a replica is a server with one shard, so everything that reads from a server also reads from a replica.
+Tables are reported as the replica has them: without optimizer states, and without the identities that `getEmbeddings`
+would return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.paramserver.reading.row_query import MAX_TABLES_READ
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE
+from headrace.paramserver.replica.copy.shard_tail import Freshness
+from headrace.paramserver.replica.endpoint.readiness import Readiness
+from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.dispatch import handler_name
+from headrace.paramserver.rpc.security import role_name
+from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import (
+    ProtocolMismatchError,
+    RequestError,
+    UnauthorizedError,
+    UnavailableError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
+from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_records import MISSING, PRESENT
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["ReplicaService"]
+
+
+# Upper limits of a reply without its columns, and of each table in it.
+_REPLY_OVERHEAD_BYTES, _TABLE_OVERHEAD_BYTES = 4096, 64
+# Reply bytes per byte of identities: row, epoch and step.
+_FOUND_PER_IDENTITY = 3
+
+
+class ReplicaService:
+    """The service of one replica, from before the replica has begun until after it is closed.
+
+    Thread: the event loop's; lookups run in threads of the executor.
+    """
+
+    def __init__(
+        self, readiness: Readiness, *, address: tuple[str, int], limits: ServerLimits, executor: Executor
+    ) -> None:
+        """Refuse reads as unavailable until `readiness` has a replica; clients connect to `address`."""
+        self.server: ThriftServer | None = None  # calls this service; `status` reports its figures
+        self.audit: SelfAudit | None = None  # the replica's audits, if any; `status` reports them
+        self._readiness = readiness
+        self._address = address
+        self._limits = limits
+        self._executor = executor
+        self._started_s = time.monotonic()
+        # One digest at a time: each pauses the replica.
+        self._digesting = asyncio.Lock()
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        """Return the tables and limits to a reader. Cancellation: atomic; it does not wait."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatchError(
+                f"this replica speaks protocol version {PROTOCOL_VERSION}, the client {request.protocol_version}"
+            )
+        if request.role != idl.Role.READER:
+            raise UnauthorizedError(
+                f"this is a replica: it answers readers, and you say hello as {role_name(request.role)}; trainers and "
+                "administrators talk to the parameter server"
+            )
+        replica = self._replica
+        host, port = self._address
+        return idl.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_id=replica.server_id,
+            shard=0,
+            shards=[idl.ShardAddress(shard=0, host=host, port=port)],
+            limits=self._limits.to_idl(),
+            highest_epoch=replica.epoch,
+            last_client_seq=0,
+            tables=[spec_to_idl(spec.of_weights) for _, spec in sorted(replica.tables.items())],
+        )
+
+    async def set_embeddings(self, call: Call, request: Any) -> Any:
+        """Refuse: only the server's log writes to a replica."""
+        raise UnauthorizedError("this is a replica: batches go to the parameter server")
+
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        """Return rows of one or several tables, all from one moment. Cancellation: safe; the lookup finishes."""
+        replica = self._replica
+        wanted = _wanted_of(request, replica, self._limits.max_frame_bytes)
+        found, seq = await asyncio.get_running_loop().run_in_executor(self._executor, _look_up, replica, wanted)
+        first, *more = found
+        reply = idl.GetEmbeddingsReply(**first, seq=seq)
+        if request.more is not None:
+            reply.more = [idl.RowsFound(**columns) for columns in more]
+        return reply
+
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        """Return the rows that raw ids are mapped to. Cancellation: safe; the search finishes."""
+        replica = self._replica
+        spec = _spec_of(replica, request.fqn)
+        if len(request.identities) % 8:
+            raise RequestError(
+                f"table {spec.fqn!r}: {len(request.identities)} bytes of identities are no multiple of 8"
+            )
+        identities = np.frombuffer(request.identities, "<i8").astype(np.int64)
+        if identities.nbytes * _FOUND_PER_IDENTITY + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
+            raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
+
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Return digests of the weights that lookups see; the replica pauses meanwhile.
+
+        The reply's seq is the sum over the server's shards: it shows whether anything came between two replies.
+        Cancellation: safe; the digest finishes.
+        """
+        replica = self._replica
+        spec = _spec_of(replica, request.fqn)
+        end_row = _end_of_digest(request, spec)
+        async with self._digesting:
+            rows = {"first_row": request.first_row, "end_row": end_row, "with_presence": request.with_presence}
+            digest = await asyncio.to_thread(replica.digest, spec.fqn, **rows)
+        seq = sum(digest.seqs.values())
+        return digest.to_idl(next_row=end_row, seq=seq, with_presence=request.with_presence)
+
+    async def status(self, call: Call) -> Any:
+        """Return what `headrace status` shows about this replica, also before it has begun."""
+        replica, server, state = self._readiness.replica, self.server, self._readiness.look()
+        tables = {} if replica is None else replica.tables
+        return idl.StatusReply(
+            server_id="" if replica is None else replica.server_id,
+            shard=0,
+            num_shards=1,
+            version=metadata.version("headrace"),
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started_s,
+            log_seq=min((shard.last_seq for shard in state.shards), default=0),
+            applied_seq=min((shard.visible_seq for shard in state.shards), default=0),
+            inflight_bytes=server.inflight_bytes if server else 0,
+            num_connections=server.num_connections if server else 0,
+            num_refused=server.num_refused if server else 0,
+            num_rows_written=0,
+            tables=[
+                idl.TableStatus(spec=spec_to_idl(spec.of_weights), num_rows_estimate=replica.num_rows(fqn))
+                for fqn, spec in sorted(tables.items())
+                if replica is not None
+            ],
+            clients=[],
+            replica=idl.ReplicaStatus(
+                is_ready=state.is_ready,
+                lag_s=state.lag_s,
+                lag_steps=state.lag_steps,
+                visible_epoch=state.visible[0],
+                visible_step=state.visible[1],
+                shards=[_shard_to_idl(shard) for shard in state.shards],
+                failure=None if state.failure is None else wire_text(state.failure),
+                audit=None if self.audit is None else _audit_to_idl(self.audit),
+            ),
+        )
+
+    def disconnected(self, peer: Peer) -> None:
+        """Do nothing: a reader leaves nothing behind."""
+
+    @property
+    def _replica(self) -> EmbeddingReplica:
+        replica = self._readiness.replica
+        if replica is None:
+            raise UnavailableError(f"this replica has not begun to serve: {self._readiness.why_not_begun}")
+        return replica
+
+
+async def _refuse(service: ReplicaService, call: Call, request: Any) -> Any:
+    raise UnauthorizedError(f"this is a replica: {call.method} is for the parameter server")
+
+
+for _method in idl.ParameterServer.thrift_services:
+    # Define every method: clients take a missing one for a sign of an older server.
+    if not hasattr(ReplicaService, handler_name(_method)):
+        setattr(ReplicaService, handler_name(_method), _refuse)
+
+
+def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]]) -> tuple[list[dict[str, Any]], int]:
+    """Return copies of each table's columns, and the seq up to which they have all batches. Thread: any."""
+    missing: dict[int, Bools] = {}
+
+    def gather_of(part: int) -> Callable[[ReplicaTable, Ids], Found]:
+        def gather(table: ReplicaTable, ids: Ids) -> Found:
+            found = table.gather(ids)  # may run twice; the last result counts
+            missing[part] = found[1]
+            return found
+
+        return gather
+
+    seq = _visible_seq(replica)
+    found = replica.look([(spec.fqn, ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
+    columns = []
+    for part, rows in enumerate(found):
+        rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
+        presence = np.where(missing[part], MISSING, PRESENT).astype(np.uint8)
+        columns.append({"presence": presence, "weights": rows.view(torch.uint8).numpy(), "states": []})
+    return columns, seq
+
+
+def _find_rows(replica: EmbeddingReplica, fqn: str, identities: Ids) -> Any:
+    """Return the `FindRowsReply`. Versions decide between shards; with one shard they are all 0. Thread: any."""
+    seq, none = _visible_seq(replica), np.zeros(identities.size, np.int64)
+    return idl.FindRowsReply(row_ids=replica.find_rows(fqn, identities), seq=seq, epochs=none, steps=none)
+
+
+def _visible_seq(replica: EmbeddingReplica) -> int:
+    """Return the seq up to which the next lookup sees every batch; with several shards, the lowest of theirs.
+
+    Call it before the lookup: what becomes visible in between is in the answer, but not in the promise.
+    """
+    return min((shard.visible_seq for shard in replica.freshness()), default=0)
+
+
+def _wanted_of(request: Any, replica: EmbeddingReplica, max_reply_bytes: int) -> list[tuple[TableSpec, Ids]]:
+    """Return a request's tables and the rows of each, checked against what the replica has and what a frame holds."""
+    parts = [request, *(request.more or ())]
+    if len(parts) > MAX_TABLES_READ:
+        raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
+    if request.with_states:
+        raise RequestError(
+            f"table {request.fqn!r}: a replica keeps no optimizer states; ask the parameter server with with_states"
+        )
+    if request.with_versions:
+        raise RequestError(
+            f"table {request.fqn!r}: a replica does not return versions of rows; ask the parameter server"
+        )
+    wanted, left = [], max_reply_bytes - _REPLY_OVERHEAD_BYTES
+    for part in parts:
+        spec = _spec_of(replica, part.fqn)
+        row_ids = _row_ids_of(part.row_ids, spec, left)
+        left -= row_ids.size * _row_bytes(spec) + _TABLE_OVERHEAD_BYTES
+        wanted.append((spec, row_ids))
+    return wanted
+
+
+def _row_ids_of(column: Any, spec: TableSpec, left: int) -> Ids:
+    """Return row ids as int64[n], copied out of the request's buffer; `left` is what the reply has room for, bytes."""
+    if len(column) % 8:
+        raise RequestError(f"table {spec.fqn!r}: {len(column)} bytes of row ids are not a multiple of 8")
+    row_ids = np.frombuffer(column, "<i8").astype(np.int64)
+    most = max(left, 0) // _row_bytes(spec)
+    if row_ids.size > most:
+        raise RequestError(
+            f"table {spec.fqn!r}: {row_ids.size} rows of {_row_bytes(spec)} bytes are too long for one reply; ask for "
+            f"{most} at a time"
+        )
+    spec.check_row_ids(row_ids)
+    return row_ids
+
+
+def _end_of_digest(request: Any, spec: TableSpec) -> int:
+    """Return the end of the rows to digest for a `DigestRowsRequest`: at most those of one pause."""
+    if not request.only_weights:
+        raise RequestError(f"table {spec.fqn!r}: a replica keeps no optimizer states; ask for weights only")
+    if (request.column_offset, request.width) != (0, spec.dim):
+        raise RequestError(f"table {spec.fqn!r}: a replica digests whole rows, of {spec.dim} columns")
+    first_row = request.first_row
+    if not first_row >= 0 or request.max_buckets < 1:
+        raise RequestError(f"rows from {first_row} on in {request.max_buckets} buckets: out of range")
+    num_buckets = min(request.max_buckets, ROWS_AT_ONCE // BUCKET_ROWS)
+    end_row: int = min(request.end_row, spec.num_rows, (first_row // BUCKET_ROWS + num_buckets) * BUCKET_ROWS)
+    return end_row
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    return spec.dim * spec.dtype.size_bytes + 1
+
+
+def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+    tables = replica.tables
+    if fqn not in tables:
+        raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(tables))}")
+    return tables[fqn]
+
+
+def _shard_to_idl(shard: Freshness) -> Any:
+    delay = shard.delay
+    return idl.ReplicaShardStatus(
+        shard=shard.shard,
+        visible_seq=shard.visible_seq,
+        last_seq=shard.last_seq,
+        lag_steps=shard.lag_steps,
+        delay_p50_s=delay.percentile(50) if delay.count else None,
+        delay_p99_s=delay.percentile(99) if delay.count else None,
+    )
+
+
+def _audit_to_idl(audit: SelfAudit) -> Any:
+    report = audit.report
+    difference = "" if report is None else report.difference
+    return idl.ReplicaAudit(
+        ended_us=0 if report is None else int(audit.ended_s * 1e6),
+        num_rows=0 if report is None else report.num_rows,
+        num_differing_buckets=0 if report is None else report.num_differing_buckets,
+        difference=wire_text(difference) if difference else None,
+        failure=None if audit.failure is None else wire_text(audit.failure),
+        num_left_out=0 if report is None else len(report.left_out),
+    )

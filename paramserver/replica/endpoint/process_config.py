@@ -1,0 +1,268 @@
+"""Settings of the process `headrace replica`.
+
+`EndpointConfig.load` merges flags > environment (`HEADRACE_REPLICA_…`) > YAML file > defaults, once, at the start.
+"""
+
+# ruff: noqa: RUF009 (`setting` returns a dataclass field, which the linter cannot know)
+
+from __future__ import annotations
+
+import itertools
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
+from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
+from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
+from headrace.paramserver.rpc.address import check_hosts, parse_address
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.security import client_tls_context
+from headrace.paramserver.system.settings import (
+    REQUIRED,
+    Kind,
+    check,
+    count_setting,
+    merge,
+    path_setting,
+    seconds_setting,
+    setting,
+    size_setting,
+)
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["DEFAULT_REPLICA_PORT", "ENV_PREFIX", "EndpointConfig"]
+
+DEFAULT_REPLICA_PORT = 7701
+ENV_PREFIX = "HEADRACE_REPLICA_"
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_MAX_BYTES = 2**50
+_DAY_S = 86400.0
+
+
+def _text(default: Any, help: str, **more: Any) -> Any:
+    return setting(default, kind=Kind.TEXT, help=help, **more)
+
+
+def _switch(help: str) -> Any:
+    return setting(False, kind=Kind.SWITCH, help=help)
+
+
+def _choice(default: str | None, choices: tuple[str, ...], help: str, **more: Any) -> Any:
+    return setting(default, kind=Kind.CHOICE, choices=choices, help=help, **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointConfig:
+    """Everything that `headrace replica` can be configured with.
+
+    Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
+    """
+
+    server: str = _text(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
+    host: str = _text("127.0.0.1", "Address to listen on.")
+    port: int = count_setting(DEFAULT_REPLICA_PORT, 0, 65535, "Port for Thrift clients. 0 lets the system choose.")
+    advertise_host: str | None = _text(
+        None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
+    )
+    insecure_bind: bool = _switch("Listen beyond loopback, though anyone who reaches the port may then read.")
+    health_port: int | None = count_setting(
+        None,
+        0,
+        65535,
+        "Port for plain HTTP: GET /healthz, /readyz and /metrics. 0 lets the system choose.",
+        default_text="none",
+    )
+    max_lag_s: float = seconds_setting(
+        30.0, 0, 30 * _DAY_S, "Not ready while a known update has not become visible for longer; 0 allows any lag."
+    )
+    consistency: str = _choice(
+        "latest",
+        ("latest", "step"),
+        "`latest` shows each update when it arrives, `step` whole steps of all shards and tables.",
+    )
+    missing: str = _choice(
+        "zeros", ("zeros", "error"), "What a lookup of a missing row returns: zeros, or an error for the whole request."
+    )
+    tables: str | None = _text(None, "Tables to keep, by name, separated by commas.", default_text="all")
+    snapshot: Path | None = path_setting(
+        None, "Directory of a snapshot to start from; without one, start from what the server has."
+    )
+    snapshot_dir: Path | None = setting(
+        None,
+        kind=Kind.PATH,
+        default_text="a temporary one",
+        help="Directory for snapshots that are fetched from the server; the last one stays.",
+    )
+    name: str | None = _text(
+        None, "Register at the server under this name, so that it keeps log while the replica is away, up to its limit."
+    )
+    lease_s: float = seconds_setting(600.0, 1, _DAY_S, "How long the server keeps that log, with --name.")
+    precision: str | None = _choice(
+        None,
+        PRECISIONS,
+        "How rows in memory are kept; lookups return the table's type in any case.",
+        default_text="the table's own",
+    )
+    disk_tables: str | None = _text(
+        None,
+        "Tables on disk, behind hot rows in memory: names, or patterns such as `user.*`, separated by commas.",
+        default_text="none",
+    )
+    disk_table_bytes: int = size_setting(256 * _MIB, _MIB, _MAX_BYTES, "Memory for each table on disk.")
+    disk_dir: Path | None = setting(
+        None,
+        kind=Kind.PATH,
+        default_text="a temporary one",
+        help="Directory for tables on disk, for this replica alone.",
+    )
+    max_memory_bytes: int | None = size_setting(
+        None,
+        _MIB,
+        _MAX_BYTES,
+        "Memory for tables. While the replica builds a new copy, the old one counts too.",
+        default_text="what the machine has free",
+    )
+    max_pending_bytes: int = size_setting(
+        256 * _MIB,
+        _MIB,
+        _MAX_BYTES,
+        "With `step`, memory a shard for incomplete steps. Beyond it the replica builds a new copy aside.",
+    )
+    start_timeout_s: float = seconds_setting(
+        600.0, 0.1, _DAY_S, "Give up after this long without the server, or without progress of the copy."
+    )
+    audit_interval_s: float | None = seconds_setting(
+        None,
+        1,
+        30 * _DAY_S,
+        "Compare all rows with the server's this often, by digests: about 1.5 s of a shard's core a million rows.",
+        default_text="never",
+    )
+    lookup_threads: int = count_setting(4, 1, 256, "Lookups that run at the same time; others wait their turn.")
+    server_hostname: str | None = _text(
+        None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
+    )
+    server_tls: bool = _switch("Speak TLS to the server; implied by the other --server-tls settings.")
+    server_tls_authority: Path | None = path_setting(
+        None, "PEM file with the authorities to trust the server by, instead of the system's."
+    )
+    server_tls_certificate: Path | None = path_setting(
+        None, "PEM file with the certificate to show the server, for mutual TLS."
+    )
+    server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
+    server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
+    max_frame_bytes: int = size_setting(
+        64 * _MIB, 64 * _KIB, _GIB, "Longest request or reply. A connection may hold a buffer of this size."
+    )
+    max_client_bytes: int = size_setting(
+        256 * _MIB, 64 * _KIB, _MAX_BYTES, "Bytes of requests that one client may have unanswered."
+    )
+    max_client_requests: int = count_setting(256, 1, 8192, "Requests that one client may have unanswered.")
+    max_connections: int = count_setting(
+        12_000, 1, 1_000_000, "Open connections. An idle one costs a file descriptor and some KiB."
+    )
+    max_inflight_bytes: int = size_setting(
+        _GIB, 64 * _KIB, _MAX_BYTES, "Memory for requests of all clients that are read and not answered."
+    )
+    idle_timeout_s: float = seconds_setting(
+        600.0, 0, 30 * _DAY_S, "Close a connection that has been without a request this long; 0 never does."
+    )
+    drain_s: float = seconds_setting(
+        10.0, 0, 3600, "How long a stopping replica goes on answering the requests that it has begun."
+    )
+    tls_certificate: Path | None = path_setting(
+        None, "PEM file with the replica's certificate chain; with it, the replica speaks only TLS."
+    )
+    tls_key: Path | None = path_setting(None, "PEM file with the certificate's private key.")
+    tls_client_authority: Path | None = path_setting(
+        None, "PEM file with authorities; every client must show a certificate of theirs (mutual TLS)."
+    )
+    token_file: Path | None = path_setting(
+        None, "File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN."
+    )
+    log_level: str = _choice("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
+    log_format: str = _choice(
+        "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
+    )
+
+    # No settings: a replica's readers have one token.
+    writer_token_file: Path | None = None
+    reader_token_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        try:
+            parse_address(self.server)
+        except ConfigError as exc:
+            raise ConfigError(f"server: {exc}") from exc
+        if self.port and self.port == self.health_port:
+            raise ConfigError(f"health_port: {self.port} is the port for Thrift clients too; choose another")
+        if self.audit_interval_s is not None and 0 < self.max_lag_s <= LONGEST_HOLD_S:
+            raise ConfigError(
+                f"max_lag_s: an audit (--audit-interval-s) may pause the replica for {format_seconds(LONGEST_HOLD_S)}, "
+                f"which would not be ready then; give it more than that, or 0"
+            )
+        for name in ("tables", "disk_tables"):
+            if not all(_names_in(getattr(self, name))):
+                raise ConfigError(f"{name}: {getattr(self, name)!r} has an empty name between its commas")
+        for smaller, larger in itertools.pairwise(("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")):
+            if getattr(self, smaller) > getattr(self, larger):
+                raise ConfigError(f"{larger} is less than {smaller}: no request of the largest size would fit")
+        check_hosts(self.host, self.advertise_host)
+
+    @property
+    def client_host(self) -> str:
+        """Host by which clients reach this replica."""
+        return self.advertise_host or self.host
+
+    @property
+    def limits(self) -> ServerLimits:
+        """Limits of the Thrift server."""
+        return ServerLimits(
+            max_frame_bytes=self.max_frame_bytes,
+            max_client_bytes=self.max_client_bytes,
+            max_client_requests=self.max_client_requests,
+            max_inflight_bytes=self.max_inflight_bytes,
+            max_connections=self.max_connections,
+            idle_timeout_s=self.idle_timeout_s,
+        )
+
+    @property
+    def replica_config(self) -> ReplicaConfig:
+        """Settings of the `EmbeddingReplica`."""
+        on_disk = DiskStorage(memory_bytes=self.disk_table_bytes)
+        return ReplicaConfig(
+            consistency=self.consistency,  # type: ignore[arg-type]  # `check` knows the choices
+            missing=self.missing,  # type: ignore[arg-type]
+            storage=dict.fromkeys(_names_in(self.disk_tables), on_disk),
+            precision=self.precision,  # type: ignore[arg-type]
+            disk_dir=self.disk_dir,
+            tables=None if self.tables is None else frozenset(_names_in(self.tables)),
+            name=self.name,
+            lease_s=self.lease_s,
+            max_memory_bytes=self.max_memory_bytes,
+            max_pending_bytes=self.max_pending_bytes,
+            snapshot_dir=self.snapshot_dir,
+        )
+
+    def server_tls_context(self) -> ssl.SSLContext | None:
+        """Return the context for connections to the parameter server; None for plain ones."""
+        files = (self.server_tls_authority, self.server_tls_certificate, self.server_tls_key)
+        if not (self.server_tls or any(files)):
+            return None
+        return client_tls_context(
+            authority=self.server_tls_authority, certificate=self.server_tls_certificate, key=self.server_tls_key
+        )
+
+    @classmethod
+    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> EndpointConfig:
+        """Return the configuration from flags (None where not given), environment and YAML file."""
+        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+
+
+def _names_in(text: str | None) -> list[str]:
+    return [] if text is None else [name.strip() for name in text.split(",")]

@@ -1,0 +1,103 @@
+"""The interface that every table of a replica has, in memory or on disk."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.paramserver.store.deltas import RowDelta
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.tables import ColumnShard, TableSpec
+
+__all__ = ["Bools", "Found", "Ids", "Pooling", "ReplicaTable", "as_ids", "default_row"]
+
+Ids = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Pooling = Literal["sum", "mean"]
+Found = tuple[torch.Tensor, Bools]
+"""Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
+
+
+class ReplicaTable(Protocol):
+    """Rows of one table as lookups see them. Missing and deleted rows read as the table's default row.
+
+    Thread: one thread applies and loads. Lookups may overlap with it, and are valid only if nothing was applied
+    meanwhile; `SeqLock` tells.
+    """
+
+    @property
+    def spec(self) -> TableSpec:
+        """The table's spec."""
+
+    @property
+    def num_present(self) -> int:
+        """Number of rows that are present."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the table takes."""
+
+    def gather(self, ids: Ids) -> Found:
+        """Return rows of int64[n] valid ids in any order, `[n, dim]`, and bool[n], which of them are missing.
+
+        The rows are a copy on the CPU in the table's dtype, whatever precision the table keeps.
+        """
+
+    def inspect(self, ids: Ids) -> Found:
+        """Return what `gather` returns without counting as a use or bringing rows into memory."""
+
+    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
+        """Return sums or means of bags of rows, `[b, dim]`, bit for bit as `torch.nn.functional.embedding_bag`.
+
+        Bag i is `ids[offsets[i]:offsets[i + 1]]`, of int64[n] and int64[b + 1]; weights are float32[n], with `sum`
+        only, or None. Missing ids count as the default row.
+        """
+
+    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
+        """Apply a delta's rows and deletions as the store does: the last write wins, a conditional one if not older."""
+
+    def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
+        """Load rows of unique int64[n] ids that were read from a store, with a presence and version each.
+
+        `weights` are contiguous bytes of the shard's columns. Rows whose presence (uint8[n]) is missing are skipped.
+        """
+
+    def close(self) -> None:
+        """Free files and threads; no lookup may follow. Idempotent."""
+
+
+def as_ids(ids: npt.ArrayLike | torch.Tensor) -> Ids:
+    """Return a caller's ids as C-contiguous int64 of the same shape; raise `RequestError` if they are not integers."""
+    if isinstance(ids, torch.Tensor):
+        if not ids.numel():
+            return np.empty(tuple(ids.shape), np.int64)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+            raise RequestError(f"ids are {ids.dtype}, not integers")
+        ids = ids.detach().cpu().numpy()
+    try:
+        given = np.asarray(ids)
+    except ValueError as exc:
+        raise RequestError(f"ids are not an array of integers: {exc}") from exc
+    if given.size and given.dtype.kind not in "iu":
+        raise RequestError(f"ids are {given.dtype}, not integers")
+    if given.size and given.dtype == np.uint64 and int(given.max()) >= 2**63:
+        raise RequestError(f"id {given.max()} is beyond 2**63 - 1")
+    return np.asarray(given, np.int64, order="C")
+
+
+def default_row(spec: TableSpec, default: torch.Tensor | None) -> torch.Tensor:
+    """Return what missing rows read as, `[dim]` on the CPU in the table's dtype; zeros if `default` is None.
+
+    Raises:
+        ConfigError: The default has another shape.
+    """
+    dtype = TORCH_DTYPES[spec.dtype]
+    if default is None:
+        return torch.zeros(spec.dim, dtype=dtype)
+    if default.shape != (spec.dim,):
+        raise ConfigError(f"table {spec.fqn!r}: default has shape {tuple(default.shape)}, must be ({spec.dim},)")
+    return default.to("cpu", dtype)

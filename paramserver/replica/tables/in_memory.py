@@ -1,0 +1,241 @@
+"""A replica's table in memory: dense by row id, or sparse through a map from ids to slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Pooling, default_row
+from headrace.paramserver.replica.tables.id_map import IdMap
+from headrace.paramserver.replica.tables.slot_rows import Precision, make_slot_rows, pool_rows, stored_row_bytes
+from headrace.paramserver.store.deltas import RowDelta
+from headrace.schemas.row_records import DELETED, PRESENT, RecordLayout
+from headrace.schemas.tables import ColumnShard, TableSpec
+from headrace.schemas.version import is_newer
+
+__all__ = ["MemoryTable", "size_of_table"]
+
+
+_FIRST_SLOTS = 1024
+# Epoch, step and presence of a row, for each part of its columns.
+_VERSION_BYTES = 4 + 8 + 1
+
+
+def size_of_table(spec: TableSpec, precision: Precision | None = None) -> int:
+    """Return the memory of a dense table, bytes; of a sparse table, which grows, its initial memory."""
+    return (spec.num_rows or _FIRST_SLOTS) * (stored_row_bytes(spec, precision) + _VERSION_BYTES)
+
+
+class MemoryTable:
+    """Rows of one table as lookups see them; see `ReplicaTable`. A table with virtual ids (`num_rows` 0) is sparse.
+
+    A missing or deleted row holds the table's default, so a lookup is one gather whatever is missing. Only if the
+    precision cannot hold the default is it written into the gathered rows. In a sparse table slot 0 stands for all ids
+    that the table does not have.
+    """
+
+    def __init__(
+        self, spec: TableSpec, *, default: torch.Tensor | None = None, precision: Precision | None = None
+    ) -> None:
+        """Create an empty table.
+
+        `default` is what missing rows read as, `[dim]`, or zeros; `ConfigError` if it has another shape. `precision` is
+        how rows are kept where that makes them smaller (`precision_of`).
+        """
+        self.spec = spec
+        self._default = default_row(spec, default)
+        self._map = None if spec.num_rows else IdMap()
+        num_slots = spec.num_rows or _FIRST_SLOTS
+        self._rows = make_slot_rows(spec, num_slots, self._default, precision)
+        self._versions = _SlotVersions(num_slots, spec.whole)
+
+    @property
+    def num_present(self) -> int:
+        """Number of rows that are present."""
+        return self._versions.num_present
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the table takes."""
+        return self._rows.size_bytes + self._versions.size_bytes + (self._map.size_bytes if self._map else 0)
+
+    def inspect(self, ids: Ids) -> Found:
+        """Return rows and which of them are missing; see `ReplicaTable.inspect`."""
+        return self.gather(ids)
+
+    def gather(self, ids: Ids) -> Found:
+        """Return rows and which of them are missing; see `ReplicaTable.gather`."""
+        slots = self._slots_of(ids)
+        missing = self._missing(slots)
+        rows = self._rows.take(slots)
+        if not self._rows.holds_default:
+            rows[torch.from_numpy(missing)] = self._default
+        return rows, missing
+
+    def pool(self, ids: Ids, offsets: torch.Tensor, mode: Pooling, weights: torch.Tensor | None) -> Found:
+        """Return bags and which ids are missing; sums of int8 and int4 rows are exact up to float32's rounding."""
+        if not self._rows.holds_default:
+            rows, missing = self.gather(ids)
+            if missing.any():
+                return pool_rows(rows, offsets, mode, weights), missing
+        slots = self._slots_of(ids)
+        return self._rows.pool(slots, offsets, mode, weights), self._missing(slots)
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with the last reference, which a lookup may hold."""
+
+    def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
+        """Apply a delta's rows and deletions; see `ReplicaTable.apply`."""
+        if delta.row_ids.size:
+            values = np.frombuffer(delta.columns["weights"], delta.layout.dtype["weights"])
+            self._write(delta.layout.shard, delta.row_ids, values, epoch, step, is_conditional)
+        if delta.deleted_row_ids is not None and delta.deleted_row_ids.size:
+            self._write(delta.layout.shard, delta.deleted_row_ids, None, epoch, step, is_conditional)
+
+    def load(self, row_ids: Ids, weights: Any, presence: Any, epochs: Any, steps: Any, shard: ColumnShard) -> None:
+        """Load rows that were read from a store; see `ReplicaTable.load`."""
+        for wanted in (PRESENT, DELETED):
+            at = np.flatnonzero(presence == wanted)
+            if at.size:
+                values = None
+                if wanted == PRESENT:
+                    values = np.frombuffer(weights, RecordLayout(self.spec, shard).dtype["weights"])[at]
+                self._write(shard, row_ids[at], values, epochs[at], steps[at], False)
+
+    def _slots_of(self, ids: Ids) -> Ids:
+        return ids if self._map is None else self._map.find(ids)
+
+    def _missing(self, slots: Ids) -> Bools:
+        """Return bool[n]; reads presence, which is scattered in memory, only if some row may be missing."""
+        num_present = self._versions.num_present
+        if self._map is None and num_present == self.spec.num_rows:
+            missing = np.zeros(slots.size, np.bool_)
+        elif self._map is not None and num_present == len(self._map):
+            missing = slots == 0
+        else:
+            missing = self._versions.presence[slots] != PRESENT
+        return missing
+
+    def _write(
+        self,
+        shard: ColumnShard,
+        ids: Ids,
+        values: npt.NDArray[np.void] | None,
+        epoch: Any,
+        step: Any,
+        is_conditional: bool,
+    ) -> None:
+        """Write columns of rows with unique ids; delete them if `values` is None."""
+        slots = self._slots_for(ids)
+        parts = self._versions.parts_of(shard)
+        for part in parts:
+            written, given = slots, values
+            if values is not None and len(parts) > 1:
+                given = self._columns(values, shard, part.shard)
+            if is_conditional:
+                keep = np.flatnonzero(~is_newer(part.epochs[slots], part.steps[slots], epoch, step))
+                if not keep.size:
+                    continue
+                written, given = slots[keep], None if given is None else given[keep]
+            if given is None:
+                self._rows.clear(written, part.shard)
+            else:
+                self._rows.put(written, part.shard, given)
+            self._versions.write(part, written, DELETED if given is None else PRESENT, epoch, step)
+
+    def _columns(self, values: npt.NDArray[np.void], shard: ColumnShard, part: ColumnShard) -> npt.NDArray[np.void]:
+        """Return some of a shard's columns, contiguous."""
+        item_bytes = self.spec.dtype.size_bytes
+        first, width = (part.offset - shard.offset) * item_bytes, part.width * item_bytes
+        columns = values.view(np.uint8).reshape(values.size, -1)[:, first : first + width]
+        found: npt.NDArray[np.void] = np.ascontiguousarray(columns).view(f"V{width}")[:, 0]
+        return found
+
+    def _slots_for(self, ids: Ids) -> Ids:
+        if self._map is None:
+            return ids
+        slots = self._map.insert(ids)
+        if len(self._map) + 1 > self._versions.presence.size:
+            num_slots = 2 * (len(self._map) + 1)
+            self._rows.grow(num_slots)
+            self._versions.grow(num_slots)
+        return slots
+
+
+@dataclass(slots=True)
+class _PartVersions:
+    """Versions and presence of some columns, by slot: uint32, int64 and uint8[slots]."""
+
+    shard: ColumnShard
+    epochs: npt.NDArray[np.uint32]
+    steps: npt.NDArray[np.int64]
+    presence: npt.NDArray[np.uint8]
+
+
+class _SlotVersions:
+    """Versions of all columns, by slot, in parts: columns that were always written together are one part.
+
+    Attributes:
+        presence: uint8[slots]; a row is present if any of its parts is.
+        num_present: Number of present rows.
+    """
+
+    def __init__(self, num_slots: int, whole: ColumnShard) -> None:
+        self.num_present = 0
+        self._parts = [_new_part(whole, num_slots)]
+        self.presence = self._parts[0].presence
+
+    @property
+    def size_bytes(self) -> int:
+        extra = self.presence.nbytes if len(self._parts) > 1 else 0
+        return extra + sum(part.epochs.nbytes + part.steps.nbytes + part.presence.nbytes for part in self._parts)
+
+    def parts_of(self, shard: ColumnShard) -> list[_PartVersions]:
+        """Return the parts that make up some columns, splitting parts that reach beyond them."""
+        end = shard.offset + shard.width
+        for column in (shard.offset, end):
+            self._split(column)
+        return [part for part in self._parts if shard.offset <= part.shard.offset < end]
+
+    def write(self, part: _PartVersions, slots: Ids, presence: int, epoch: Any, step: Any) -> None:
+        """Record a write to unique slots of a part; epoch and step are for all, or one per slot."""
+        before = np.count_nonzero(self.presence[slots] == PRESENT)
+        part.epochs[slots], part.steps[slots], part.presence[slots] = epoch, step, presence
+        if len(self._parts) > 1:
+            of_parts = np.stack([one.presence[slots] for one in self._parts])
+            self.presence[slots] = np.where((of_parts == PRESENT).any(axis=0), PRESENT, of_parts.max(axis=0))
+        self.num_present += int(np.count_nonzero(self.presence[slots] == PRESENT) - before)
+
+    def grow(self, num_slots: int) -> None:
+        size = self.presence.size
+        parts = [_new_part(part.shard, num_slots) for part in self._parts]
+        for new, old in zip(parts, self._parts, strict=True):
+            new.epochs[:size], new.steps[:size], new.presence[:size] = old.epochs, old.steps, old.presence
+        presence = parts[0].presence
+        if len(parts) > 1:
+            presence = np.zeros(num_slots, np.uint8)
+            presence[:size] = self.presence
+        self._parts, self.presence = parts, presence
+
+    def _split(self, column: int) -> None:
+        for number, part in enumerate(self._parts):
+            first, end = part.shard.offset, part.shard.offset + part.shard.width
+            if first < column < end:
+                if len(self._parts) == 1:
+                    self.presence = part.presence.copy()
+                left = ColumnShard(offset=first, width=column - first)
+                right = ColumnShard(offset=column, width=end - column)
+                copied = _PartVersions(right, part.epochs.copy(), part.steps.copy(), part.presence.copy())
+                part.shard = left
+                self._parts.insert(number + 1, copied)
+                return
+
+
+def _new_part(shard: ColumnShard, num_slots: int) -> _PartVersions:
+    return _PartVersions(
+        shard, np.zeros(num_slots, np.uint32), np.zeros(num_slots, np.int64), np.zeros(num_slots, np.uint8)
+    )

@@ -1,0 +1,339 @@
+"""One connection of a server: frames in, requests started in order, replies out as they are ready.
+
+Every wait has a deadline: for room here, for the peer to take a reply in `frame_writer`, all others in `deadlines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from headrace.paramserver.rpc.admission import Account, Admission, ServerLimits, Ticket, Waiter
+from headrace.paramserver.rpc.buffer_pool import BufferPool
+from headrace.paramserver.rpc.deadlines import Deadlines
+from headrace.paramserver.rpc.dispatch import Dispatcher, Peer, Request, ServerStats
+from headrace.paramserver.rpc.frame_writer import FrameWriter
+from headrace.paramserver.rpc.frames import SMALL_FRAME_BYTES, Frame, FrameReader, new_scratch
+from headrace.paramserver.system.log_lines import WarningThrottle
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, RequestError, UnavailableError
+from headrace.schemas.messages import Segment, size_of_segments
+
+__all__ = ["Connection", "ServerContext"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerContext:
+    """What all connections of a server share."""
+
+    limits: ServerLimits
+    dispatcher: Dispatcher
+    clients: Admission  # of connections that have said hello
+    strangers: Admission  # of those that have not, so that they cannot take the clients' room
+    pool: BufferPool  # for long frames
+    stats: ServerStats
+    refusals: WarningThrottle  # logs peers' faults
+    scratch: memoryview = field(default_factory=new_scratch)  # where all of them receive
+    connections: set[Connection] = field(default_factory=set)  # the live ones
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # running requests and replies being written
+
+
+class Connection(asyncio.BufferedProtocol):
+    """The server's end of one connection; `closed` resolves when it is gone."""
+
+    def __init__(self, context: ServerContext, peer: Peer, refusal: HeadraceError | None = None) -> None:
+        """Wait for the transport; with a `refusal`, answer the first request with it and close."""
+        self.peer = peer
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._context = context
+        self._limits = context.limits
+        self._refusal = refusal
+        self._closes_after_refusal = refusal is not None
+        self._admission = context.strangers
+        self._account: Account  # from connection_made to connection_lost
+        self._waiter: Waiter | None = None
+        self._waits_in = context.strangers  # the admission in whose line `_waiter` stands
+        self._waiter_timer: asyncio.TimerHandle | None = None
+        self._writer = FrameWriter(timeout_s=self._limits.write_timeout_s)
+        self._reader: FrameReader[Ticket] = FrameReader(
+            max_frame_bytes=min(self._limits.max_hello_bytes, self._limits.max_frame_bytes),
+            scratch=context.scratch,
+            pool=context.pool,
+            admit=self._admit,
+            deliver=self._begin,
+            refuse=self._refuse,
+        )
+        self._transport: asyncio.Transport | None = None
+        self._num_running = 0
+        self._is_finished = False
+        self._deadlines = Deadlines(
+            self._limits, is_waiting=self._is_peer_waiting, is_stranger=self._is_stranger, expire=self._expire
+        )
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._writer.attach(self._transport)
+        self._account = self._admission.open_account(self)
+        self._context.connections.add(self)
+        self._deadlines.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End. Running requests go on; their replies are dropped."""
+        self.peer.is_connected = False
+        self._transport = None
+        self._writer.detach()
+        self._stop_reading()
+        self._context.connections.discard(self)
+        self._deadlines.cancel()
+        self._admission.close_account(self._account)
+        if not self.closed.done():
+            self.closed.set_result(None)
+        try:
+            self._context.dispatcher.service.disconnected(self.peer)
+        except Exception:
+            _log.exception("the service failed to handle the end of %s", self.peer.address)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where to receive."""
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Process received bytes."""
+        self._deadlines.touch()
+        try:
+            self._reader.buffer_updated(nbytes)
+        except ProtocolError as exc:
+            self._malformed(exc)
+        else:
+            self._after_input()
+
+    def eof_received(self) -> bool:
+        """Let the transport close: a peer that sends no more counts as gone."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Stop writing: the transport is full."""
+        self._writer.pause()
+
+    def resume_writing(self) -> None:
+        """Write on: the transport is empty."""
+        self._writer.resume()
+
+    # Called by the server.
+
+    def begin_drain(self) -> None:
+        """Answer new requests with `UnavailableError` from now on."""
+        self._refusal = UnavailableError("the server is stopping")
+        if self._waiter is not None:
+            self._stop_waiting()
+            self._resume(self._refusal)
+
+    def finish(self) -> None:
+        """Close gracefully: send an end of stream, discard input, close when the peer does."""
+        if self._is_finished or self._transport is None:
+            return
+        self._is_finished = True
+        self._stop_reading()
+        self._writer.end()
+        if self._transport.can_write_eof():
+            # Closing with unread bytes would reset the connection and lose the last replies.
+            self._transport.write_eof()
+            self._transport.resume_reading()
+        else:
+            self._transport.close()
+        self._deadlines.note_finish()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Input.
+
+    def _admit(self, length: int) -> Ticket | HeadraceError | None:
+        if self._refusal is not None:
+            return self._refusal
+        size_bytes = 0 if length <= SMALL_FRAME_BYTES else self._context.pool.capacity_of(length)
+        admitted = self._admission.admit(self._account, size_bytes, self._granted)
+        if isinstance(admitted, Ticket):
+            return admitted
+        self._waiter, self._waits_in = admitted, self._admission
+        self._waiter_timer = self._loop.call_later(self._limits.admission_timeout_s, self._give_up)
+        return None
+
+    def _granted(self, ticket: Ticket) -> None:
+        assert self._waiter_timer is not None
+        self._waiter_timer.cancel()
+        self._waiter = self._waiter_timer = None
+        self._resume(ticket)
+
+    def _give_up(self) -> None:
+        self._stop_waiting()
+        problem = f"no room for this request within {format_seconds(self._limits.admission_timeout_s)}"
+        self._resume(OverloadedError(problem, retry_after_s=self._limits.retry_after_s))
+
+    def _stop_waiting(self) -> None:
+        waiter, timer = self._waiter, self._waiter_timer
+        assert waiter is not None and timer is not None
+        self._waiter = self._waiter_timer = None
+        timer.cancel()
+        # Not `_admission`: a hello may have moved this connection to another while a request waited.
+        self._waits_in.cancel(waiter)
+
+    def _resume(self, verdict: Ticket | HeadraceError | None = None) -> None:
+        self._deadlines.touch()
+        try:
+            self._reader.resume(verdict)
+        except ProtocolError as exc:
+            self._malformed(exc)
+        else:
+            self._after_input()
+
+    def _after_input(self) -> None:
+        """Set flow control and deadlines according to the reader's state."""
+        transport = self._transport
+        if transport is None:
+            return
+        if self._reader.is_paused and not self._is_finished:
+            transport.pause_reading()
+            self._deadlines.note_pause()
+            return
+        transport.resume_reading()
+        reader = self._reader
+        self._deadlines.note_input(
+            is_mid_frame=reader.is_mid_frame, num_begun=reader.num_begun, num_moved=reader.num_moved
+        )
+
+    def _begin(self, frame: Frame[Ticket]) -> None:
+        try:
+            request = self._context.dispatcher.decode(self.peer, frame)
+        except ProtocolError as exc:
+            frame.grant.release()
+            self._malformed(exc)
+            return
+        self._num_running += 1
+        self._spawn(self._serve(request, frame.grant))
+
+    def _refuse(self, head: memoryview, error: HeadraceError) -> None:
+        try:
+            reply = self._context.dispatcher.refuse(self.peer, head, error)
+        except ProtocolError as exc:
+            self._malformed(exc)
+            return
+        self._reader.pause()  # one refusal at a time, so that replies do not pile up
+        self._num_running += 1
+        self._spawn(self._send_refusal(reply))
+
+    def _stop_reading(self) -> None:
+        if self._waiter is not None:
+            self._stop_waiting()
+        ticket = self._reader.stop()
+        if ticket is not None:
+            ticket.release_bytes()
+            ticket.release()
+
+    def _malformed(self, exc: ProtocolError) -> None:
+        self._context.stats.num_malformed += 1
+        self._context.refusals.warn("malformed", self.peer.address, exc)
+        self._stop_reading()
+        self.abort()
+
+    # Requests.
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._context.tasks.add(task)
+        task.add_done_callback(self._context.tasks.discard)
+
+    async def _serve(self, request: Request, ticket: Ticket) -> None:
+        try:
+            try:
+                reply = await self._context.dispatcher.run(request)
+            finally:
+                request.release()
+            if request.name == "hello":
+                self._switch_account()
+            await self._reply(request, reply)
+        finally:
+            ticket.release()
+            self._request_done()
+
+    async def _reply(self, request: Request, reply: list[Segment]) -> None:
+        """Write a reply; replace it by an error if it is too long or there is no room for it to wait."""
+        size_bytes, dispatcher = size_of_segments(reply), self._context.dispatcher
+        if size_bytes <= SMALL_FRAME_BYTES:
+            await self._send(reply)
+            return
+        admission, account = self._admission, self._account
+        error: HeadraceError | None = None
+        if size_bytes > self._limits.max_frame_bytes:
+            limit = self._limits.max_frame_bytes
+            error = RequestError(f"the reply has {size_bytes} bytes, the longest frame {limit}: ask for less at once")
+        elif not admission.admit_reply(account, size_bytes):
+            error = OverloadedError("too many replies are unread", retry_after_s=self._limits.retry_after_s)
+        if error is not None:
+            reply.clear()  # frees its memory now, not when the peer has read
+            await self._send(dispatcher.encode_error(request.name, request.seqid, error))
+            return
+        try:
+            await self._send(reply)
+        finally:
+            admission.release_reply(account, size_bytes)
+
+    async def _send(self, reply: list[Segment]) -> None:
+        try:
+            await self._writer.send(reply)
+        except UnavailableError as exc:
+            _log.debug("%s did not get its reply: %s", self.peer.address, exc)
+
+    async def _send_refusal(self, reply: list[Segment]) -> None:
+        try:
+            await self._send(reply)
+        finally:
+            self._request_done()
+        if self._closes_after_refusal:
+            self.finish()
+        elif self._transport is not None and not self._is_finished:
+            self._resume()
+
+    def _request_done(self) -> None:
+        self._num_running -= 1
+        self._deadlines.touch()
+        if not self._num_running and self._transport is not None:
+            self._deadlines.watch()
+
+    def _switch_account(self) -> None:
+        """After a hello, count the connection towards its client and allow long frames."""
+        if self.peer.role is None or self._transport is None:
+            return
+        key = self.peer.who
+        if self._admission is self._context.clients and self._account.key == key:
+            return
+        self._admission.close_account(self._account)
+        self._admission = self._context.clients
+        self._account = self._admission.open_account(key)
+        self._reader.max_frame_bytes = self._limits.max_frame_bytes
+
+    # Deadlines.
+
+    def _is_peer_waiting(self) -> bool:
+        return bool(self._num_running) or self._reader.is_paused
+
+    def _is_stranger(self) -> bool:
+        return self.peer.role is None
+
+    def _expire(self, is_frame_late: bool) -> None:
+        if is_frame_late:
+            self._context.stats.num_timed_out += 1
+            problem = f"the rest of a frame has not come within {format_seconds(self._limits.frame_timeout_s)}"
+            self._context.refusals.warn("slow", self.peer.address, problem)
+        self.abort()

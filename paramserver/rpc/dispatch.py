@@ -1,0 +1,283 @@
+"""Decode requests, run the service's methods and encode replies; no socket is involved."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from thriftpy2.thrift import TApplicationException
+
+from headrace.paramserver.rpc.admission import Ticket
+from headrace.paramserver.rpc.frames import Frame
+from headrace.paramserver.rpc.security import AccessPolicy
+from headrace.paramserver.system.log_lines import WarningThrottle
+from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, StorageError, UnauthorizedError
+from headrace.schemas.idl import error_to_idl, idl
+from headrace.schemas.messages import (
+    CALL,
+    EXCEPTION,
+    REPLY,
+    MessageHeader,
+    Segment,
+    decode_header,
+    decode_struct,
+    encode_message,
+)
+
+__all__ = ["Call", "Dispatcher", "Peer", "Request", "ServerStats", "Service", "handler_name"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ServerStats:
+    """Counters of a server since its start."""
+
+    num_connections_refused: int = 0  # over the bound
+    num_requests: int = 0  # begun
+    num_failed: int = 0  # requests answered with INTERNAL: bugs
+    num_overloaded: int = 0  # requests refused for lack of room
+    num_unauthorized: int = 0  # requests refused for their token, role or certificate
+    num_malformed: int = 0  # connections closed for bytes that are no message
+    num_timed_out: int = 0  # connections closed because the peer was too slow
+    num_storage: int = 0  # requests that failed because of the disk or damage on it
+
+
+class Peer:
+    """The other end of one connection."""
+
+    __slots__ = ("address", "client", "is_connected", "role", "run", "session")
+
+    def __init__(self, address: str) -> None:
+        """Start before the hello."""
+        self.address = address  # host and port
+        self.session: Any = None  # free for the service
+        self.role: int | None = None  # `Role` of the last successful hello
+        self.run = self.client = ""  # of that hello; empty for a reader
+        self.is_connected = True  # a reply can still reach it
+
+    @property
+    def who(self) -> Hashable:
+        """Equal for all connections of a client; a reader without a name is a client of its own."""
+        return (self.run, self.client) if self.client else self
+
+
+class _SharedFrame:
+    """Counts the users of a frame's buffer; the last release frees it."""
+
+    __slots__ = ("frame", "num_users")
+
+    def __init__(self, frame: Frame[Ticket]) -> None:
+        self.frame = frame
+        self.num_users = 1
+
+    def release(self) -> None:
+        self.num_users -= 1
+        if not self.num_users:
+            self.frame.release()
+            self.frame.grant.release_bytes()
+
+
+class Call:
+    """One request, as a method of the service sees it; made by `Dispatcher`.
+
+    Attributes:
+        peer: The client's connection.
+        method: Name in the IDL.
+        frame: The whole message, uint8, read-only. It and all views into it, such as the request's `binary` fields,
+            are valid until the method returns, or longer with `hold`. A reply must not contain them.
+    """
+
+    __slots__ = ("_shared", "frame", "method", "peer")
+
+    def __init__(self, peer: Peer, method: str, shared: _SharedFrame) -> None:
+        """Use a frame."""
+        self.peer, self.method, self.frame, self._shared = peer, method, shared.frame.data, shared
+
+    def hold(self) -> Callable[[], None]:
+        """Keep the frame's buffer beyond the method's return; its bytes stay in flight.
+
+        Returns:
+            A function that gives the buffer back. Idempotent; call it on the loop's thread.
+        """
+        shared: _SharedFrame | None = self._shared
+        assert shared is not None
+        assert shared.num_users > 0, "hold() after the frame was released"
+        shared.num_users += 1
+
+        def release() -> None:
+            nonlocal shared
+            held, shared = shared, None
+            if held is not None:
+                held.release()
+
+        return release
+
+
+class Service(Protocol):
+    """What a server serves: `disconnected`, and any methods of the IDL, named in snake case.
+
+    A method takes a `Call` and the IDL's request, if there is one, and returns the IDL's reply. It raises a
+    `HeadraceError` to refuse. Methods of one connection start in the order of its requests, and keep that order up to
+    their first `await` that waits. A method runs on when its peer is gone.
+    """
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        """Return the IDL's `HelloReply`."""
+
+    def disconnected(self, peer: Peer) -> None:
+        """Handle the end of a connection; some of its requests may still be running."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    name: str
+    args: type[Any]
+    result: type[Any]
+    has_request: bool
+    handler: Callable[..., Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Request:
+    """A decoded request."""
+
+    name: str  # of the method, as the peer called it
+    seqid: int  # the reply must carry it
+    method: _Method | None  # None if there is no such method
+    argument: Any  # the method's request struct, or None
+    call: Call  # for the service
+
+    def release(self) -> None:
+        """Free the request's buffer, unless the service holds it. Call it once, when the method has returned."""
+        self.call._shared.release()
+
+
+class Dispatcher:
+    """Decodes requests, checks access, runs the service, encodes replies."""
+
+    def __init__(
+        self, service: Service, *, access: AccessPolicy, stats: ServerStats, refusals: WarningThrottle
+    ) -> None:
+        """Serve the methods of the IDL that `service` has."""
+        self.service, self._access, self._stats, self._refusals = service, access, stats, refusals
+        self._methods = {method.name: method for method in _methods_of(service)}
+
+    def decode(self, peer: Peer, frame: Frame[Ticket]) -> Request:
+        """Return the request in a frame; the dispatcher owns the frame from now on.
+
+        Raises:
+            ProtocolError: The frame is no request; it has been released.
+        """
+        shared = _SharedFrame(frame)
+        try:
+            header = _decode_call(frame.data)
+            method = self._methods.get(header.name)
+            call = Call(peer, header.name, shared)
+            if method is None:
+                return Request(header.name, header.seqid, None, None, call)
+            args = decode_struct(method.args, frame.data, header.body_offset)
+            argument = args.request if method.has_request else None
+            if method.has_request and argument is None:
+                raise ProtocolError(f"{header.name} without its request")
+        except BaseException:
+            shared.release()
+            raise
+        return Request(header.name, header.seqid, method, argument, call)
+
+    async def run(self, request: Request) -> list[Segment]:
+        """Return the reply to a request, whatever the service does.
+
+        Cancellation: passed on to the service's method.
+        """
+        method = request.method
+        self._stats.num_requests += 1
+        if method is None:
+            return _unknown_method(request.name, request.seqid)
+        try:
+            success = await self._call(method, request)
+            return encode_message(method.name, REPLY, request.seqid, method.result(success=success))
+        except ProtocolError as exc:  # the service returned something that cannot be encoded
+            error: HeadraceError = self._internal(request, exc)
+        except HeadraceError as exc:
+            self._count(request.call.peer, method.name, exc)
+            error = exc
+        except Exception as exc:
+            error = self._internal(request, exc)
+        return self.encode_error(method.name, request.seqid, error)
+
+    def refuse(self, peer: Peer, head: memoryview, error: HeadraceError) -> list[Segment]:
+        """Return an error reply to a request that is not read, given the frame's `head` of at least its header.
+
+        Raises:
+            ProtocolError: The frame is no request.
+        """
+        header = _decode_call(head)
+        self._count(peer, header.name, error)
+        return self.encode_error(header.name, header.seqid, error)
+
+    def encode_error(self, name: str, seqid: int, error: HeadraceError) -> list[Segment]:
+        """Return a reply that reports an error."""
+        method = self._methods.get(name)
+        if method is None:
+            return _unknown_method(name, seqid)
+        return encode_message(name, REPLY, seqid, method.result(error=error_to_idl(error)))
+
+    async def _call(self, method: _Method, request: Request) -> Any:
+        peer, argument = request.call.peer, request.argument
+        self._access.check_call(peer.role, method.name)
+        if method.name == "hello":
+            self._access.check_hello(argument.role, argument.token)
+            argument.token = None  # no longer needed, and must not reach a log
+        success = await method.handler(request.call, *([argument] if method.has_request else []))
+        if method.name == "hello":
+            peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
+        return success
+
+    def _internal(self, request: Request, exc: Exception) -> HeadraceError:
+        self._stats.num_failed += 1
+        _log.error("%s from %s failed", request.name, request.call.peer.address, exc_info=exc)
+        return HeadraceError(f"{request.name} failed inside the server: {type(exc).__name__}; its log says more")
+
+    def _count(self, peer: Peer, name: str, error: HeadraceError) -> None:
+        if isinstance(error, UnauthorizedError):
+            self._stats.num_unauthorized += 1
+            self._refusals.warn("unauthorized", peer.address, error)
+        elif isinstance(error, OverloadedError):
+            self._stats.num_overloaded += 1
+            self._refusals.warn("overloaded", peer.address, f"{name}: {error}")
+        elif isinstance(error, StorageError):
+            # A failed read does not stop the shard, but operators must learn of it as well as readers.
+            self._stats.num_storage += 1
+            self._refusals.warn("storage", peer.address, f"{name}: {error}")
+
+
+def handler_name(method: str) -> str:
+    """Return the `Service` method of an IDL method."""
+    return re.sub("[A-Z]", lambda match: "_" + match[0].lower(), method)
+
+
+def _methods_of(service: Service) -> list[_Method]:
+    methods = []
+    for name in idl.ParameterServer.thrift_services:
+        handler = getattr(service, handler_name(name), None)
+        if handler is not None:
+            args = getattr(idl.ParameterServer, f"{name}_args")
+            result = getattr(idl.ParameterServer, f"{name}_result")
+            methods.append(_Method(name, args, result, bool(args.thrift_spec), handler))
+    return methods
+
+
+def _decode_call(frame: memoryview) -> MessageHeader:
+    header = decode_header(frame)
+    if header.kind != CALL:
+        raise ProtocolError(f"a message of kind {header.kind} where a call was expected")
+    return header
+
+
+def _unknown_method(name: str, seqid: int) -> list[Segment]:
+    error = TApplicationException(TApplicationException.UNKNOWN_METHOD, f"there is no method {name!r}")
+    return encode_message(name, EXCEPTION, seqid, error)

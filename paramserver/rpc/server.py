@@ -1,0 +1,247 @@
+"""A Thrift server (framed transport, strict binary protocol) with many connections on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Iterable
+from typing import Any
+
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.admission import Admission, ServerLimits
+from headrace.paramserver.rpc.buffer_pool import BufferPool
+from headrace.paramserver.rpc.connection import Connection, ServerContext
+from headrace.paramserver.rpc.dispatch import Call, Dispatcher, Peer, ServerStats, Service
+from headrace.paramserver.rpc.security import AccessPolicy
+from headrace.paramserver.rpc.sockets import keep_alive
+from headrace.paramserver.system.log_lines import WarningThrottle
+from headrace.schemas.errors import OverloadedError
+
+__all__ = ["Call", "Peer", "ServerStats", "Service", "ThriftServer"]
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_HANDSHAKE_TIMEOUT_S = 10.0
+_NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # OpenSSL's name for it
+# This many connections over the limit still get an error reply; those beyond are closed at once.
+_NUM_REFUSALS = 64
+# No file descriptor or memory for another connection: wait for one to close.
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_EXHAUSTED_PAUSE_S = 0.2
+_ACCEPTS_A_TURN = 64
+_CANCEL_S = 1.0  # to wait for cancelled requests once everything else is closed
+
+
+class ThriftServer:
+    """Serves one `Service`.
+
+    Thread: the loop's.
+
+    Attributes:
+        stats: Counters since the start.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        limits: ServerLimits,
+        ssl_context: ssl.SSLContext | None = None,
+        access: AccessPolicy | None = None,
+        pool: BufferPool | None = None,
+    ) -> None:
+        """Create a server that does not listen yet.
+
+        Without `access` it admits everybody who can connect; without `pool` it creates one for its `limits`.
+        """
+        self.stats = ServerStats()
+        refusals = WarningThrottle(_log)
+        if pool is None:
+            pool = BufferPool(max_buffer_bytes=limits.max_frame_bytes, max_idle_bytes=limits.max_idle_buffer_bytes)
+        access = access or AccessPolicy()
+        self._limits = limits
+        self._ssl_context = ssl_context
+        self._context = ServerContext(
+            limits=limits,
+            dispatcher=Dispatcher(service, access=access, stats=self.stats, refusals=refusals),
+            clients=_clients_admission(limits),
+            strangers=_strangers_admission(limits, pool),
+            pool=pool,
+            stats=self.stats,
+            refusals=refusals,
+        )
+        self._sock: socket.socket | None = None
+        self._accepting_again: asyncio.TimerHandle | None = None
+        self._arriving: set[asyncio.Task[None]] = set()  # accepted, but still in the TLS handshake
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self._context.connections)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of requests in flight and of unwritten replies."""
+        context = self._context
+        return sum(a.size_bytes + a.reply_bytes for a in (context.clients, context.strangers))
+
+    @property
+    def inflight_requests(self) -> int:
+        """Requests that are running or being read."""
+        return self._context.clients.num_requests + self._context.strangers.num_requests
+
+    @property
+    def num_refused(self) -> int:
+        """Requests and connections refused since the start, for any reason."""
+        stats = self.stats
+        num_requests = stats.num_overloaded + stats.num_unauthorized + stats.num_storage
+        return num_requests + stats.num_connections_refused + stats.num_malformed + stats.num_timed_out
+
+    async def start(self, sock: socket.socket) -> None:
+        """Accept connections on a bound TCP socket, which the server closes. Cancellation: none, it does not wait.
+
+        Raises:
+            OSError: The socket cannot listen.
+        """
+        assert self._sock is None, "start() twice"
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._sock = sock
+        asyncio.get_running_loop().add_reader(sock, self._accept, sock)
+
+    async def close(self, *, drain_s: float) -> None:
+        """Stop accepting, answer requests in flight, refuse new ones as unavailable, then close every connection.
+
+        Unanswered requests are cancelled after `drain_s` seconds; only the first call's value counts.
+
+        Cancellation: closing goes on without the caller; another `close` waits for it.
+        """
+        if self._closing is None:
+            for connection in list(self._context.connections):
+                connection.begin_drain()
+            self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> None:
+        loop, context = asyncio.get_running_loop(), self._context
+        deadline_s = loop.time() + drain_s
+        if self._accepting_again is not None:
+            self._accepting_again.cancel()
+        if self._sock is not None:
+            loop.remove_reader(self._sock)
+            self._sock.close()
+        arriving = list(self._arriving)
+        for task in arriving:
+            task.cancel()
+        if arriving:
+            await asyncio.wait(arriving)
+        for connection in list(context.connections):
+            connection.begin_drain()  # those that arrived in the meantime
+        await _wait_all(context.tasks, deadline_s - loop.time())
+        for connection in list(context.connections):
+            connection.finish()
+        await _wait_all([c.closed for c in context.connections], deadline_s - loop.time())
+        unfinished = list(context.tasks)
+        if unfinished:
+            _log.warning("closing with %d requests unanswered after %g s", len(unfinished), drain_s)
+        for task in unfinished:
+            task.cancel()
+        connections = list(context.connections)
+        for connection in connections:
+            connection.abort()
+        await _wait_all([*unfinished, *(c.closed for c in connections)], _CANCEL_S)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept waiting connections, but few enough at once that existing ones need not wait."""
+        # Not `sock_accept`: cancelled at the wrong moment, it loses a connection that it has just accepted.
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                if exc.errno in _EXHAUSTED:
+                    self._context.refusals.warn("exhausted", "listener", exc)
+                    loop.remove_reader(listener)
+                    self._accepting_again = loop.call_later(
+                        _EXHAUSTED_PAUSE_S, loop.add_reader, listener, self._accept, listener
+                    )
+                    return
+                continue  # an error of the connection that was to be accepted
+            sock.setblocking(False)
+            # On a dual-stack socket, IPv4 clients have mapped addresses; people know the plain ones.
+            host, port = address[0].removeprefix("::ffff:"), address[1]
+            task = loop.create_task(self._welcome(sock, format_address(host, port)))
+            self._arriving.add(task)
+            task.add_done_callback(functools.partial(self._arrived, sock))
+
+    def _arrived(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._arriving.discard(task)
+        if task.cancelled():
+            sock.close()  # a task cancelled before its first line has not closed it
+
+    async def _welcome(self, sock: socket.socket, address: str) -> None:
+        """Turn an accepted socket into a connection, or refuse it."""
+        limit = self._limits.max_connections
+        num_others = self.num_connections + len(self._arriving) - 1
+        refusal = None
+        if num_others >= limit:
+            self.stats.num_connections_refused += 1
+            problem = f"this server has {limit} connections, its limit"
+            refusal = OverloadedError(problem, retry_after_s=self._limits.retry_after_s)
+            self._context.refusals.warn("connection refused", address, refusal)
+            if num_others >= limit + _NUM_REFUSALS:
+                sock.close()
+                return
+        try:
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(sock.close)
+                keep_alive(sock)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: Connection(self._context, Peer(address), refusal),
+                    sock,
+                    ssl=self._ssl_context,
+                    ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S if self._ssl_context else None,
+                )
+                on_failure.pop_all()
+        except (OSError, TimeoutError) as exc:  # ssl.SSLError is an OSError
+            if isinstance(exc, ssl.SSLCertVerificationError) or getattr(exc, "reason", None) == _NO_CERTIFICATE:
+                self.stats.num_unauthorized += 1
+                self._context.refusals.warn("unauthorized", address, f"TLS: {exc}")
+            else:
+                self.stats.num_malformed += 1
+                why = str(exc) or "the client hung up"
+                self._context.refusals.warn("malformed", address, f"TLS handshake: {why}")
+
+
+def _clients_admission(limits: ServerLimits) -> Admission:
+    return Admission(
+        max_requests=limits.max_inflight_requests,
+        max_bytes=limits.max_inflight_bytes,
+        max_account_requests=limits.max_client_requests,
+        max_account_bytes=limits.max_client_bytes,
+    )
+
+
+def _strangers_admission(limits: ServerLimits, pool: BufferPool) -> Admission:
+    longest = pool.capacity_of(min(limits.max_hello_bytes, limits.max_frame_bytes))
+    return Admission(
+        max_requests=limits.max_inflight_requests,
+        max_bytes=max(limits.max_stranger_bytes, longest),
+        max_account_requests=limits.max_client_requests,
+        max_account_bytes=longest,
+    )
+
+
+async def _wait_all(futures: Iterable[asyncio.Future[Any]], timeout_s: float) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=max(timeout_s, 0))

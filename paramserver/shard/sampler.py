@@ -1,0 +1,350 @@
+"""Sample a shard's figures by polling, so that the update path keeps no counters for it.
+
+A look every quarter of a second notes what cannot be found out later: how long the store has lacked a record, and how
+long syncs took. Everything else is read when somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import dataclasses
+import itertools
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.expiry.expirer import Expirer
+from headrace.paramserver.ingest.feed import UpdateFeed
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.interface import LogMetrics, UpdateLog
+from headrace.paramserver.log.sessions import Session
+from headrace.paramserver.observe.sample import (
+    CacheSample,
+    ExpirySample,
+    HistogramSample,
+    ShardDetail,
+    ShardSample,
+    SnapshotSample,
+    TableSample,
+    WriterSample,
+)
+from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.store.applier import Applier
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.system.event_loop import LoopProbe, background_task
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.idl import idl, spec_to_idl
+
+__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardParts", "ShardSampler", "block_cache_of"]
+
+_LOOK_INTERVAL_S = 0.25
+# Positions remembered; beyond that, the last one stands for those that follow.
+_MAX_TARGETS = 256
+# From 0.1 ms to 6.6 s by doubling: from a fast disk to one in trouble.
+_FSYNC_BOUNDS_S = tuple(1e-4 * 2**i for i in range(17))
+# The store holds rows back for up to two seconds by design, so shorter bounds would show nothing.
+_APPLY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+# Counting rows walks RocksDB's list of all its files.
+_ROWS_MAX_AGE_S = 10.0
+# Disconnected writers of older epochs: each costs two time series and a line of the status page.
+_MAX_PAST_WRITERS = 256
+_REFUSAL_REASONS = ("overloaded", "unauthorized", "malformed", "timed_out", "storage")
+_CACHE_COUNTS = re.compile(r"^rocksdb\.block\.cache\.(hit|miss) COUNT : (\d+)$", re.MULTILINE)
+
+
+class DurationCounts:
+    """Counts durations by length. Not thread-safe."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        """Start at zero, with bounds as in `HistogramSample`."""
+        self._bounds_s, self._counts, self._sum_s = bounds_s, [0] * (len(bounds_s) + 1), 0.0
+
+    def add(self, duration_s: float, times: int = 1) -> None:
+        """Count a duration; one that equals a bound is within it."""
+        self._counts[bisect.bisect_left(self._bounds_s, duration_s)] += times
+        self._sum_s += duration_s * times
+
+    def sample(self) -> HistogramSample:
+        """Return the counts so far."""
+        return HistogramSample(bounds_s=self._bounds_s, counts=tuple(self._counts), sum_s=self._sum_s)
+
+
+class FsyncTimes:
+    """A histogram of a log's syncs: exact, but syncs that the log has forgotten since a look get remembered lengths."""
+
+    def __init__(self) -> None:
+        self._durations, self._num_seen, self._sum_s = DurationCounts(_FSYNC_BOUNDS_S), 0, 0.0
+
+    def look(self, metrics: LogMetrics) -> None:
+        """Count the syncs since the last look."""
+        self._sum_s = metrics.fsync_s
+        num_new, self._num_seen = metrics.num_fsyncs - self._num_seen, metrics.num_fsyncs
+        recent = list(metrics.recent_fsync_s)
+        recent = recent[max(len(recent) - num_new, 0) :]
+        if not recent:
+            return
+        # Spread the forgotten syncs evenly over the remembered ones.
+        rounds, rest = divmod(num_new, len(recent))
+        for i, duration_s in enumerate(recent):
+            self._durations.add(duration_s, rounds + (i < rest))
+
+    def sample(self) -> HistogramSample:
+        """Return the counts so far."""
+        # The log's own sum includes the syncs that it no longer remembers one by one.
+        return dataclasses.replace(self._durations.sample(), sum_s=self._sum_s)
+
+
+class ApplyLag:
+    """Measures how long the store has lacked durable records, and how long each look's records took to reach it."""
+
+    def __init__(self) -> None:
+        self._targets: deque[tuple[int, float]] = deque()
+        self.delay = DurationCounts(_APPLY_BOUNDS_S)
+
+    def look(self, log_seq: int, applied_seq: int, now_s: float) -> float:
+        """Return how long the oldest durable record that is not in the store has been known, seconds; 0 without one."""
+        targets = self._targets
+        while targets and targets[0][0] <= applied_seq:
+            self.delay.add(now_s - targets.popleft()[1])
+        newest = targets[-1][0] if targets else applied_seq
+        if log_seq > newest:
+            if len(targets) < _MAX_TARGETS:
+                targets.append((log_seq, now_s))
+            else:
+                targets[-1] = (log_seq, targets[-1][1])
+        return now_s - targets[0][1] if targets else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardParts:
+    """The parts that make up an open shard."""
+
+    config: ShardConfig
+    log: UpdateLog
+    store: RowStore
+    applier: Applier
+    ingest: Ingest
+    feed: UpdateFeed
+    retention: LogRetention
+    snapshots: SnapshotFiles
+    expirer: Expirer
+    probe: LoopProbe
+
+
+class ShardSampler:
+    """Makes samples and status replies of a shard; `server` has its connections, once it serves.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(self, parts: ShardParts, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """Read the figures of `parts`; `clock_s` is monotonic."""
+        self.server: ThriftServer | None = None
+        self._parts, self._clock_s = parts, clock_s
+        self._started_s = clock_s()
+        self._lag, self._fsync = ApplyLag(), FsyncTimes()
+        self._rows: dict[int, int] = {}
+        self._rows_at_s = float("-inf")
+
+    def looking(self) -> AbstractAsyncContextManager[object]:
+        """Look every quarter of a second while the block lasts; samples need it, status replies do not."""
+        return background_task(self._keep_looking(), name="headrace-metrics-look")
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def _look(self) -> float:
+        """Note what cannot be found out later; return the lag of applying, seconds."""
+        self._fsync.look(self._parts.log.metrics)
+        return self._lag.look(self._parts.log.last_seq, self._parts.applier.applied_seq, self._clock_s())
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the fields that a sample and a status reply have in common."""
+        parts, server = self._parts, self.server
+        return {
+            "server_id": parts.config.server_id,
+            "shard": parts.config.shard,
+            "num_shards": parts.config.num_shards,
+            "version": metadata.version("headrace"),
+            "pid": os.getpid(),
+            "uptime_s": self._clock_s() - self._started_s,
+            "log_seq": parts.log.last_seq,
+            "applied_seq": parts.applier.applied_seq,
+            "inflight_bytes": server.inflight_bytes if server else 0,
+            "num_connections": server.num_connections if server else 0,
+            "num_refused": server.num_refused if server else 0,
+            "num_rows_written": parts.ingest.num_rows_written,
+        }
+
+    async def status(self) -> Any:
+        """Return the shard's `idl.StatusReply`, with all writers and fresh row counts. Cancellation: harmless."""
+        ingest, tables = self._parts.ingest, list(self._parts.ingest.catalog)
+        num_rows = await asyncio.to_thread(_count_rows, self._parts.store, tables)
+        return idl.StatusReply(
+            **self._figures(),
+            tables=[_table_status(table, estimate) for table, estimate in zip(tables, num_rows, strict=True)],
+            clients=[_client_status(session) for session in ingest.sessions],
+            accepted_seq=ingest.accepted_seq,
+            worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
+            expiry=self._parts.expirer.status(),
+        )
+
+    async def sample(self) -> ShardSample:
+        """Return the shard's sample; row counts may be ten seconds old. REQUIRES: `server` is set.
+
+        Raises:
+            HeadraceError, OSError: The store, or the system, cannot be asked.
+
+        Cancellation: harmless.
+        """
+        parts = self._parts
+        tables = list(parts.ingest.catalog)
+        # In threads: RocksDB's lists of files, the file system and the snapshots may be slow.
+        now_s = self._clock_s()
+        if now_s - self._rows_at_s >= _ROWS_MAX_AGE_S or any(t.table_id not in self._rows for t in tables):
+            rows = await asyncio.to_thread(_count_rows, parts.store, tables)
+            self._rows = {table.table_id: num_rows for table, num_rows in zip(tables, rows, strict=True)}
+            self._rows_at_s = now_s
+        slow = await asyncio.to_thread(_slow_figures, parts)
+        lag_s = self._look()
+        return ShardSample(
+            **self._figures(),
+            worst_loop_pause_s=parts.probe.worst_pause_s,
+            tables=tuple(TableSample(table.spec, self._rows.get(table.table_id, 0)) for table in tables),
+            writers=_writers_of(parts.ingest),
+            expiry=ExpirySample(**vars(parts.expirer.status())),
+            detail=self._detail(lag_s, slow),
+        )
+
+    def _detail(self, lag_s: float, slow: dict[str, Any]) -> ShardDetail:
+        parts, server = self._parts, self.server
+        assert server is not None, "samples are made of a shard that serves"
+        log, stats = parts.log, server.stats
+        return ShardDetail(
+            apply_lag_s=lag_s,
+            apply_delay=self._lag.delay.sample(),
+            fsync=self._fsync.sample(),
+            refused={
+                "connections": stats.num_connections_refused,
+                **{reason: getattr(stats, f"num_{reason}") for reason in _REFUSAL_REASONS},
+            },
+            num_requests=stats.num_requests,
+            num_failed=stats.num_failed,
+            inflight_requests=server.inflight_requests,
+            log_first_seq=log.first_seq,
+            log_size_bytes=log.size_bytes,
+            log_pending_bytes=log.pending_bytes,
+            backlog_bytes=parts.applier.pending_bytes,
+            num_log_records=log.metrics.num_records,
+            log_written_bytes=log.metrics.written_bytes,
+            num_followers=len(parts.feed.followers),
+            num_holds_broken=parts.retention.num_broken,
+            cpu_s=time.process_time(),
+            **slow,
+        )
+
+
+def _table_status(table: Table, num_rows_estimate: int) -> Any:
+    scalars = [
+        idl.StoredScalar(
+            scalar=idl.TableScalar(name=scalar.name, dtype=int(scalar.dtype), data=scalar.data),
+            epoch=scalar.epoch,
+            step=scalar.step,
+        )
+        for scalar in table.scalars.values()
+    ]
+    return idl.TableStatus(spec=spec_to_idl(table.spec), num_rows_estimate=num_rows_estimate, scalars=scalars)
+
+
+def _client_status(session: Session) -> Any:
+    return idl.ClientStatus(
+        **_writer(session),
+        last_client_seq=session.last_client_seq,
+        exact_step=session.exact_step,
+        ended_client_seq=session.ended_client_seq,
+        time_us=session.time_us,
+    )
+
+
+def _writer(session: Session) -> dict[str, Any]:
+    fields = {name: getattr(session, name) for name in ("run", "client", "epoch", "step", "rank", "world_size")}
+    return {**fields, "is_connected": session.num_connections > 0}
+
+
+def _writers_of(ingest: Ingest) -> tuple[WriterSample, ...]:
+    """Return the writers that matter now, in order of first contact: a shard remembers 16,384.
+
+    These are all that are connected, all of the newest epoch, whose absence is a problem, and the last of the others.
+    """
+    sessions = list(ingest.sessions)
+    newest = max((session.epoch for session in sessions), default=0)
+    is_past = [session.num_connections == 0 and session.epoch != newest for session in sessions]
+    num_dropped = max(sum(is_past) - _MAX_PAST_WRITERS, 0)
+    num_past = itertools.accumulate(is_past)
+    return tuple(
+        WriterSample(**_writer(session))
+        for session, past, count in zip(sessions, is_past, num_past, strict=True)
+        if not past or count > num_dropped
+    )
+
+
+def _count_rows(store: RowStore, tables: Sequence[Table]) -> list[int]:
+    """Return about how many rows each table has on a shard. It walks all of RocksDB's files: use a thread."""
+    estimates = store.num_rows_estimates([table.table_id for table in tables])
+    return [min(estimate, table.spec.num_rows or estimate) for estimate, table in zip(estimates, tables, strict=True)]
+
+
+def _slow_figures(parts: ShardParts) -> dict[str, Any]:
+    """Return the fields of a `ShardDetail` that must not be read on the event loop."""
+    files = os.statvfs(parts.config.directory)
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        resident_pages = int(statm.read().split()[1])
+    return {
+        "store_bytes": _number(parts.store, "rocksdb.total-sst-files-size"),
+        "compaction_bytes": _number(parts.store, "rocksdb.estimate-pending-compaction-bytes"),
+        "cache": block_cache_of(parts.store),
+        "memory_bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        "num_open_files": len(os.listdir("/proc/self/fd")),
+        "disk_free_bytes": files.f_bavail * files.f_frsize,
+        "disk_bytes": files.f_blocks * files.f_frsize,
+        "snapshot": _newest_snapshot(parts),
+    }
+
+
+def _number(store: RowStore, name: str) -> int:
+    return int(store.rocksdb_property(name) or 0)
+
+
+def block_cache_of(store: RowStore) -> CacheSample:
+    """Return the size of the block cache, and its hits and misses."""
+    counts = dict(_CACHE_COUNTS.findall(store.rocksdb_property("rocksdb.options-statistics")))
+    return CacheSample(
+        capacity_bytes=_number(store, "rocksdb.block-cache-capacity"),
+        used_bytes=_number(store, "rocksdb.block-cache-usage"),
+        hits=int(counts["hit"]),
+        misses=int(counts["miss"]),
+    )
+
+
+def _newest_snapshot(parts: ShardParts) -> SnapshotSample | None:
+    try:
+        newest = parts.snapshots.newest(parts.config.server_id)
+    except HeadraceError:  # retention logs it; the absent metric shows it here
+        return None
+    if newest is None:
+        return None
+    fields = dataclasses.fields(SnapshotSample)
+    return SnapshotSample(**{field.name: getattr(newest, field.name) for field in fields})

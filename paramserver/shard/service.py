@@ -1,0 +1,354 @@
+"""The Thrift methods of one shard, and how its parts are opened and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.config.server_settings import ShardConfig
+from headrace.paramserver.expiry.expirer import Expirer
+from headrace.paramserver.expiry.policy import ExpiryRules
+from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
+from headrace.paramserver.ingest.digests import Digester
+from headrace.paramserver.ingest.feed import UpdateFeed
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import UpdateLogConfig
+from headrace.paramserver.log.sessions import Session
+from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
+from headrace.paramserver.rpc.admission import ServerLimits
+from headrace.paramserver.rpc.server import Call, Peer
+from headrace.paramserver.shard.retention import LogRetention
+from headrace.paramserver.shard.sampler import ShardParts, ShardSampler
+from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.snapshots.maker import SnapshotMaker
+from headrace.paramserver.store.applier import Applier, ApplierConfig
+from headrace.paramserver.store.catalog import Table
+from headrace.paramserver.store.deltas import decode_identities, decode_row_ids
+from headrace.paramserver.store.identity_index import index_in_thread
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.row_reader import RowsRead
+from headrace.paramserver.store.rows import RowStore
+from headrace.paramserver.system.event_loop import LoopProbe, lower_thread_priority
+from headrace.paramserver.system.limits import files_for_store
+from headrace.paramserver.system.log_lines import fact
+from headrace.paramserver.system.tracing import span
+from headrace.schemas.errors import (
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    ProtocolMismatchError,
+    RequestError,
+    UnauthorizedError,
+)
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["Shard", "limits_of", "open_shard"]
+
+_log = logging.getLogger(__name__)
+
+# How long the applier holds rows back to write more at once. Neither acks nor reads wait for it.
+_HOLD_S = 2.0
+# Part of the backlog in one window: while one is written, the next gathers, and there is room for more.
+_WINDOW_PART = 3
+_SNAPSHOT_CHUNK_BYTES = 8 << 20
+_FOUND_BYTES = 3 * 8  # row id, epoch and step of an identity
+_ROW_ID_BYTES = 8
+# RocksDB fills one while it writes up to two others out.
+_NUM_MEMTABLES = 3
+
+
+class Shard:
+    """The service of one shard, made by `open_shard`. Cancelled reads, scans and long polls leave nothing behind.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(self, parts: ShardParts) -> None:
+        """Serve an open log and store."""
+        config = parts.config
+        self.expirer, self.feed, self.log, self.store = parts.expirer, parts.feed, parts.log, parts.store
+        self.sampler = ShardSampler(parts)
+        self._config = config
+        self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
+        self._snapshots = parts.snapshots
+        leases = parts.retention.snapshot_leases
+        self._snapshot_maker = SnapshotMaker(
+            parts.log, parts.ingest, parts.applier, parts.store, parts.snapshots, leases, config.server_id, config.shard
+        )
+        self._digester = Digester(parts.ingest, parts.applier, parts.store)
+
+    async def wait_failed(self) -> HeadraceError:
+        """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
+        waiting = [
+            asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
+            for part in (self._ingest, self.log, self._applier, self._retention)
+        ]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def applied(self) -> None:
+        """Wait until every row that can be read is in RocksDB; raises the error if applying fails."""
+        await self._applier.wait_applied(self._ingest.submitted_seq)
+
+    async def hello(self, call: Call, request: Any) -> Any:
+        """Register tables, open or resume a writer's session, and return what a client must know; safe to repeat."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            theirs = request.protocol_version
+            raise ProtocolMismatchError(f"this server speaks protocol version {PROTOCOL_VERSION}, the client {theirs}")
+        last_client_seq = 0
+        if request.role != idl.Role.READER and request.epoch:
+            specs = [spec_from_idl(spec) for spec in request.tables]
+            session, last_client_seq = await self._ingest.open_session(
+                request.run,
+                request.client,
+                request.epoch,
+                request.rank,
+                request.world_size,
+                specs,
+                claims_epoch=bool(request.claims_epoch),
+            )
+            self._bind(call.peer, session)
+        config = self._config
+        return idl.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_id=config.server_id,
+            shard=config.shard,
+            shards=[idl.ShardAddress(shard=n, host=host, port=port) for n, (host, port) in enumerate(config.addresses)],
+            limits=limits_of(config).to_idl(),
+            highest_epoch=self._ingest.sessions.highest_epoch,
+            last_client_seq=last_client_seq,
+            tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
+        )
+
+    async def set_embeddings(self, call: Call, request: Any) -> Any:
+        """Write a batch; the reply means that it is durable. Cancelled, it takes effect whole or not at all."""
+        if call.peer.session is None:
+            raise UnauthorizedError("this connection has not said hello as a writer")
+        with span("headrace.setEmbeddings", shard=self._config.shard, frame_bytes=call.frame.nbytes):
+            seq, is_duplicate = await self._ingest.write(request, call.frame, call.hold)
+        return idl.SetEmbeddingsReply(seq=seq, is_duplicate=is_duplicate)
+
+    async def get_embeddings(self, call: Call, request: Any) -> Any:
+        """Return rows as of all acked batches, applied or not."""
+        with_states, with_versions = request.with_states, request.with_versions
+        parts = [request, *(request.more or ())]
+        if len(parts) > MAX_TABLES_READ:
+            raise RequestError(f"rows of {len(parts)} tables with one request: ask for at most {MAX_TABLES_READ}")
+        _check_number(sum(len(part.row_ids) for part in parts) // _ROW_ID_BYTES)
+        wanted, reply_bytes = [], 0
+        for part in parts:
+            table = self._ingest.catalog.find(part.fqn)
+            row_ids = decode_row_ids(table, part.row_ids)
+            row_bytes = RowQuery(spec=table.spec, with_states=with_states, with_versions=with_versions).row_bytes
+            self._check_reply(table, row_ids.size, row_bytes, others_bytes=reply_bytes)
+            reply_bytes += row_ids.size * row_bytes
+            wanted.append((table.table_id, table.spec, row_ids))
+        found = await self._applier.read_many(wanted, asker=call.peer)
+        first, *more = [
+            _row_columns(spec, rows, with_states, with_versions)
+            for (_, spec, _), rows in zip(wanted, found, strict=True)
+        ]
+        reply = idl.GetEmbeddingsReply(**first, seq=found[0].seq)
+        if request.more is not None:
+            reply.more = [idl.RowsFound(**columns) for columns in more]
+        return reply
+
+    async def find_rows(self, call: Call, request: Any) -> Any:
+        """Return the rows that have identities, as of all acked batches, applied or not."""
+        table = self._ingest.catalog.find(request.fqn)
+        identities = decode_identities(table, request.identities)
+        _check_number(identities.size)
+        self._check_reply(table, identities.size, _FOUND_BYTES)
+        found = await self._applier.find(table.table_id, table.spec, identities, asker=call.peer)
+        return idl.FindRowsReply(row_ids=found.row_ids, seq=found.seq, epochs=found.epochs, steps=found.steps)
+
+    async def fetch_updates(self, call: Call, request: Any) -> Any:
+        """Wait for durable records of the update log and return them."""
+        with span("headrace.fetchUpdates", shard=self._config.shard, from_seq=request.from_seq):
+            return await self.feed.fetch(request)
+
+    async def digest_rows(self, call: Call, request: Any) -> Any:
+        """Add up digests of rows as of all acked batches. Cancelled, the scan ends on its own."""
+        return await self._digester.digest(request)
+
+    async def expire_rows(self, call: Call, request: Any) -> Any:
+        """Start deleting rows by policy, or return the progress. Cancelled, the expiry run goes on."""
+        return await self.expirer.expire_rows(request)
+
+    async def create_snapshot(self, call: Call, request: Any) -> Any:
+        """Make this shard's part of a snapshot. Cancelled, the part stays until it is discarded."""
+        part = await self._snapshot_maker.create(request, is_wanted=lambda: call.peer.is_connected)
+        return idl.CreateSnapshotReply(part=part.encode())
+
+    async def finish_snapshot(self, call: Call, request: Any) -> Any:
+        """Publish a snapshot of all shards, discard it, or remove a published one; atomic, and safe to repeat."""
+        if request.removes:
+            await asyncio.to_thread(self._snapshots.remove, request.name)
+        elif request.manifest is None:
+            await asyncio.to_thread(self._snapshots.discard, request.name)
+            self._snapshot_maker.release_log(request.name)
+        else:
+            try:
+                manifest = SnapshotManifest.decode(request.manifest.encode())
+            except CorruptionError as exc:  # damaged on its way here, not on our disk
+                raise RequestError(str(exc)) from exc
+            if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
+                raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
+            await asyncio.to_thread(self._snapshots.publish, manifest)
+            fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
+        return idl.FinishSnapshotReply(name=request.name)
+
+    async def fetch_snapshot(self, call: Call, request: Any) -> Any:
+        """Read a piece of a published snapshot."""
+        if request.offset < 0 or request.max_bytes < 1:
+            raise RequestError(f"{request.max_bytes} bytes from {request.offset} on: out of range")
+        return await asyncio.to_thread(self._read_snapshot, request)
+
+    def _read_snapshot(self, request: Any) -> Any:
+        name = request.name
+        if not name:
+            newest = self._snapshots.newest(self._config.server_id)
+            if newest is None:
+                raise GoneError("this server has no snapshot yet")
+            name = newest.name
+        max_bytes = min(request.max_bytes, self._config.max_frame_bytes // 2, _SNAPSHOT_CHUNK_BYTES)
+        data, size_bytes = self._snapshots.read(name, request.path, request.offset, max_bytes)
+        return idl.FetchSnapshotReply(name=name, data=data, size_bytes=size_bytes)
+
+    def begin_drain(self) -> None:
+        """End requests that wait for an event or would take long; idempotent."""
+        self.feed.stop()
+        self._snapshot_maker.stop()
+
+    async def status(self, call: Call) -> Any:
+        """Return the shard's `idl.StatusReply`."""
+        return await self.sampler.status()
+
+    def disconnected(self, peer: Peer) -> None:
+        """Detach the writer's session from a connection that has ended."""
+        if isinstance(peer.session, Session):
+            peer.session.num_connections -= 1
+            peer.session = None
+
+    def _check_reply(self, table: Table, num_rows: int, row_bytes: int, *, others_bytes: int = 0) -> None:
+        # Before the reply takes memory.
+        limit = self._config.max_frame_bytes
+        if others_bytes + num_rows * row_bytes > limit:
+            what = f"table {table.spec.fqn!r}: {num_rows} rows of {row_bytes} bytes"
+            raise RequestError(f"{what} do not fit the longest frame, {limit} bytes: ask for less at once")
+
+    def _bind(self, peer: Peer, session: Session) -> None:
+        self.disconnected(peer)
+        if not peer.is_connected:
+            return  # it went while its hello became durable, and `disconnected` will not be called again
+        peer.session = session
+        session.num_connections += 1
+
+
+def _check_number(num_rows: int) -> None:
+    if num_rows > MAX_ROWS_READ:
+        raise RequestError(f"{num_rows} rows with one request: ask for at most {MAX_ROWS_READ} at once")
+
+
+def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versions: bool) -> dict[str, Any]:
+    """Return the columns that a `GetEmbeddingsReply` and a `RowsFound` share."""
+    states = [
+        idl.StateColumn(
+            name=state.name, dtype=int(state.dtype), width=state.width_in(spec.whole), data=rows.states[state.name]
+        )
+        for state in (spec.states if with_states else ())
+    ]
+    columns: dict[str, Any] = {"presence": rows.presence, "weights": rows.weights, "states": states}
+    if with_versions:
+        columns |= {"epochs": rows.epochs, "steps": rows.steps, "times_us": rows.times_us}
+    if spec.has_identities:
+        columns["identities"] = rows.identities
+    return columns
+
+
+def limits_of(config: ShardConfig) -> ServerLimits:
+    """Return the limits of a shard's connections."""
+    return ServerLimits(
+        max_frame_bytes=config.max_frame_bytes,
+        max_client_bytes=config.max_client_bytes,
+        max_client_requests=config.max_client_requests,
+        max_inflight_bytes=config.max_inflight_bytes,
+        max_connections=config.max_connections,
+        idle_timeout_s=config.idle_timeout_s,
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
+    """Open a shard's log and store in an existing directory, replay the log, and serve; on exit drain and close both.
+
+    Cancellation: closes what was opened; nothing acked is lost.
+
+    Raises:
+        CorruptionError: The log or the store is damaged, or they do not belong together.
+        StorageError: The disk failed.
+        ConfigError: The directory is in use or unusable.
+    """
+    log_config = UpdateLogConfig(segment_bytes=config.log_segment_bytes, max_pending_bytes=config.max_log_pending_bytes)
+    memtable_bytes, window_bytes = config.memtable_bytes // _NUM_MEMTABLES, config.max_backlog_bytes // _WINDOW_PART
+    store_config = StoreConfig(
+        block_cache_bytes=config.block_cache_bytes, write_buffer_bytes=memtable_bytes, max_open_files=files_for_store()
+    )
+    applier_config = ApplierConfig(
+        window_bytes=max(window_bytes, 1), hold_s=_HOLD_S, flush_bytes=2 * config.memtable_bytes
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        store = await asyncio.to_thread(_open_store, config.directory / "store", store_config)
+        stack.push_async_callback(asyncio.to_thread, store.close)
+        if num_tables := await index_in_thread(store):
+            fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
+        log = await asyncio.to_thread(FileUpdateLog.open, config.directory / "log", config=log_config)
+        # The log closes before the applier, because it hands it the last durable batches.
+        applier = await stack.enter_async_context(Applier(store, config=applier_config))
+        stack.push_async_callback(log.close)
+        ingest = Ingest(
+            log,
+            applier,
+            store.read_meta(),
+            max_backlog_bytes=config.max_backlog_bytes,
+            reject_non_finite=config.reject_non_finite,
+            shard=config.shard,
+            num_shards=config.num_shards,
+        )
+        started_s = time.monotonic()
+        if num_records := await ingest.recover():
+            fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+        feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
+        retention = await stack.enter_async_context(LogRetention(log, store, feed.followers, config))
+        probe = await stack.enter_async_context(LoopProbe())
+        context = PassContext(
+            ingest=ingest,
+            applier=applier,
+            store=store,
+            writer=TombstoneWriter(ingest),
+            directory=config.directory / "expiry",
+            num_shards=config.num_shards,
+            rows_per_s=config.expiry_rows_per_s,
+        )
+        expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
+        snapshots = SnapshotFiles(config.snapshots_path)
+        yield Shard(ShardParts(config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe))
+
+
+def _open_store(path: Path, config: StoreConfig) -> RowStore:
+    """Open a store in a low-priority thread; RocksDB's compaction threads inherit the priority."""
+    with ThreadPoolExecutor(1, "headrace-open", initializer=lower_thread_priority) as pool:
+        return pool.submit(RowStore.open, path, config=config).result()

@@ -1,0 +1,297 @@
+"""Keep one process per shard running.
+
+The supervisor owns what must outlive a shard process: the listening sockets, so that a restarted shard has the same
+port and connections wait meanwhile; and the directory's lock, which its children share. It never touches data.
+
+It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives up after too many of
+them, or when a child reports that a restart does not help (`EXIT_STORAGE`, `EXIT_CONFIG`). It kills a serving child
+whose event loop has not run for `hang_timeout_s`, and restarts it like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.server_settings import ServerConfig, ShardConfig
+from headrace.paramserver.observe.monitor import ServerMonitor
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.shard.child import SHARD_COMMAND, HangDetector, ShardChild, describe_exit, run_child
+from headrace.paramserver.shard.control_channel import (
+    EXIT_CONFIG,
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_STORAGE,
+    ShardOrder,
+)
+from headrace.paramserver.system.log_lines import fact, resolve_log_format
+from headrace.paramserver.system.ready_file import ReadyFile
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import ConfigError, ProtocolError, StorageError
+
+__all__ = ["Supervisor"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+# Opening takes long if there is much log to replay; log that this often.
+_OPENING_NOTICE_S = 10.0
+# Extra time for a child after its drain, to close log and store.
+_CLOSE_GRACE_S = 5.0
+_PERMANENT = {EXIT_CONFIG: EXIT_ERROR, EXIT_STORAGE: EXIT_STORAGE}
+
+
+class Supervisor:
+    """Runs the shard processes of one server.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        data_dir: DataDir,
+        sockets: Sequence[socket.socket],
+        *,
+        ready_file: ReadyFile | None = None,
+        watch_stdin: bool = False,
+        command: Sequence[str] = SHARD_COMMAND,
+        monitor: ServerMonitor | None = None,
+    ) -> None:
+        """Prepare to run a server in a prepared directory; `command` starts a shard process.
+
+        `sockets` has the listening socket of each shard; `stop` closes them. `ready_file` receives address and process
+        ids whenever all shards are ready. `watch_stdin` stops the server when stdin ends.
+        """
+        self._config, self._data_dir, self._sockets = config, data_dir, sockets
+        self._ready_file, self._monitor = ready_file, monitor
+        self._watch_stdin, self._command = watch_stdin, command
+        self._log_format = resolve_log_format(config.log_format, sys.stderr)
+        self._addresses = tuple((config.client_host, sock.getsockname()[1]) for sock in sockets)
+        self._children: dict[int, ShardChild] = {}
+        self._ready: set[int] = set()
+        self._was_ready, self._num_signals, self._exit_code = False, 0, EXIT_OK
+        self._stopping = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """Address of shard 0, from which a client finds all shards."""
+        return format_address(*self._addresses[0])
+
+    async def run(self) -> int:
+        """Run until SIGTERM, SIGINT or the end of stdin, or until a shard fails for good.
+
+        Returns the exit code: 0 drained, 1 gave up, 3 a shard's storage failed, 130 killed by a second signal.
+        Cancellation: the shard processes are killed.
+        """
+        num_shards = len(self._sockets)
+        fact(_log, logging.INFO, "server starts", shards=num_shards, data=str(self._data_dir.path), pid=os.getpid())
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._signals())
+            if self._ready_file is not None:
+                stack.callback(self._ready_file.remove)
+            if self._monitor is not None:
+                addresses = [format_address(*address) for address in self._addresses]
+                await stack.enter_async_context(self._monitor.serve(addresses))
+                fact(_log, logging.INFO, "metrics are served", address=self._monitor.address)
+            async with asyncio.TaskGroup() as tasks:
+                for shard in range(num_shards):
+                    tasks.create_task(self._keep_running(shard), name=f"shard-{shard}")
+        fact(_log, logging.INFO, "server has stopped", exit_code=self._exit_code)
+        return self._exit_code
+
+    def stop(self, exit_code: int = EXIT_OK) -> None:
+        """Let the shard processes drain, and kill those that are late; the first call sets the result of `run`."""
+        if self._stopping.is_set():
+            return
+        self._exit_code = exit_code
+        self._stopping.set()
+        # New connections are refused now; clients go elsewhere or retry.
+        for sock in self._sockets:
+            sock.close()
+        for child in self._children.values():
+            child.terminate()
+        deadline_s = self._config.drain_s + _CLOSE_GRACE_S
+        asyncio.get_running_loop().call_later(deadline_s, self._kill_late, deadline_s)
+
+    def _kill_late(self, deadline_s: float) -> None:
+        for shard, child in self._children.items():
+            fact(_log, logging.ERROR, "shard has not drained in time and is killed", shard=shard, after_s=deadline_s)
+            self._exit_code = self._exit_code or EXIT_ERROR
+            child.kill()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        if self._watch_stdin:
+            try:
+                loop.add_reader(0, self._on_stdin)
+            except OSError as exc:
+                raise ConfigError("--watch-stdin: stdin is neither a pipe nor a terminal") from exc
+        try:
+            for number in numbers:
+                loop.add_signal_handler(number, self._on_signal, number)
+            yield
+        finally:
+            loop.remove_reader(0)
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            fact(_log, logging.INFO, "server stops", signal=number.name, drain_s=self._config.drain_s)
+            self.stop()
+        elif self._children:
+            fact(_log, logging.WARNING, "server is stopped at once", signal=number.name)
+            self._exit_code = self._exit_code or EXIT_INTERRUPTED
+            for child in self._children.values():
+                child.kill()
+
+    def _on_stdin(self) -> None:
+        if not os.read(0, 4096):
+            asyncio.get_running_loop().remove_reader(0)
+            fact(_log, logging.INFO, "server stops: stdin has ended", drain_s=self._config.drain_s)
+            self.stop()
+
+    async def _keep_running(self, shard: int) -> None:
+        num_quick_deaths = 0
+        while not self._stopping.is_set():
+            exit_code, lived_s, error = await self._run_once(shard, is_restart=num_quick_deaths > 0)
+            if self._stopping.is_set():
+                return
+            died: dict[str, Any] = {"shard": shard, "ended_by": describe_exit(exit_code)}
+            if error:
+                died["error"] = error
+            if exit_code in _PERMANENT:
+                fact(_log, logging.CRITICAL, "shard cannot go on; the server stops", **died)
+                return self.stop(_PERMANENT[exit_code])
+            is_quick = lived_s is None or lived_s < self._config.quick_death_s
+            num_quick_deaths = num_quick_deaths + 1 if is_quick else 1
+            if num_quick_deaths >= self._config.max_quick_deaths:
+                message = "shard keeps dying; the server gives up"
+                fact(_log, logging.CRITICAL, message, **died, quick_deaths=num_quick_deaths)
+                return self.stop(EXIT_ERROR)
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (num_quick_deaths - 1), _LONGEST_PAUSE_S)
+            fact(_log, logging.ERROR, "shard has died and is restarted", **died, pause_s=pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _run_once(self, shard: int, *, is_restart: bool) -> tuple[int, float | None, str | None]:
+        """Run a shard's process once; return (exit code, seconds it was ready or None, last error it reported)."""
+        try:
+            async with self._run_process(shard) as child:
+                self._children[shard] = child
+                try:
+                    if self._stopping.is_set():  # while it was started
+                        child.terminate()
+                    ready_s, error = await self._follow(shard, child, is_restart=is_restart)
+                    exit_code = await child.wait()
+                finally:
+                    del self._children[shard]
+                    self._ready.discard(shard)
+        except OSError as exc:
+            return EXIT_ERROR, None, f"the process cannot be started: {exc.strerror or exc}"
+        return exit_code, None if ready_s is None else time.monotonic() - ready_s, error
+
+    @contextlib.asynccontextmanager
+    async def _run_process(self, shard: int) -> AsyncIterator[ShardChild]:
+        command, inherit_fds = list(self._command), [self._sockets[shard].fileno(), self._data_dir.lock_fd]
+        async with contextlib.AsyncExitStack() as stack:
+            metrics = await stack.enter_async_context(self._monitor.sampling(shard)) if self._monitor else None
+            if metrics is not None:
+                command += ["--metrics-fd", str(metrics.fileno())]
+                inherit_fds.append(metrics.fileno())
+            pipe = os.pipe()
+            running = run_child(self._order(shard, pipe[1]), inherit_fds=inherit_fds, report_pipe=pipe, command=command)
+            child = await stack.enter_async_context(running)
+            if metrics is not None:
+                metrics.close()  # now only the process has it
+            yield child
+
+    def _order(self, shard: int, report_fd: int) -> ShardOrder:
+        return ShardOrder(
+            config=ShardConfig.of_server(
+                self._config,
+                directory=self._data_dir.shard_path(shard),
+                shard=shard,
+                server_id=self._data_dir.manifest.server_id,
+                addresses=self._addresses,
+            ),
+            socket_fd=self._sockets[shard].fileno(),
+            report_fd=report_fd,
+            log_level=self._config.log_level,
+            log_format=self._log_format,
+        )
+
+    async def _follow(self, shard: int, child: ShardChild, *, is_restart: bool) -> tuple[float | None, str | None]:
+        """Follow a child's reports to the last; return when it was ready, monotonic, and its last error."""
+        started_s = time.monotonic()
+        ready_s: float | None = None
+        error: str | None = None
+        detector = HangDetector(self._config.hang_timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout(_OPENING_NOTICE_S if ready_s is None else detector.interval_s):
+                    report = await child.next_report()
+            except TimeoutError:
+                if ready_s is None:
+                    fact(_log, logging.INFO, "shard is still opening", shard=shard, for_s=time.monotonic() - started_s)
+                elif detector.look(has_run=child.nudge()) and not self._stopping.is_set():
+                    error = self._kill_hung(shard, child, error)
+                continue
+            except (ProtocolError, ValueError) as exc:
+                child.kill()
+                return ready_s, str(exc)
+            if report is None:
+                return ready_s, error
+            error = report.error or error
+            if report.is_ready and ready_s is None:
+                ready_s = time.monotonic()
+                await self._on_ready(shard, child, is_restart=is_restart)
+
+    def _kill_hung(self, shard: int, child: ShardChild, error: str | None) -> str:
+        """Kill a child whose event loop does not run; return the explanation of its end."""
+        timeout_s = self._config.hang_timeout_s
+        hung = f"it hung: its event loop had not run for {format_seconds(timeout_s)}"
+        message = "shard hangs and is killed" if error != hung else "shard was killed and is not gone yet"
+        fact(_log, logging.ERROR, message, shard=shard, pid=child.pid, after_s=timeout_s)
+        child.kill()
+        return hung
+
+    async def _on_ready(self, shard: int, child: ShardChild, *, is_restart: bool) -> None:
+        self._ready.add(shard)
+        message = "shard is ready again" if is_restart else "shard is ready"
+        fact(_log, logging.INFO, message, shard=shard, address=format_address(*self._addresses[shard]), pid=child.pid)
+        if len(self._ready) == len(self._sockets) and not self._stopping.is_set():
+            try:
+                if self._ready_file is not None:
+                    await asyncio.to_thread(self._ready_file.write, self._describe())
+            except StorageError as exc:
+                fact(_log, logging.CRITICAL, "the ready file cannot be written", error=str(exc))
+                return self.stop(EXIT_ERROR)
+            if not self._was_ready:
+                self._was_ready = True
+                fact(_log, logging.INFO, "server is ready", address=self.address, shards=len(self._sockets))
+
+    def _describe(self) -> dict[str, Any]:
+        shards = [
+            {"shard": shard, "address": format_address(*self._addresses[shard]), "pid": self._children[shard].pid}
+            for shard in sorted(self._children)
+        ]
+        server: dict[str, Any] = {"address": self.address, "pid": os.getpid(), "shards": shards}
+        if self._monitor is not None:
+            server["metrics"] = self._monitor.address
+        return server

@@ -1,0 +1,332 @@
+"""Make a snapshot of a running server at one step of all shards, fetch one to another machine, or remove one.
+
+All shards get the same question: the first step from S on at which the run stands exactly. A trainer ends each step on
+every shard, so they choose the same step, unless some have passed S already. Then their parts are discarded, and all
+are asked for a later step. Nothing has to stop for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+
+from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, mapped_errors
+from headrace.paramserver.system.durable import fsync_path
+from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.limits import check_room
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    OverloadedError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, SnapshotManifest, check_snapshot_name
+
+__all__ = ["create_snapshot", "fetch_snapshot", "newest_snapshot", "remove_snapshot"]
+
+# One attempt waits this long for the run; a trainer that flushes less often needs several attempts.
+_ATTEMPT_S = 10.0
+# Several files are fetched at once to hide round trips; a chunk is short enough to arrive before a bad link breaks.
+_CHUNK_BYTES, _FILES_AT_ONCE = 2 << 20, 8
+_DISCARD_S = 60.0
+# A server that is away for longer ends a fetch, which can be resumed.
+_PATIENCE_S = 60.0
+_MAX_MANIFEST_BYTES = 1 << 30
+
+
+async def create_snapshot(
+    address: str,
+    *,
+    dial: Dial,
+    name: str | None = None,
+    run: str | None = None,
+    at_step: bool = True,
+    timeout_s: float,
+    lease_s: int = 0,
+) -> SnapshotManifest:
+    """Make a snapshot of a running server and return its manifest once it is published.
+
+    Args:
+        address: `host:port` of any shard.
+        dial: Connects as an admin.
+        name: Its name; None for the present time.
+        run: The run at whose step the cut lies; None for the run of the highest epoch.
+        at_step: False takes each shard now, at no common step, for a store whose run ended in mid-step.
+        timeout_s: Deadline for the run to stand exactly at a step on all shards, seconds.
+        lease_s: The server removes the snapshot after this time without a reader, seconds; 0 keeps it.
+
+    Raises:
+        UnavailableError: A shard is away, or the run did not reach such a step.
+        ConfigError: No such run.
+        HeadraceError: A shard refuses, or its disk failed. Nothing is published.
+
+    Cancellation: nothing is published; the shards' copies are pruned after a day.
+    """
+    name = check_snapshot_name(name or datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ"))
+    links = await link_all(dial, *parse_address(address))
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
+        created_us = time.time_ns() // 1000
+        manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
+        finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode())
+        await links[0].finish_snapshot(finish)
+        await _discard(links, name)  # ends the shards' log leases; nothing else is left of it
+        return manifest
+    except BaseException:
+        await _discard(links, name)
+        raise
+    finally:
+        await asyncio.gather(*(link.close() for link in links))
+
+
+async def newest_snapshot(address: str, *, dial: Dial) -> SnapshotManifest:
+    """Return the manifest of a running server's newest snapshot; `GoneError` if it has none. Cancellation: harmless."""
+    async with _link_to(address, dial) as link:
+        return SnapshotManifest.decode(await _fetch_manifest(link, ""))
+
+
+@contextlib.asynccontextmanager
+async def _link_to(address: str, dial: Dial) -> AsyncIterator[ShardLink]:
+    link = ShardLink(dial, *parse_address(address))
+    try:
+        await link.refresh()
+        yield link
+    finally:
+        await link.close()
+
+
+async def fetch_snapshot(
+    address: str,
+    directory: Path,
+    *,
+    dial: Dial,
+    name: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SnapshotManifest:
+    """Copy a published snapshot into a directory, checked, and return its manifest.
+
+    A call resumes where an interrupted one stopped. The copy has no lease.
+
+    Args:
+        address: `host:port` of any shard.
+        directory: Where `NAME/` goes; created if missing.
+        dial: How to connect.
+        name: Snapshot; empty for the newest.
+        on_progress: Called with (bytes so far, bytes in all) for each piece; may raise to end the fetch.
+
+    Raises:
+        ConfigError: The directory has another snapshot of that name.
+        GoneError: No such snapshot, or it was removed meanwhile; the partial copy is removed, too.
+        UnavailableError: The server is away for long.
+        CorruptionError: A file arrived damaged twice.
+        StorageError: The disk failed or lacks room.
+
+    Cancellation: the partial copy stays, and a later call resumes it.
+    """
+    files = SnapshotFiles(directory)
+    async with _link_to(address, dial) as link:
+        manifest = replace(SnapshotManifest.decode(await _fetch_manifest(link, name)), lease_s=0)
+        if (published := await asyncio.to_thread(_published, files, manifest.name)) is not None:
+            if replace(published, lease_s=0) != manifest:
+                what = f"{files.folder_of(manifest.name)} is another snapshot of that name"
+                raise ConfigError(f"{what}: remove it, or fetch elsewhere")
+            return published
+        folder = files.new_folder(manifest.name)
+        with mapped_errors(folder):
+            await asyncio.to_thread(_check_room, files, manifest)
+        await _fetch_files(link, manifest, files, on_progress)
+        with mapped_errors(folder):
+            await asyncio.to_thread(files.publish, manifest)
+        return manifest
+
+
+async def remove_snapshot(address: str, name: str, *, dial: Dial) -> None:
+    """Remove a published snapshot from a running server, as an admin; `GoneError` if there is none. Atomic."""
+    async with _link_to(address, dial) as link:
+        await link.finish_snapshot(idl.FinishSnapshotRequest(name=check_snapshot_name(name), removes=True))
+
+
+async def _make_parts(
+    links: list[ShardLink], name: str, run: str | None, at_step: bool, deadline_s: float
+) -> list[ShardPart]:
+    """Return the parts of all shards, all at one step."""
+    ahead = 0
+    while True:
+        epoch, step = await _where(links, run) if at_step else (0, -1)
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        request = idl.CreateSnapshotRequest(
+            name=name, epoch=epoch, min_step=step + ahead, wait_ms=round(min(left_s, _ATTEMPT_S) * 1000)
+        )
+        # Wait for each, even if others fail: a part cannot be discarded while it is being made.
+        asked_s = time.monotonic()
+        results = await asyncio.gather(*(link.create_snapshot(request) for link in links), return_exceptions=True)
+        # The deadline is for the run to reach a step; hours of hashing do not count.
+        deadline_s += max(time.monotonic() - asked_s - request.wait_ms / 1000, 0.0)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, UnavailableError | OverloadedError) or time.monotonic() >= deadline_s:
+                raise error
+        parts = [ShardPart.decode(r.part) for r in results if not isinstance(r, BaseException)]
+        if not errors and len({part.step for part in parts}) == 1:
+            return parts
+        if time.monotonic() >= deadline_s:
+            raise UnavailableError("the shards did not agree on a step in time: the run is too fast")
+        await _discard(links, name)
+        # Some shards had passed the step already, or the run stands still.
+        ahead = 0 if errors else min(2 * ahead + 1, 1 << 20)
+
+
+async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:
+    """Return (epoch, highest step of it on any shard); epoch 0 for a store without writers."""
+    replies = await asyncio.gather(*(link.status() for link in links))
+    clients = [client for reply in replies for client in reply.clients if run is None or client.run == run]
+    if run is not None and not clients:
+        raise ConfigError(f"--run {run}: no writer of that run is known here")
+    epoch = max((client.epoch for client in clients if client.world_size != 0), default=0)
+    return epoch, max((client.step for client in clients if client.epoch == epoch), default=-1)
+
+
+async def _discard(links: list[ShardLink], name: str) -> None:
+    """Remove an unpublished snapshot, and end the shards' log leases for it."""
+    request = idl.FinishSnapshotRequest(name=name)
+    try:
+        async with asyncio.timeout(_DISCARD_S):  # a shard that hangs must not block the caller
+            results = await asyncio.gather(*(link.finish_snapshot(request) for link in links), return_exceptions=True)
+    except TimeoutError:
+        return  # pruned later
+    for result in results:  # a shard's error is ignored: its part is pruned later, and an earlier error matters more
+        if isinstance(result, BaseException) and not isinstance(result, HeadraceError):
+            raise result
+
+
+async def _fetch_manifest(link: ShardLink, name: str) -> bytes:
+    data = bytearray()
+    while True:
+        reply = await _piece(link, name, "", len(data))
+        name = reply.name
+        data += reply.data
+        if len(data) >= reply.size_bytes:
+            return bytes(data)
+        if not reply.data or reply.size_bytes > _MAX_MANIFEST_BYTES:
+            raise CorruptionError(f"{link.address}: the manifest of snapshot {name!r} is incomplete")
+
+
+async def _fetch_files(
+    link: ShardLink, manifest: SnapshotManifest, files: SnapshotFiles, on_progress: Callable[[int, int], None] | None
+) -> None:
+    """Fetch all files, some at a time; the first error ends all."""
+    done, total = 0, manifest.size_bytes
+    waiting, folder = iter(manifest.files().items()), files.new_folder(manifest.name)
+
+    def count(new_bytes: int) -> None:
+        nonlocal done
+        done += new_bytes
+        if on_progress is not None:
+            on_progress(done, total)
+
+    async def fetch() -> None:
+        for path, file in waiting:
+            await _fetch_file(link, manifest.name, path, file, folder, count)
+
+    try:
+        async with task_group(_gravest) as group:
+            for _ in range(_FILES_AT_ONCE):
+                group.create_task(fetch(), name="headrace-fetch-files")
+    except _RemovedError:  # so the partial copy cannot be completed
+        await asyncio.to_thread(files.discard, manifest.name)
+        raise
+
+
+class _RemovedError(GoneError):
+    """The server does not have the snapshot, or no longer."""
+
+
+def _gravest(errors: Sequence[BaseException]) -> BaseException:
+    return next((exc for exc in errors if isinstance(exc, _RemovedError)), errors[0])
+
+
+async def _fetch_file(
+    link: ShardLink, name: str, path: str, expected: SnapshotFile, folder: Path, count: Callable[[int], None]
+) -> None:
+    """Fetch one file, resuming an earlier call; if it is damaged, fetch it once more from the start.
+
+    `count` is called for the resumed part and for each piece, with the number of new bytes: 0 for repeated ones.
+    """
+    target, counted_bytes = folder / path, 0
+
+    def count_to(size_bytes: int) -> None:
+        nonlocal counted_bytes
+        before, counted_bytes = counted_bytes, max(counted_bytes, min(size_bytes, expected.size_bytes))
+        count(counted_bytes - before)
+
+    for attempt in range(2):
+        with mapped_errors(target):
+            await asyncio.to_thread(_prepare, target.parent)
+            async with aiofiles.open(target, "ab") as file:
+                if size_bytes := await file.tell():
+                    count_to(size_bytes)
+                while size_bytes < expected.size_bytes:
+                    reply = await _piece(link, name, path, size_bytes)
+                    if not reply.data:
+                        raise CorruptionError(f"{link.address}: {path} of snapshot {name!r} ends at {size_bytes} bytes")
+                    await file.write(reply.data)
+                    size_bytes += len(reply.data)
+                    count_to(size_bytes)
+            try:
+                await asyncio.to_thread(_finish, target, expected)
+                return
+            except CorruptionError:
+                if attempt:
+                    raise
+                await asyncio.to_thread(target.unlink)  # fails if pruning has removed it, with the folder
+
+
+async def _piece(link: ShardLink, name: str, path: str, offset: int) -> Any:
+    request = idl.FetchSnapshotRequest(name=name, path=path, offset=offset, max_bytes=_CHUNK_BYTES)
+    try:
+        return await retry(
+            lambda: link.fetch_snapshot(request), patience_s=_PATIENCE_S, moved_s=lambda: link.pieces_moved_s
+        )
+    except GoneError as exc:
+        raise _RemovedError(str(exc)) from exc
+    except (UnavailableError, OverloadedError) as exc:
+        if not exc.retriable:
+            raise
+        raise UnavailableError(f"{link.address}: no piece of snapshot {name!r} for {_PATIENCE_S:g} s: {exc}") from exc
+
+
+def _published(files: SnapshotFiles, name: str) -> SnapshotManifest | None:
+    return files.manifest_of(name) if files.folder_of(name).exists() else None
+
+
+def _check_room(files: SnapshotFiles, manifest: SnapshotManifest) -> None:
+    there = files.new_folder(manifest.name).rglob("*")
+    lacking_bytes = manifest.size_bytes - sum(path.stat().st_size for path in there if path.is_file())
+    check_room(files.path, lacking_bytes, what=f"the rest of snapshot {manifest.name!r}")
+
+
+def _prepare(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # A fetch that is resumed after a day only reads its complete files; without this, it would look abandoned.
+    os.utime(folder)
+
+
+def _finish(path: Path, expected: SnapshotFile) -> None:
+    check_file(path, expected)
+    fsync_path(path)
+    fsync_path(path.parent)

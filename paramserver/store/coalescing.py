@@ -1,0 +1,304 @@
+"""Coalesce the parts of many batches into sorted runs for RocksDB, in which each row stands once.
+
+Coalescing works on indexes only: it decides which entry of each row counts. The rows stay in their frames until they
+are written or read; then each is copied once, from wherever it lies (`scattered_rows.py`).
+
+A *conditional* row (of a replay or a backfill) counts only where nothing newer by (epoch, step) is already there. It
+stays conditional until an older unconditional entry, or RocksDB, settles it. So one rule is enough: from the last
+unconditional entry of a row on, the newest (epoch, step) wins, and of equals the later one. A row without an
+unconditional entry stays conditional. The rule is associative: reducing any split of the entries and then the results
+gives the same as reducing all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.store.deltas import Part
+from headrace.paramserver.store.scattered_rows import ScatteredRows
+from headrace.schemas.row_keys import encode_keys_of, key_prefix
+from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout
+
+__all__ = ["CoalescedRows", "EntryIndex", "PartRecords", "SortedRun", "coalesce", "coalesce_all", "entries_of"]
+
+_Array = npt.NDArray[Any]
+_Ids = npt.NDArray[np.int64]
+_HEADER = {name for name, _ in HEADER_FIELDS}
+# Column shards with fewer entries are coalesced together: numpy's calls cost more than the rows. With more entries,
+# sorting them together costs more than the calls.
+_FEW_ENTRIES = 1024
+
+
+class PartRecords:
+    """The records that rows of some parts become, made on request."""
+
+    def __init__(self, layout: RecordLayout, parts: Sequence[Part]) -> None:
+        self._layout = layout
+        self._epochs = np.array([part.epoch for part in parts], np.int64)
+        self._steps = np.array([part.step for part in parts], np.int64)
+        self._times_us = np.array([part.time_us for part in parts], np.int64)
+        self._num_present: _Ids | None = None
+        if any(part.num_present < part.ids.size for part in parts):
+            self._num_present = np.array([part.num_present for part in parts], np.int64)
+        self._columns: dict[str, ScatteredRows] = {}
+        for name in layout.dtype.names or ():
+            if name not in _HEADER:
+                dtype = layout.dtype[name]
+                none = np.empty(0, dtype)
+                self._columns[name] = ScatteredRows([part.columns.get(name, none) for part in parts], dtype)
+
+    def take(self, ordinals: _Ids, rows: _Ids) -> _Array:
+        """Return the records of rows, each given by its part's ordinal and its position there; int64[n] both."""
+        present: Any = slice(None)
+        flags: Any = 0
+        if self._num_present is not None and (is_deleted := rows >= self._num_present[ordinals]).any():
+            present, flags = np.flatnonzero(~is_deleted), is_deleted * np.uint8(FLAG_DELETED)
+            records = np.zeros(rows.size, self._layout.dtype)
+        else:
+            records = np.empty(rows.size, self._layout.dtype)
+        self._layout.set_header(
+            records,
+            ...,
+            epoch=self._epochs[ordinals],
+            step=self._steps[ordinals],
+            time_us=self._times_us[ordinals],
+            flags=flags,
+        )
+        for name, column in self._columns.items():
+            records[name][present] = column.take(ordinals[present], rows[present])
+        return records
+
+
+@dataclass(slots=True, eq=False)
+class _Rows:
+    table_id: int
+    layout: RecordLayout
+    row_ids: _Ids
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the records and their row ids."""
+        return self.row_ids.size * (8 + self.layout.dtype.itemsize)
+
+
+@dataclass(slots=True, eq=False)
+class SortedRun(_Rows):
+    """Rows of one column shard, each once, in memory of their own.
+
+    `row_ids` is int64[n], ascending, `records` is `layout.dtype[n]`, and `is_conditional` is bool[n], or None where no
+    row is.
+    """
+
+    records: _Array
+    is_conditional: npt.NDArray[np.bool_] | None
+
+    def records_at(self, at: slice | _Array) -> _Array:
+        """Return the records of some rows, contiguous, read-only."""
+        return self.records[at]
+
+    def take(self, at: _Array) -> SortedRun:
+        """Return a run of the rows `at`, in that order; none of them is conditional any more."""
+        return SortedRun(self.table_id, self.layout, self.row_ids[at], self.records[at], None)
+
+
+@dataclass(slots=True, eq=False)
+class CoalescedRows(_Rows):
+    """A sorted run whose rows still lie in the parts' frames; fields as in `SortedRun`."""
+
+    is_conditional: npt.NDArray[np.bool_] | None
+    _records: PartRecords
+    _ordinals: _Ids
+    _rows: _Ids
+
+    def records_at(self, at: slice | _Array) -> _Array:
+        """Return copies of the records of some rows."""
+        return self._records.take(self._ordinals[at], self._rows[at])
+
+    def take(self, at: _Array) -> CoalescedRows:
+        """Return a run of the rows `at`, in that order; none of them is conditional any more."""
+        return CoalescedRows(
+            self.table_id, self.layout, self.row_ids[at], None, self._records, self._ordinals[at], self._rows[at]
+        )
+
+    def copied(self) -> SortedRun:
+        """Return the same rows in memory of their own."""
+        return SortedRun(self.table_id, self.layout, self.row_ids, self.records_at(slice(None)), self.is_conditional)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndex:
+    """The entry of each row that counts, among some consecutive parts; one for each id, ids ascending.
+
+    `ordinals` number the parts and `rows` are positions in them. `is_conditional` is None where no entry is.
+    """
+
+    ids: _Ids
+    ordinals: _Ids
+    rows: _Ids
+    is_conditional: npt.NDArray[np.bool_] | None
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Part], first: int) -> EntryIndex:
+        """Return the index of parts, oldest first; `first` is the ordinal of the oldest."""
+        ids, which, rows = _entries_of(parts)
+        conditional = np.array([part.is_conditional for part in parts])
+        flags = conditional[which] if conditional.any() else None
+        return cls(ids, which + first, rows, flags)._reduced(parts, first)
+
+    @classmethod
+    def of_both(cls, older: EntryIndex, newer: EntryIndex, parts: Sequence[Part], first: int) -> EntryIndex:
+        """Return the index of all entries of two indexes; `first` is the ordinal of the first of `parts`."""
+        conditional = None
+        if older.is_conditional is not None or newer.is_conditional is not None:
+            conditional = np.concatenate((older._flags(), newer._flags()))
+        entries = cls(
+            np.concatenate((older.ids, newer.ids)),
+            np.concatenate((older.ordinals, newer.ordinals)),
+            np.concatenate((older.rows, newer.rows)),
+            conditional,
+        )
+        return entries._reduced(parts, first)
+
+    def _flags(self) -> npt.NDArray[np.bool_]:
+        return np.zeros(self.ids.size, bool) if self.is_conditional is None else self.is_conditional
+
+    def _reduced(self, parts: Sequence[Part], first: int) -> EntryIndex:
+        """Return the entries that count, from entries in the log's order."""
+        if self.is_conditional is None:
+            order = np.argsort(self.ids, kind="stable")
+            order = order[_last_of_group(self.ids[order])]
+            return EntryIndex(self.ids[order], self.ordinals[order], self.rows[order], None)
+        which = self.ordinals - first
+        epochs = np.array([part.epoch for part in parts], np.int64)[which]
+        steps = np.array([part.step for part in parts], np.int64)[which]
+        age = np.arange(self.ids.size)
+        # For each row, the position of its last unconditional entry; -1 where it has none.
+        unique, group = np.unique(self.ids, return_inverse=True)
+        last = np.full(unique.size, -1, np.int64)
+        np.maximum.at(last, group, np.where(self.is_conditional, -1, age))
+        counts = age >= last[group]
+        order = np.lexsort((age, steps, epochs, counts, self.ids))
+        order = order[_last_of_group(self.ids[order])]
+        conditional = last[group[order]] < 0
+        return EntryIndex(
+            self.ids[order], self.ordinals[order], self.rows[order], conditional if conditional.any() else None
+        )
+
+
+def _entries_of(parts: Sequence[Part]) -> tuple[_Ids, _Ids, _Ids]:
+    """Return the ids of all rows of some parts, one part after the other, with their part and position."""
+    sizes = np.array([part.ids.size for part in parts])
+    starts = np.cumsum(sizes) - sizes
+    ids = np.concatenate([part.ids for part in parts])
+    which = np.repeat(np.arange(len(parts)), sizes)
+    return ids, which, np.arange(ids.size) - starts[which]
+
+
+def _last_of_group(ids: _Array) -> npt.NDArray[np.bool_]:
+    is_last = np.ones(ids.size, bool)
+    np.not_equal(ids[1:], ids[:-1], out=is_last[:-1])
+    return is_last
+
+
+def coalesce(table_id: int, parts: Sequence[Part]) -> CoalescedRows:
+    """Coalesce the parts of one column shard, oldest first, at least one.
+
+    The parts' frames must stay unchanged while the result is used.
+    """
+    layout = parts[0].layout
+    index = EntryIndex.of_parts(parts, 0)
+    records = PartRecords(layout, parts)
+    return CoalescedRows(table_id, layout, index.ids, index.is_conditional, records, index.ordinals, index.rows)
+
+
+def coalesce_all(pending: Iterable[tuple[int, Sequence[Part]]]) -> list[CoalescedRows]:
+    """Coalesce the parts of many column shards; return one run for each, in any order.
+
+    Args:
+        pending: For each column shard its table's number and its parts, oldest first, at least one.
+    """
+    runs = []
+    small: dict[np.dtype[Any], list[tuple[int, Sequence[Part]]]] = {}
+    for table_id, parts in pending:
+        if sum(part.ids.size for part in parts) >= _FEW_ENTRIES or any(part.is_conditional for part in parts):
+            runs.append(coalesce(table_id, parts))
+        else:
+            small.setdefault(parts[0].layout.dtype, []).append((table_id, parts))
+    for alike in small.values():
+        runs += _coalesce_together(alike)
+    return runs
+
+
+def _coalesce_together(pending: Sequence[tuple[int, Sequence[Part]]]) -> Iterator[CoalescedRows]:
+    """Yield the runs of column shards with one record layout and no conditional rows."""
+    parts = [part for _, of_shard in pending for part in of_shard]
+    ids, which, rows = _entries_of(parts)
+    shards = np.repeat(np.arange(len(pending)), [len(of_shard) for _, of_shard in pending])[which]
+    order = np.lexsort((ids, shards))
+    order = order[_last_of_group(ids[order]) | _last_of_group(shards[order])]
+    ids, which, rows = ids[order], which[order], rows[order]
+    ends = np.cumsum(np.bincount(shards[order], minlength=len(pending))).tolist()
+    records = PartRecords(parts[0].layout, parts)
+    start = 0
+    for (table_id, of_shard), end in zip(pending, ends, strict=True):
+        some = slice(start, end)
+        yield CoalescedRows(table_id, of_shard[0].layout, ids[some], None, records, which[some], rows[some])
+        start = end
+
+
+_Piece = tuple[SortedRun | CoalescedRows, slice]
+
+
+def entries_of(runs: Sequence[SortedRun | CoalescedRows], num_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Yield keys and values of all rows, `num_rows` at a time, in the order of the runs, none of which is conditional.
+
+    With many small tables, numpy's calls cost more than the rows. So each write takes rows of many runs and makes their
+    keys together, and their records where the runs were coalesced together.
+    """
+    for pieces in _writes_of(runs, num_rows):
+        prefixes = [key_prefix(run.table_id, run.layout.shard) for run, _ in pieces]
+        row_ids = [run.row_ids[some] for run, some in pieces]
+        keys = encode_keys_of(prefixes, [ids.size for ids in row_ids], np.concatenate(row_ids))
+        values: list[bytes] = []
+        for layout, records in _records_of(pieces):
+            values += layout.values_of(records)
+        yield keys, values
+
+
+def _writes_of(runs: Sequence[SortedRun | CoalescedRows], num_rows: int) -> Iterator[list[_Piece]]:
+    pieces: list[_Piece] = []
+    left = num_rows
+    for run in runs:
+        start = 0
+        while start < run.row_ids.size:
+            some = slice(start, min(start + left, run.row_ids.size))
+            pieces.append((run, some))
+            left -= some.stop - start
+            start = some.stop
+            if not left:
+                yield pieces
+                pieces, left = [], num_rows
+    if pieces:
+        yield pieces
+
+
+def _records_of(pieces: Sequence[tuple[SortedRun | CoalescedRows, slice]]) -> Iterator[tuple[RecordLayout, _Array]]:
+    """Yield the records of slices of runs, in order; runs that were coalesced together yield theirs at once."""
+
+    def source_of(piece: tuple[SortedRun | CoalescedRows, slice]) -> object:
+        return piece[0]._records if isinstance(piece[0], CoalescedRows) else piece[0]
+
+    for source, group in groupby(pieces, key=source_of):
+        if isinstance(source, PartRecords):
+            alike = cast("list[tuple[CoalescedRows, slice]]", list(group))
+            ordinals = np.concatenate([run._ordinals[some] for run, some in alike])
+            rows = np.concatenate([run._rows[some] for run, some in alike])
+            yield alike[0][0].layout, source.take(ordinals, rows)
+        else:
+            yield from ((run.layout, run.records_at(some)) for run, some in group)

@@ -1,0 +1,260 @@
+"""One RocksDB: its settings, its reads and writes, and our errors in place of rocksdict's."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import rocksdict
+
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError, UnavailableError
+
+__all__ = ["STALL_POLL_S", "RocksDb", "StoreConfig", "rocks_options"]
+
+# Poll interval while RocksDB is behind with flushes or compactions.
+STALL_POLL_S = 0.005
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    """Settings of a shard's RocksDB.
+
+    Attributes:
+        block_cache_bytes: Memory for blocks, indexes and filters; the rest is read from files. `ShardConfig` sets a
+            shard's.
+        write_buffer_bytes: Memory of one RocksDB memtable; up to three exist. Larger ones leave fewer files to compact.
+        block_bytes: Bytes that one point lookup reads and checks. Larger blocks need a smaller index.
+        bloom_bits_per_key: 10 makes one lookup in a hundred read a block in vain; each bit costs 1/8 byte per row.
+        max_background_jobs: Threads that flush and compact.
+        rows_per_write: Rows of one write, during which no other Python thread runs: about 1.2 µs per row.
+        max_open_files: Files that RocksDB keeps open (`system/limits.py`); reading another costs one more disk
+            read.
+        file_bytes: Writes of at least this many bytes go to RocksDB as a file, smaller ones through its memtable. A
+            file takes a third of the time per row, but a few milliseconds to ingest and a later compaction.
+    """
+
+    block_cache_bytes: int = 32 << 20
+    write_buffer_bytes: int = 64 << 20
+    block_bytes: int = 8 << 10
+    bloom_bits_per_key: int = 10
+    max_background_jobs: int = 2
+    rows_per_write: int = 2048
+    max_open_files: int = 512
+    file_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_cache_bytes", 1 << 20, 1 << 50),
+            ("write_buffer_bytes", 1 << 16, 1 << 40),
+            ("block_bytes", 1 << 10, 1 << 22),
+            ("bloom_bits_per_key", 1, 30),
+            ("max_background_jobs", 2, 256),
+            ("rows_per_write", 1, 1 << 20),
+            ("max_open_files", 20, 1 << 30),
+            ("file_bytes", 0, 1 << 50),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"store setting {name} is {value}, not in {low}..{high}")
+
+
+_LEVEL_0_FILES = 8
+_LEVEL_1_BYTES = 1 << 30
+_SUBCOMPACTIONS = 2
+
+
+def rocks_options(config: StoreConfig, *, is_direct: bool = False) -> Any:
+    """Return RocksDB's options; `is_direct` bypasses the page cache and needs `supports_direct_io`."""
+    table = rocksdict.BlockBasedOptions()
+    table.set_block_cache(rocksdict.Cache(config.block_cache_bytes))
+    table.set_block_size(config.block_bytes)
+    table.set_bloom_filter(config.bloom_bits_per_key, False)
+    table.set_format_version(5)
+    # The checksum of our own files and of the log, so all readers of blocks need one kind.
+    table.set_checksum_type(rocksdict.ChecksumType.crc32c())
+    # Indexes and filters count against the cache; those of the newest files stay there.
+    table.set_cache_index_and_filter_blocks(True)
+    table.set_pin_l0_filter_and_index_blocks_in_cache(True)
+    options = rocksdict.Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(table)
+    # Trained floats hardly compress, and decompression costs reads.
+    options.set_compression_type(rocksdict.DBCompressionType.none())
+    options.set_write_buffer_size(config.write_buffer_bytes)
+    options.set_max_write_buffer_number(3)
+    options.set_max_background_jobs(config.max_background_jobs)
+    # Ingested files are long: by RocksDB's defaults every fourth would rewrite level 1, which is smaller than two of
+    # them. A lookup asks at most this many files' bloom filters.
+    options.set_level_zero_file_num_compaction_trigger(_LEVEL_0_FILES)
+    options.set_max_bytes_for_level_base(_LEVEL_1_BYTES)
+    # Ingestion waits while level 0 is full, and one compaction at a time empties it: several threads share it.
+    options.set_max_subcompactions(_SUBCOMPACTIONS)
+    # Sync files as they are written: one large sync would delay the update log's.
+    options.set_bytes_per_sync(1 << 20)
+    # Keep the page cache for lookups.
+    options.set_use_direct_io_for_flush_and_compaction(is_direct)
+    options.set_max_open_files(config.max_open_files)
+    options.enable_statistics()  # the metrics need the cache's hits and misses
+    options.set_keep_log_file_num(4)
+    options.set_max_log_file_size(16 << 20)
+    return options
+
+
+class RocksDb:
+    """Keys and values of one RocksDB, without its write-ahead log. Use `open`.
+
+    Methods raise what `map_errors` does, and `UnavailableError` once closed.
+
+    Thread: methods block; any thread, but only one at a time may write.
+    """
+
+    def __init__(self, path: Path, db: Any) -> None:
+        self.path = path
+        self._db = db
+        # The type stub declares the properties as methods.
+        self._options = cast(Any, rocksdict.WriteOptions())
+        self._options.disable_wal = True
+        # A stalled write returns at once instead of blocking with the GIL held.
+        self._options.no_slowdown = True
+        self._ingest_options = rocksdict.IngestExternalFileOptions()
+        self._ingest_options.set_move_files(True)
+        # A flush here would hold the GIL; the caller flushes, see `ingest`.
+        self._ingest_options.set_allow_blocking_flush(False)
+
+    @classmethod
+    def open(cls, path: Path, options: Any, *, is_read_only: bool = False) -> RocksDb:
+        """Open the RocksDB in a directory; create it unless `is_read_only`, which several processes may use at a time.
+
+        Raises ConfigError when the directory cannot be used or belongs to a running process; else as `map_errors`.
+        """
+        access = rocksdict.AccessType.read_only() if is_read_only else rocksdict.AccessType.read_write()
+        try:
+            return cls(path, rocksdict.Rdict(str(path), options, access_type=access))
+        except Exception as exc:
+            raise _error_of(path, exc) from exc
+
+    @property
+    def raw(self) -> Any:
+        """Rocksdict's own object; wrap its calls in `map_errors`."""
+        if self._db is None:
+            raise UnavailableError(f"store {self.path} is closed")
+        return self._db
+
+    def close(self) -> bool:
+        """Flush and close, releasing the directory even on failure. Return False when already closed."""
+        db, self._db = self._db, None
+        if db is None:
+            return False
+        self.map_errors(db.close)
+        return True
+
+    def map_errors(self, work: Callable[[], _T]) -> _T:
+        """Call `work`, with rocksdict's errors mapped to ours.
+
+        Raises:
+            CorruptionError: A block does not match its checksum.
+            StorageError: The disk failed.
+        """
+        try:
+            return work()
+        except HeadraceError:
+            raise
+        except Exception as exc:
+            raise _error_of(self.path, exc) from exc
+
+    def write(self, keys: Sequence[bytes], values: Sequence[bytes], removed: Sequence[bytes] = ()) -> int:
+        """Write pairs and remove keys in one atomic write, waiting out stalls; return its approximate size in bytes."""
+        while True:
+            batch = rocksdict.WriteBatch(raw_mode=True)
+            for key, value in zip(keys, values, strict=True):
+                batch[key] = value
+            for key in removed:
+                batch.delete(key)
+            size_bytes = int(batch.size_in_bytes())
+            if self.map_errors(lambda: self._try_write(batch)):  # noqa: B023
+                return size_bytes
+            time.sleep(STALL_POLL_S)  # a batch cannot be written twice, so make a new one
+
+    def _try_write(self, batch: Any) -> bool:
+        try:
+            self.raw.write(batch, self._options)
+        except Exception as exc:
+            if str(exc).startswith("Result incomplete"):
+                return False
+            raise
+        return True
+
+    def ingest(self, file: Path) -> bool:
+        """Move a table file into the database; return False when RocksDB must flush first.
+
+        Its memtable's rows are older than the file's, and would otherwise be taken for newer.
+        """
+        return self.map_errors(lambda: self._try_ingest(file))
+
+    def _try_ingest(self, file: Path) -> bool:
+        try:
+            self.raw.ingest_external_file([str(file)], self._ingest_options)
+        except Exception as exc:
+            if "requires flush" in str(exc):
+                return False
+            raise
+        return True
+
+    def get(self, keys: list[bytes]) -> list[bytes | None]:
+        """Return the value of each key, None where there is none. Releases the GIL."""
+        values: list[bytes | None] = self.map_errors(lambda: self.raw.get(keys)) if keys else []
+        return values
+
+    def scan(
+        self, prefix: bytes, *, start: bytes | None = None, limit: int | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Yield pairs of keys with a prefix, in order: from `start`, at most `limit`. Holds the GIL at each."""
+        iterator = self.map_errors(lambda: self.raw.iter())
+        self.map_errors(lambda: iterator.seek(max(start or prefix, prefix)))
+        left = -1 if limit is None else limit
+        while left != 0 and iterator.valid():
+            key = iterator.key()
+            if not key.startswith(prefix):
+                return
+            yield key, iterator.value()
+            left -= 1
+            self.map_errors(iterator.next)
+        # After an error an iterator claims to be at its end.
+        self.map_errors(iterator.status)
+
+    def flush(self) -> None:
+        """Write RocksDB's memtable to files. Releases the GIL; others may write meanwhile."""
+        self.map_errors(lambda: self.raw.flush())
+
+    def checkpoint(self, path: Path) -> None:
+        """Hard-link all files into a new directory. Holds the GIL."""
+        self.map_errors(lambda: rocksdict.Checkpoint(self.raw).create_checkpoint(str(path)))
+
+    def live_files(self) -> list[dict[str, Any]]:
+        """Return RocksDB's description of each of its files; those of level 0 newest first."""
+        files: list[dict[str, Any]] = self.map_errors(lambda: self.raw.live_files())
+        return files
+
+    def property_value(self, name: str) -> str:
+        """Return a property such as `rocksdb.num-files-at-level0`; empty when unknown."""
+        return self.map_errors(lambda: self.raw.property_value(name)) or ""
+
+
+def _error_of(path: Path, exc: Exception) -> HeadraceError:
+    """Return our error for one of rocksdict's, which mostly differ in their text only."""
+    text = " ".join(str(exc).split())
+    if isinstance(exc, rocksdict.DbClosedError):
+        return UnavailableError(f"store {path} is closed")
+    if "lock hold by" in text or "While lock file" in text:
+        return ConfigError(f"store directory {path} is in use by another process")
+    if re.search(r"Permission denied|Read-only file system|Not a directory", text):
+        return ConfigError(f"store directory {path} cannot be used: {text}")
+    if text.startswith("Corruption"):
+        return CorruptionError(f"store {path} is damaged: {text}")
+    return StorageError(f"store {path}: {text}")

@@ -1,0 +1,1 @@
+"""The operating system and the process: files, memory, logging, threads, settings."""

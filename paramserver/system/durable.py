@@ -1,0 +1,72 @@
+"""Write files and directories so that a crash or power loss leaves them whole or absent.
+
+POSIX makes a rename atomic, but durable only once the directory is synced. So: write under another name, sync the
+content, rename, sync the directory. All functions raise `OSError` if the disk fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["fsync_path", "fsync_tree", "move_into_place", "write_file"]
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, survive power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: Path) -> None:
+    """Sync a file, or a directory and everything below it, contents before names."""
+    if path.is_dir():
+        for below in sorted(path.rglob("*"), reverse=True):
+            fsync_path(below)
+    fsync_path(path)
+
+
+def move_into_place(source: Path, target: Path) -> None:
+    """Rename a finished file or directory, durably; a directory replaces only an empty one.
+
+    REQUIRES: the content of `source` is synced.
+    """
+    os.replace(source, target)
+    fsync_path(target.parent)
+
+
+def write_file(
+    path: Path, content: bytes | Callable[[BinaryIO], object], *, aside: Path | None = None, is_durable: bool = True
+) -> None:
+    """Create or replace a file; readers and crashes see the old content or the new one. REQUIRES: one writer at a time.
+
+    Args:
+        path: The file; its directory exists.
+        content: The bytes, or a function that writes them to the open file.
+        aside: Where to write first, in the same file system, by default `path` with `.tmp`; removed on failure.
+        is_durable: False skips the syncs, for files that mean nothing after a power loss.
+    """
+    aside = path.with_name(f"{path.name}.tmp") if aside is None else aside
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        with open(fd, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            if is_durable:
+                os.fsync(fd)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+    if is_durable:
+        fsync_path(path.parent)

@@ -1,0 +1,155 @@
+"""`headrace bench ingest`: how fast a shard takes rows, next to the disk, RocksDB and Redis with the same rows."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.remote import create_snapshot
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.schemas.idl import idl
+from headrace.scripts.benches.child import peak_memory_bytes
+from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
+from headrace.scripts.benches.peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
+from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig
+from headrace.scripts.benches.writer import WriteResult, WriterProcess
+
+__all__ = ["SHARD_STORE", "IngestConfig", "admin_dial", "ingest", "measure", "serve"]
+
+_BLOCK_CACHE_BYTES = 256 << 20
+_MEMTABLE_BYTES = 192 << 20
+_TIMEOUT_S, _POLL_S = 60.0, 0.02
+
+SHARD_STORE = StoreConfig(block_cache_bytes=_BLOCK_CACHE_BYTES, write_buffer_bytes=_MEMTABLE_BYTES // 3)
+"""Options of the store of a shard of `serve`, for RocksDB alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IngestConfig:
+    """How much `headrace bench ingest` measures."""
+
+    num_batches: Annotated[
+        int, typer.Option("--batches", min=1, help="Steps of 4096 lookups whose rows are written.")
+    ] = 960
+    # Fewer than the shard's backlog holds: beyond that an ack waits for the store.
+    num_acked_batches: int = 80
+    num_redis_batches: int = 100
+    num_rounds: RoundsOption = 3
+    folder: FolderOption = None
+
+
+def measure(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure how fast a shard takes rows of 128 floats and an optimizer state.
+
+    Acked rows are compared with writev and fdatasync of the same bytes without a server; applied rows, with the backlog
+    empty again, with a plain loop of RocksDB batches and with a Redis with an append-only file.
+    """
+    rates, worst_pause_ms, peak_bytes = Rounds(), 0.0, 0
+    num_batches, num_acked = config.num_batches, min(config.num_acked_batches, config.num_batches)
+    num_redis = min(config.num_redis_batches, config.num_batches)
+
+    def write(place: Path, ids: str, num_batches: int, snapshot_at: int | None = None) -> WriteResult:
+        nonlocal worst_pause_ms, peak_bytes
+        with serve(place / "data") as server, ThreadPoolExecutor(1) as pool:
+            snapshot = None
+            if snapshot_at is not None:
+                snapshot = pool.submit(lambda: asyncio.run(_create_snapshot(server.address, snapshot_at)))
+            written = writers[ids].write(server.address, num_batches=num_batches)
+            if snapshot is not None:
+                snapshot.result()
+            worst_pause_ms = max(worst_pause_ms, written.worst_loop_pause_ms)
+            peak_bytes = max(peak_bytes, peak_memory_bytes(server.shard_pids[0]))
+            server.kill()
+        return written
+
+    def fsync(place: Path) -> float:
+        num_rows = sum(ids.size for ids in rows["uniform"].ids[:num_acked])
+        return num_rows / time_fsync(rows["uniform"], place, num_batches=num_acked)
+
+    def acked(place: Path) -> float:
+        written = write(place, "uniform", num_acked)
+        return written.num_rows / written.acked_s
+
+    def rocksdb(place: Path, ids: str) -> float:
+        return rows[ids].num_rows / time_rocksdb(rows[ids], place, SHARD_STORE)
+
+    def applied(place: Path, ids: str, snapshot_at: int | None = None) -> float:
+        written = write(place, ids, num_batches, snapshot_at)
+        return written.num_rows / written.applied_s
+
+    def redis(place: Path, ids: str) -> float:
+        num_rows, seconds = time_redis(rows[ids], place, num_batches=num_redis)
+        return num_rows / seconds
+
+    steps: dict[str, Callable[[Path], float]] = {"fsync": fsync, "acked": acked}
+    for kind in ("uniform", "zipf"):
+        steps[f"rocksdb_{kind}"] = partial(rocksdb, ids=kind)
+        steps[f"headrace_{kind}"] = partial(applied, ids=kind)
+        if has_redis():
+            steps[f"redis_{kind}"] = partial(redis, ids=kind)
+    steps["headrace_snapshot"] = partial(applied, ids="uniform", snapshot_at=num_batches // 2)
+    with ExitStack() as stack:
+        folder = stack.enter_context(bench_folder(config.folder))
+        configs = {ids: RowsConfig(ids=ids, num_batches=num_batches) for ids in ("uniform", "zipf")}
+        rows = {ids: BenchRows(of_ids) for ids, of_ids in configs.items()}
+        writers = {ids: stack.enter_context(WriterProcess(of_ids)) for ids, of_ids in configs.items()}
+        for number in range(config.num_rounds):
+            for name, run in steps.items():
+                on_stage(f"round {number + 1}: {name}")
+                with tempfile.TemporaryDirectory(dir=folder) as place:
+                    rates.add(name, run(Path(place)))
+    return {
+        "ratio_acked_vs_fsync": rates.ratio("acked", "fsync"),
+        "ratio_uniform_vs_rocksdb": rates.ratio("headrace_uniform", "rocksdb_uniform"),
+        "ratio_zipf_vs_rocksdb": rates.ratio("headrace_zipf", "rocksdb_zipf"),
+        "ratio_uniform_vs_redis": rates.ratio("headrace_uniform", "redis_uniform"),
+        "ratio_zipf_vs_redis": rates.ratio("headrace_zipf", "redis_zipf"),
+        "ratio_with_snapshot": rates.ratio("headrace_snapshot", "headrace_uniform"),
+        "worst_loop_pause_ms": worst_pause_ms,
+        "peak_memory_bytes": peak_bytes,
+        "row_bytes": WIRE_ROW_BYTES,
+        "median_rows_per_s": rates.medians(),
+        "median_bytes_per_s": rates.medians(WIRE_ROW_BYTES),
+        "rows_per_s": rates,
+    }
+
+
+ingest = bench_command("ingest", IngestConfig, measure, hints=lambda: [] if has_redis() else [REDIS_HINT])
+
+
+def admin_dial(timeout_s: float) -> Dial:
+    """Return how to connect to a bench's server as an administrator."""
+    return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=timeout_s, role=idl.Role.ADMIN)
+
+
+async def _create_snapshot(address: str, at_seq: int) -> None:
+    """Create a snapshot once this many records are in the log."""
+    dial = admin_dial(_TIMEOUT_S)
+    client, _ = await dial.connect(*parse_address(address))
+    async with client:
+        while (await client.status()).log_seq < at_seq:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(_POLL_S)
+    await create_snapshot(address, dial=dial, at_step=False, timeout_s=_TIMEOUT_S)
+
+
+@contextmanager
+def serve(data_dir: Path, *, shards: int = 1, **settings: Any) -> Iterator[ServerProcess]:
+    """Run a server with the benches' settings; kill it at the end if it still runs."""
+    settings = {"block_cache_bytes": _BLOCK_CACHE_BYTES, "memtable_bytes": _MEMTABLE_BYTES, **settings}
+    server = ServerProcess.start(data_dir, shards=shards, **settings)
+    try:
+        yield server
+    finally:
+        server.close()

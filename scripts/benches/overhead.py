@@ -1,0 +1,413 @@
+"""`headrace bench overhead`: what streaming costs a trainer, in step time and memory, with the server up and stopped.
+
+The model is like DLRM, with the sizes of the reference implementation's Criteo configuration: 26 tables in one of
+FBGEMM's table-batched modules with fused rowwise Adagrad, pairwise dot products, a bottom MLP of 512-256-dim and a top
+one of 512-256-1 with SGD.
+
+Blocks of training steps with streaming off and on take turns in one process, on one processor, with the server on
+another. In a third kind of block the server's processes are stopped, as if the network had gone; training must not
+notice.
+
+Memory is measured in a second trainer, whose C library returns large blocks as soon as they are freed. By default it
+keeps them in its heap, and what steps of the trainer alone leave there varies by tens of MiB. Returning memory costs
+page faults, so the second trainer's time does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    EmbeddingLocation,
+    OptimType,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError
+from headrace.scripts.benches.child import Child, Worker
+from headrace.scripts.benches.harness import FolderOption, OnStage, RoundsOption, bench_command, bench_folder
+from headrace.scripts.benches.workload import zipf_ranks
+from headrace.streamer import RawEmbeddingStreamer
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.flush.staging import NUM_STAGING_BUFFERS
+from headrace.streamer.taps.fbgemm import FbgemmTap
+from headrace.streamer.taps.hooks import StepBoundary
+
+__all__ = ["ModelConfig", "OverheadConfig", "make_figures", "measure", "overhead"]
+
+# For glibc; others ignore it. The value is its default, but without the variable it grows with use.
+_RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+
+_NUM_DENSE = 13
+_MAX_WARM_STEPS = 100
+_PAGE_BYTES = resource.getpagesize()
+# The hooks, which are the part of Headrace that runs on the training thread. They are looked up by name, so that a
+# renamed one is an error instead of a smaller share.
+_TIMED: tuple[tuple[type, str], ...] = (
+    (FbgemmTap, "_after_forward"),
+    (FbgemmTap, "_before_forward"),
+    (FbgemmTap, "_mark"),
+    (FbgemmTap, "sweep"),
+    (StepBoundary, "_before_step"),
+    (StepBoundary, "_after_step"),
+)
+
+_Block = dict[str, Any]  # what `_train` answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the model."""
+
+    num_tables: int = 26
+    num_rows: int = 100_000  # of each table
+    dim: int = 64
+    batch_size: int = 2048  # samples a step; each looks up one row of every table
+    num_batches: int = 64  # made before, and used in turn
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverheadConfig:
+    """How much `headrace bench overhead` measures."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    # Four blocks each: off, on, off, on with the server stopped; then two for memory: on, on with the server stopped.
+    num_rounds: RoundsOption = 4
+    num_steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps of a block.")] = 60
+    num_warm_steps: int = 4  # before them: a streamer's first flush, and caches after a switch
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A streamer setting; may be repeated.", show_default=False),
+    ] = None
+    folder: FolderOption = None
+
+
+def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure what streaming costs a trainer: step time and memory, with the server up and stopped.
+
+    The trainer, a DLRM of 26 tables in FBGEMM's table-batched module with fused rowwise Adagrad, has one processor and
+    the server another. The exit code is 1 if a figure misses its bound.
+    """
+    settings = _parse_settings(config.settings or [])
+    staging_bytes = StreamerConfig.load(**settings).staging_bytes
+    timed: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
+    memory: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
+    usable = sorted(os.sched_getaffinity(0))  # the trainer gets the first, the server the last
+    with bench_folder(config.folder) as folder:
+        with _on_processor(usable[-1]):
+            server = ServerProcess.start(folder / "data", shards=1)
+        pids = [server.pid, *server.shard_pids]
+        with server, _continued_at_end(pids):
+
+            def train(trainer: Child, kind: str) -> _Block:
+                return trainer.ask(
+                    address=None if kind == "off" else server.address,
+                    num_warm_steps=config.num_warm_steps,
+                    num_steps=config.num_steps,
+                    stopped_pids=pids if kind == "outage" else [],
+                    settings=settings,
+                )
+
+            with _start_trainer(usable[0], config.model) as trainer:
+                for number in range(config.num_rounds):
+                    for kind in ("off", "on", "off", "outage"):
+                        on_stage(f"round {number + 1}: streaming {kind}")
+                        timed[kind].append(train(trainer, kind))
+            with _start_trainer(usable[0], config.model, _RETURNS_MEMORY) as trainer:
+                # Before the first streamer, so that nothing a streamer leaves behind counts as the trainer's own.
+                on_stage("memory: streaming off")
+                memory["off"].append(train(trainer, "off"))
+                for number in range(config.num_rounds):
+                    for kind in ("on", "outage"):
+                        on_stage(f"memory, round {number + 1}: streaming {kind}")
+                        memory[kind].append(train(trainer, kind))
+    bound_bytes = config.model.num_tables * config.model.num_rows // 8 + NUM_STAGING_BUFFERS * staging_bytes
+    return make_figures(timed, memory, bound_bytes)
+
+
+def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]], bound_bytes: int) -> dict[str, Any]:
+    """Return the figures of blocks by kind: `off`, `on`, `outage`; `memory` has those of the second trainer.
+
+    `bound_bytes` is the most memory that streaming may add: a bit a row and the staging buffers.
+    """
+    step_s = {kind: median([s for block in blocks for s in block["step_s"]]) for kind, blocks in timed.items()}
+    peak = {kind: max(block["memory_bytes"] for block in blocks) for kind, blocks in memory.items()}
+
+    # Shares are of all the time, not of the median step: not every step has a flush.
+    def total(kind: str, key: str) -> float:
+        return sum(float(np.sum(block[key])) for block in timed[kind])
+
+    def cpu_of_step_s(kind: str) -> float:
+        return total(kind, "cpu_s") / sum(len(block["step_s"]) for block in timed[kind])
+
+    return {
+        "step_time_ratio": step_s["on"] / step_s["off"],
+        "training_thread_share": total("on", "ours_s") / total("on", "step_s"),
+        "extra_bytes": peak["on"] - peak["off"],
+        "extra_bytes_bound": bound_bytes,
+        "outage_step_time_ratio": step_s["outage"] / step_s["off"],
+        "outage_training_thread_share": total("outage", "ours_s") / total("outage", "step_s"),
+        "outage_extra_bytes": peak["outage"] - peak["off"],
+        "outage_growth_bytes": peak["outage"] - peak["on"],
+        "training_thread_cpu_share": total("on", "ours_cpu_s") / total("on", "thread_cpu_s"),
+        "cpu_time_ratio": cpu_of_step_s("on") / cpu_of_step_s("off"),
+        "outage_cpu_time_ratio": cpu_of_step_s("outage") / cpu_of_step_s("off"),
+        "step_off_ms": step_s["off"] * 1000,
+        "step_on_ms": step_s["on"] * 1000,
+        "outage_step_ms": step_s["outage"] * 1000,
+        "num_rows_sent": sum(block["num_rows_sent"] for block in timed["on"]),
+        "outage_num_dirty_rows": max(block["num_dirty_rows"] for block in timed["outage"]),
+        "block_step_ms": {kind: [median(block["step_s"]) * 1000 for block in timed[kind]] for kind in timed},
+        "block_memory_bytes": {kind: [block["memory_bytes"] for block in memory[kind]] for kind in memory}
+        | {f"default_heap_{kind}": [block["memory_bytes"] for block in timed[kind]] for kind in timed},
+    }
+
+
+overhead = bench_command("overhead", OverheadConfig, measure, has_bounds=True)
+
+
+def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """Return `NAME=VALUE` pairs as settings, each value with the type of its field."""
+    types = {field.name: field.type for field in dataclasses.fields(StreamerConfig)}
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        kind = types.get(name)
+        try:
+            settings[name] = int(value) if kind == "int" else float(value) if kind == "float" else value
+        except ValueError as exc:
+            raise ConfigError(f"--set {pair}: {value!r} is not a number") from exc
+    return settings
+
+
+def _start_trainer(processor: int, model: ModelConfig, environ: dict[str, str] | None = None) -> Child:
+    with _on_processor(processor):
+        return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(model))
+
+
+@contextmanager
+def _on_processor(processor: int) -> Iterator[None]:
+    """Keep this thread, and processes that it starts meanwhile, on one processor."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {processor})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _continued_at_end(pids: list[int]) -> Iterator[None]:
+    """Let processes run again at the end: a trainer that was killed left the server stopped, so it could not end."""
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _train(**model: Any) -> Worker:
+    """Train block after block; the first order is a `ModelConfig`.
+
+    An answer has `step_s` and `ours_s`, the clock's time of each step and the part of it that the training thread spent
+    in Headrace; over all steps, `ours_cpu_s`, its processor time, and `thread_cpu_s` and `cpu_s`, that of the training
+    thread and of all threads; `memory_bytes`, the largest resident memory after a step; `num_rows_sent`, acked by the
+    end of the block; and `num_dirty_rows`, not sent yet after the last step.
+    """
+    # Each block is a run of its own on the store that the first one filled, and the streamer would warn every time.
+    logging.getLogger(RawEmbeddingStreamer.__module__).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    trainer = _Trainer(ModelConfig(**model))
+    answer: dict[str, Any] = {}
+    while True:
+        order = yield answer
+        answer = trainer.train(**order)
+
+
+class _Model(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        table = (config.num_rows, config.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+        self.tables = SplitTableBatchedEmbeddingBagsCodegen(
+            [table] * config.num_tables, optimizer=OptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.05
+        )
+        self.tables.init_embedding_weights_uniform(-0.05, 0.05)
+        num_vectors = config.num_tables + 1
+        self.bottom = _mlp(_NUM_DENSE, 512, 256, config.dim)
+        self.top = _mlp(config.dim + num_vectors * (num_vectors - 1) // 2, 512, 256, 1)
+        self.pairs = torch.tril_indices(num_vectors, num_vectors, -1)
+        self.offsets = torch.arange(config.num_tables * config.batch_size + 1)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits float32[b] of `dense` float32[b, 13] and `ids` int64[tables × b], table after table."""
+        rows = self.tables(ids, self.offsets).view(-1, self.config.num_tables, self.config.dim)
+        bottom = self.bottom(dense)
+        vectors = torch.cat([bottom.unsqueeze(1), rows], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        logits: torch.Tensor = self.top(torch.cat([bottom, products], dim=1)).squeeze(1)
+        return logits
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for first, second in itertools.pairwise(widths):
+        layers += [nn.Linear(first, second), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class _Trainer:
+    def __init__(self, config: ModelConfig) -> None:
+        torch.manual_seed(config.seed)
+        self._model = _Model(config)
+        self._optimizer = torch.optim.SGD([*self._model.bottom.parameters(), *self._model.top.parameters()], lr=0.01)
+        self._batches = list(_make_batches(config))
+        self._step = 0
+        self._clock = _Clock()
+
+    def train(
+        self,
+        address: str | None,  # None trains without streaming
+        num_warm_steps: int,  # with streaming, more follow until each staging buffer was filled twice
+        num_steps: int,
+        stopped_pids: Sequence[int],  # processes to stop during the measured steps
+        settings: dict[str, Any],  # of the streamer
+    ) -> _Block:
+        gc.collect()
+        if address is None:
+            self._train_steps(num_warm_steps)
+            return self._measure(num_steps, stopped_pids) | {"num_rows_sent": 0, "num_dirty_rows": 0}
+        streamer = RawEmbeddingStreamer(address, run="bench", **settings)
+        try:
+            with self._clock.watching():
+                streamer.attach(self._model, self._optimizer)
+                self._train_steps(num_warm_steps)
+                # The first flushes touch new memory, which happens once in a training run.
+                for _ in range(_MAX_WARM_STEPS):
+                    if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
+                        break
+                    self._train_steps(1)
+                found = self._measure(num_steps, stopped_pids, streamer)
+            streamer.flush()
+            return found | {"num_rows_sent": streamer.stats().num_rows_sent}
+        finally:
+            streamer.close(flush=False)
+
+    def _measure(
+        self, num_steps: int, stopped_pids: Sequence[int], streamer: RawEmbeddingStreamer | None = None
+    ) -> dict[str, Any]:
+        step_s, ours_s, memory_bytes, clock = [], [], 0, self._clock
+        with _stopped(stopped_pids):
+            begin_cpu_s, begin_thread_s, begin_ours_s = time.process_time(), time.thread_time(), clock.cpu_s
+            for _ in range(num_steps):
+                begin_s, ours_before_s = time.perf_counter(), clock.total_s
+                self._train_steps(1)
+                step_s.append(time.perf_counter() - begin_s)
+                ours_s.append(clock.total_s - ours_before_s)
+                memory_bytes = max(memory_bytes, _resident_bytes())
+            cpu_s, thread_cpu_s = time.process_time() - begin_cpu_s, time.thread_time() - begin_thread_s
+            num_dirty_rows = streamer.stats().num_dirty_rows if streamer else 0
+        return {
+            "step_s": step_s,
+            "ours_s": ours_s,
+            "ours_cpu_s": clock.cpu_s - begin_ours_s,
+            "thread_cpu_s": thread_cpu_s,
+            "cpu_s": cpu_s,
+            "memory_bytes": memory_bytes,
+            "num_dirty_rows": num_dirty_rows,
+        }
+
+    def _train_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            dense, ids, labels = self._batches[self._step % len(self._batches)]
+            self._step += 1
+            self._optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(self._model(dense, ids), labels)
+            torch.autograd.backward(loss)  # the fused optimizer updates the rows here
+            self._optimizer.step()
+
+
+class _Clock:
+    """Counts the time that the training thread spends in our hooks: `total_s`, and `cpu_s` of the processor."""
+
+    def __init__(self) -> None:
+        self.total_s = self.cpu_s = 0.0
+        self._depth = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time the hooks that are registered meanwhile."""
+        plain = [(owner, name, getattr(owner, name)) for owner, name in _TIMED]
+        for owner, name, function in plain:
+            setattr(owner, name, self._timed(function))
+        try:
+            yield
+        finally:
+            for owner, name, function in plain:
+                setattr(owner, name, function)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:  # hooks call each other
+                    self.total_s += time.perf_counter() - begin_s
+                    self.cpu_s += time.thread_time() - begin_cpu_s
+
+        return timed
+
+
+@contextmanager
+def _stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Keep processes from running."""
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _make_batches(config: ModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield (dense features, row ids, labels)."""
+    rng = np.random.default_rng(config.seed)
+    # Hot rows lie anywhere in a table, at other places in each.
+    places = [rng.permutation(config.num_rows) for _ in range(config.num_tables)]
+    for _ in range(config.num_batches):
+        ranks = zipf_ranks(rng, config.num_rows, (config.num_tables, config.batch_size))
+        ids = np.concatenate([place[of_table] for place, of_table in zip(places, ranks, strict=True)])
+        dense = rng.standard_normal((config.batch_size, _NUM_DENSE), np.float32)
+        labels = rng.integers(0, 2, config.batch_size).astype(np.float32)
+        yield torch.from_numpy(dense), torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * _PAGE_BYTES

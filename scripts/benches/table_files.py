@@ -1,0 +1,265 @@
+"""`headrace bench backfill` and `headrace bench export`: a file made into a server's directory, a snapshot into files.
+
+Each piece of work runs in a process of its own, so that its processor time and its peak memory are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import rocksdict
+import typer
+
+from headrace.paramserver.snapshots.remote import create_snapshot
+from headrace.paramserver.store.catalog import pack_spec
+from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.benches.child import Child, Worker, peak_memory_bytes
+from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
+from headrace.scripts.benches.ingest import admin_dial, serve
+from headrace.scripts.commands.backfill import BackfillConfig as BackfillSettings
+from headrace.scripts.commands.backfill import build_directory
+from headrace.scripts.commands.export import export_snapshot
+from headrace.scripts.table_io.exported import ExportConfig
+
+__all__ = ["BackfillConfig", "ExportBenchConfig", "backfill", "export", "measure_backfill", "measure_export"]
+
+_FORMATS = ("safetensors", "parquet", "npz", "dcp")
+_FEW_ROWS_SHARE = 5
+_DIM, _FQN = 64, "bench.weight"
+_ROWS_AT_ONCE = 65_536
+_CHUNK_BYTES = 4 << 20
+_TIMEOUT_S = 600.0
+
+RowsOption = Annotated[int, typer.Option("--rows", min=1000, help="Rows of the table, of 64 float32 and a state.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackfillConfig:
+    """How much `headrace bench backfill` measures."""
+
+    num_rows: RowsOption = 5_000_000
+    num_rounds: RoundsOption = 1
+    folder: FolderOption = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportBenchConfig:
+    """How much `headrace bench export` measures."""
+
+    num_rows: RowsOption = 5_000_000
+    format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="Format of the files.")] = "safetensors"
+    num_rounds: RoundsOption = 1
+    folder: FolderOption = None
+
+    def __post_init__(self) -> None:
+        if self.format_name not in _FORMATS:
+            raise ConfigError(f"--format {self.format_name!r}: must be one of {', '.join(_FORMATS)}")
+
+
+def measure_backfill(config: BackfillConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure how fast a new directory is made from a file, and that memory does not grow with the table.
+
+    It is compared with a loop that puts the same records, sorted, into RocksDB without RocksDB's own log.
+    """
+    took = _Took(config.num_rows)
+    with bench_folder(config.folder) as folder:
+        on_stage("making the file")
+        for name, num_rows in (("few", took.few_rows), ("all", config.num_rows)):
+            _run(_write_source, path=folder / f"{name}.safetensors", num_rows=num_rows)
+        on_stage("a fifth of it, for the memory")
+        took.add("few", _run(_fill_directory, source=folder / "few.safetensors", target=folder / "few.data"))
+        for number in range(config.num_rounds):
+            on_stage(f"round {number + 1}: backfill")
+            took.add("backfill", _run(_fill_directory, source=folder / "all.safetensors", target=folder / "data"))
+            shutil.rmtree(folder / "data")
+            on_stage(f"round {number + 1}: RocksDB")
+            took.add("rocksdb", _run(_put_rows, path=folder / "rocksdb", num_rows=config.num_rows))
+            shutil.rmtree(folder / "rocksdb")
+    return {
+        "offline_vs_rocksdb": took.wall_s.ratio("rocksdb", "backfill"),
+        "offline_vs_rocksdb_cpu": took.cpu_s.ratio("rocksdb", "backfill"),
+        "num_rows": config.num_rows,
+        "rows_per_s": took.per_s(config.num_rows),
+        "cpu_us_per_row": took.cpu_us_per_row(),
+        "peak_rss_bytes": took.peak_rss_bytes("backfill"),
+        "wall_s": took.walls(),
+    }
+
+
+backfill = bench_command("backfill", BackfillConfig, measure_backfill)
+
+
+def measure_export(config: ExportBenchConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure how fast a snapshot is exported, and that memory does not grow with the table.
+
+    It is compared with a sequential write of as many bytes, synced at the end.
+    """
+    took, size_bytes, to = _Took(config.num_rows), 0, {"format_name": config.format_name}
+    with bench_folder(config.folder) as folder:
+        on_stage("making the snapshots")
+        few, whole = (_make_snapshot(folder, num_rows) for num_rows in (took.few_rows, config.num_rows))
+        on_stage("a fifth of it, for the memory")
+        took.add("few", _run(_write_files, snapshot=few, to=folder / "few.out", **to))
+        for number in range(config.num_rounds):
+            on_stage(f"round {number + 1}: export")
+            out = folder / "out"
+            took.add("export", _run(_write_files, snapshot=whole, to=out, **to))
+            size_bytes = sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out]))
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+            on_stage(f"round {number + 1}: disk")
+            took.add("disk", _run(_write_bytes, path=folder / "disk", size_bytes=size_bytes))
+            (folder / "disk").unlink()
+    return {
+        "export_vs_disk": took.wall_s.ratio("disk", "export"),
+        "format": config.format_name,
+        "num_rows": config.num_rows,
+        "size_bytes": size_bytes,
+        "rows_per_s": took.per_s(config.num_rows)["export"],
+        "cpu_us_per_row": took.cpu_us_per_row()["export"],
+        "bytes_per_s": took.per_s(size_bytes),
+        "peak_rss_bytes": took.peak_rss_bytes("export"),
+        "wall_s": took.walls(),
+    }
+
+
+export = bench_command("export", ExportBenchConfig, measure_export)
+
+
+class _Took:
+    """What pieces of work took, round after round; `few` is the one with a small table."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self.few_rows = num_rows, max(num_rows // _FEW_ROWS_SHARE, 1)
+        self.wall_s, self.cpu_s, self._peak_bytes = Rounds(), Rounds(), Rounds()
+
+    def add(self, name: str, answer: dict[str, float]) -> None:
+        for rounds, key in ((self.wall_s, "wall_s"), (self.cpu_s, "cpu_s"), (self._peak_bytes, "peak_rss_bytes")):
+            rounds.add(name, answer[key])
+
+    def walls(self) -> dict[str, list[float]]:
+        return {name: seconds for name, seconds in self.wall_s.items() if name != "few"}
+
+    def per_s(self, amount: float) -> dict[str, float]:
+        medians = self.wall_s.medians()
+        return {name: amount / medians[name] for name in self.walls()}
+
+    def cpu_us_per_row(self) -> dict[str, float]:
+        medians = self.cpu_s.medians(1e6 / self._num_rows)
+        return {name: medians[name] for name in self.walls()}
+
+    def peak_rss_bytes(self, name: str) -> dict[str, float]:
+        """Return the peak memory for the small table and for the whole one, by their rows."""
+        return {str(self.few_rows): self._peak_bytes["few"][0], str(self._num_rows): max(self._peak_bytes[name])}
+
+
+def _make_snapshot(folder: Path, num_rows: int) -> Path:
+    source, data, snapshot = folder / "source.safetensors", folder / "data", folder / f"{num_rows}.snapshot"
+    _run(_write_source, path=source, num_rows=num_rows)
+    _run(_fill_directory, source=source, target=data)
+    source.unlink()
+    with serve(data) as server:
+        dial = admin_dial(_TIMEOUT_S)
+        made = asyncio.run(create_snapshot(server.address, dial=dial, at_step=False, timeout_s=_TIMEOUT_S))
+    (data / "snapshots" / made.name).rename(snapshot)
+    shutil.rmtree(data)
+    return snapshot
+
+
+def _run(work: Callable[..., None], **arguments: Any) -> dict[str, float]:
+    """Run a function of this module in a process of its own; return its `wall_s`, `cpu_s` and `peak_rss_bytes`."""
+    texts = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
+    with Child(f"{__name__}:_run_here", f"the bench's {work.__name__}", work=work.__name__, arguments=texts) as child:
+        return child.ready
+
+
+def _run_here(work: str, arguments: dict[str, Any]) -> Worker:
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    globals()[work](**arguments)
+    wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    yield {"wall_s": wall_s, "cpu_s": cpu_s, "peak_rss_bytes": peak_memory_bytes()}
+
+
+def _fill_directory(source: str, target: str) -> None:
+    settings = BackfillSettings(non_finite="keep")
+    build_directory(settings.open(Path(source), None), Path(target), num_shards=1, config=settings)
+
+
+def _write_files(snapshot: str, to: str, format_name: str) -> None:
+    export_snapshot(Path(snapshot), Path(to), format_name, ExportConfig(with_states=True))
+
+
+def _put_rows(path: str, num_rows: int) -> None:
+    """Put the same records in the same order into RocksDB, one after the other, and flush."""
+    spec = _make_spec(num_rows)
+    layout = RecordLayout(spec, spec.whole)
+    options = cast(Any, rocksdict.WriteOptions())  # its type stub takes the properties for methods
+    options.disable_wal = True
+    db = rocksdict.Rdict(path, rocks_options(StoreConfig(block_cache_bytes=4 << 20)))
+    db.set_write_options(options)
+    for first, weights, states in _columns(num_rows):
+        ids = np.arange(first, first + states.size, dtype=np.int64)
+        columns: dict[str, Any] = {"weights": weights.data.cast("B"), "state:momentum1": states.data.cast("B")}
+        values = layout.encode(columns, epoch=1, step=0, time_us=0)
+        for key, value in zip(encode_keys(1, spec.whole, ids), values, strict=True):
+            db[key] = value
+    db.flush()
+    db.close()
+
+
+def _write_bytes(path: str, size_bytes: int) -> None:
+    """Write bytes sequentially and sync them."""
+    chunk = os.urandom(_CHUNK_BYTES)
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, size_bytes, _CHUNK_BYTES):
+            file.write(chunk[: size_bytes - start])
+        os.fsync(file.fileno())
+
+
+def _make_spec(num_rows: int) -> TableSpec:
+    state = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
+    return TableSpec(fqn=_FQN, num_rows=num_rows, dim=_DIM, dtype=DType.FLOAT32, states=(state,))
+
+
+def _columns(num_rows: int) -> Iterator[tuple[int, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Yield (first row, weights, states), the same ones each time."""
+    pool = np.random.default_rng(0).random((2 * _ROWS_AT_ONCE, _DIM), np.float32)
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        weights = pool[first % 977 : first % 977 + min(_ROWS_AT_ONCE, num_rows - first)]
+        yield first, weights, weights[:, 0].copy()
+
+
+def _write_source(path: str, num_rows: int) -> None:
+    """Write the table as a safetensors file that describes itself."""
+    weights_bytes = num_rows * _DIM * 4
+    names = {"weights": _FQN, "states": {"momentum1": f"{_FQN}/momentum1"}}
+    note = {"spec": pack_spec(_make_spec(num_rows)), "first_row": 0, "precision": None, "identities": None, **names}
+    ends = [weights_bytes, weights_bytes + num_rows * 4]
+    header = {
+        "__metadata__": {"headrace": json.dumps({"version": 1, "tables": [note]})},
+        _FQN: {"dtype": "F32", "shape": [num_rows, _DIM], "data_offsets": [0, weights_bytes]},
+        f"{_FQN}/momentum1": {"dtype": "F32", "shape": [num_rows], "data_offsets": ends},
+    }
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    start = 8 + len(packed)
+    with open(path, "wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        for first, weights, states in _columns(num_rows):
+            os.pwrite(file.fileno(), weights.tobytes(), start + first * _DIM * 4)
+            os.pwrite(file.fileno(), states.tobytes(), start + weights_bytes + first * 4)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,341 @@
+"""`headrace backfill`: load rows from files into a running server or into a new server's directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.replay.target import ReplayTarget
+from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
+from headrace.paramserver.system.limits import check_room
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import MAX_EPOCH
+from headrace.scripts.commands.progress_bar import ProgressBar, show_rows
+from headrace.scripts.commands.replay import target_of
+from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, ServerAddress, option, with_server_flags
+from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
+from headrace.scripts.table_io.source import Naming, OpenSource, SourceConfig, Versions, open_source
+
+__all__ = ["BackfillConfig", "backfill", "build_directory"]
+
+_CHUNK_BYTES = 8 << 20
+_NON_FINITE = ("refuse", "skip", "keep")
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackfillConfig:
+    """The rows to take from a source.
+
+    Attributes:
+        maps: Rules `NAME=FQN` and `NAME=FQN/STATE`.
+        tables: Only these tables, by fqn; None for all.
+        epoch: Epoch of all rows; None keeps the file's versions, or is 1 without any.
+        step: Step of rows without a version in the file.
+        zero_states: Fill states that the source lacks with zeros.
+        non_finite: What to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them.
+    """
+
+    maps: tuple[str, ...] = ()
+    tables: tuple[str, ...] | None = None
+    epoch: int | None = None
+    step: int = 0
+    zero_states: bool = False
+    non_finite: str = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.epoch is not None and not 1 <= self.epoch <= MAX_EPOCH:
+            raise ConfigError(f"--epoch {self.epoch}: not in 1..{MAX_EPOCH}")
+        if self.step < 0:
+            raise ConfigError(f"--step {self.step}: below 0")
+        if self.non_finite not in _NON_FINITE:
+            raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
+
+    def open(self, path: Path, known: dict[str, Any] | None) -> OpenSource:
+        """Open a source; `known` are the target's tables, None for a new one."""
+        config = SourceConfig(
+            naming=Naming(self.maps),
+            wanted=None if self.tables is None else list(self.tables),
+            known=known,
+            zero_states=self.zero_states,
+            versions=Versions(epoch=self.epoch, step=self.step),
+        )
+        return open_source(path, config)
+
+
+@with_server_flags
+def backfill(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help=".pt, .safetensors or .parquet file, or a directory: a checkpoint of torch.distributed, or "
+            ".parquet files.",
+            show_default=False,
+        ),
+    ],
+    *,
+    server: ServerAddress = None,
+    data: Annotated[Path | None, option("Directory of a new server to make.", "DIR")] = None,
+    shards: Annotated[int | None, option("With --data: shards. Default: 1.", min=1, max=MAX_SHARDS)] = None,
+    map_: Annotated[
+        list[str] | None,
+        option(
+            "Use a tensor as this table's weights, or as its state with FQN/STATE; * matches anything.",
+            "NAME=FQN",
+            "--map",
+        ),
+    ] = None,
+    table: OnlyTables = None,
+    rows_per_s: Annotated[float | None, option("With --server: at most this many rows a second.", "N", min=1)] = None,
+    epoch: Annotated[int | None, option("Epoch of all rows; by default the file's, or 1.", "E")] = None,
+    step: Annotated[int, typer.Option(metavar="S", help="Step of rows without a version.")] = 0,
+    zero_states: Annotated[
+        bool, typer.Option("--zero-states", help="Fill missing states with zeros, and skip unknown ones.")
+    ] = False,
+    non_finite: Annotated[
+        str, typer.Option(metavar="HOW", help="NaN and infinities: refuse (all), skip (the row) or keep.")
+    ] = "refuse",
+    count: Annotated[
+        bool, typer.Option("--count/--no-count", help="With --server: count rows that are newer there.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="With --server: send again what an earlier run of this backfill delivered."),
+    ] = False,
+    timeout_s: Annotated[
+        float | None,
+        option(
+            "With --server: give up when a shard does not answer for this long, seconds. Default: 60.",
+            "SECONDS",
+            min=0.1,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    access: Access,
+) -> None:
+    """Load rows from files into a running server, or into the directory of a new one.
+
+    Every shape and type is checked before the first row is written. A server keeps rows that are newer, and the same
+    command continues where it was interrupted. A directory is complete or not made. No code in a file is ever run.
+
+    Raises:
+        ConfigError: A flag is wrong, a library is missing, or there is nothing to load.
+        HeadraceError: The source is damaged or does not fit, the server refuses or is away, or the disk failed.
+    """
+    if (server is None) == (data is None):
+        raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR for a new one")
+    if data is None and shards is not None:
+        raise ConfigError("--shards goes with --data: a running server has the shards that it has")
+    if server is None:
+        flags = {"rows_per_s": rows_per_s, "no_count": not count, "again": again, "timeout_s": timeout_s}
+        _check_no_server_flags({**flags, **getattr(access, "keywords", {})})
+    config = BackfillConfig(
+        maps=tuple(map_ or ()),
+        tables=None if table is None else tuple(table),
+        epoch=epoch,
+        step=step,
+        zero_states=zero_states,
+        non_finite=non_finite,
+    )
+    begin_s = time.perf_counter()
+    if data is not None:
+        opened, counts = _fill_directory(source, data, config, num_shards=shards or 1, dry_run=dry_run, as_json=as_json)
+    else:
+        sending = _Sending(target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S)), rows_per_s, count, again)
+        opened, counts = _send(source, sending, config, dry_run=dry_run, as_json=as_json)
+    _report(opened, counts, str(data if data is not None else server), time.perf_counter() - begin_s, as_json=as_json)
+
+
+def _check_no_server_flags(flags: Mapping[str, Any]) -> None:
+    for name, value in flags.items():
+        if value:
+            flag = f"--{name.replace('_', '-')} goes with --server"
+            raise ConfigError(f"{flag}: a directory that is being made serves nobody yet")
+
+
+def _fill_directory(
+    path: Path, data: Path, config: BackfillConfig, *, num_shards: int, dry_run: bool, as_json: bool
+) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
+    check_target(data.absolute())
+    source = config.open(path, None)
+    _describe(source, as_json=as_json or not dry_run)
+    if dry_run:
+        _check_rows(source, config)
+        return source, None
+    with _show("Writing", source) as bar:
+        return source, build_directory(source, data, num_shards=num_shards, config=config, on_rows=bar.advance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    target: ReplayTarget
+    rows_per_s: float | None
+    counts_kept: bool
+    again: bool
+
+
+def _send(
+    path: Path, sending: _Sending, config: BackfillConfig, *, dry_run: bool, as_json: bool
+) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
+    facts = asyncio.run(ask_server(sending.target))
+    source = config.open(path, facts.tables)
+    _name_new_tables(source, facts.tables)
+    _describe(source, as_json=as_json or not dry_run)
+    _check_rows(source, config)
+    if dry_run:
+        return source, None
+    sender = BackfillSender(
+        source,
+        sending.target,
+        facts,
+        # In this order and form: the name of the run is a digest of them.
+        settings=[
+            list(config.maps),
+            list(config.tables or ()),
+            config.epoch or 0,
+            config.step,
+            int(config.zero_states),
+            time.time_ns() if sending.again else 0,
+        ],
+        skips_non_finite=config.non_finite == "skip",
+        counts_kept=sending.counts_kept,
+        pace=RowPace(sending.rows_per_s),
+    )
+    with _show("Sending", source) as bar:
+        asyncio.run(sender.run(on_rows=bar.advance))
+    source.check_unchanged()
+    return source, sender.counts
+
+
+def build_directory(
+    source: OpenSource,
+    target: Path,
+    *,
+    num_shards: int,
+    config: BackfillConfig,
+    on_rows: Callable[[int], None] = lambda _: None,
+) -> dict[str, BackfillCounts]:
+    """Make a server's directory from a source, complete or not at all, and return the counts by table.
+
+    Args:
+        source: REQUIRES: opened for a new target.
+        target: The directory; missing or empty.
+        num_shards: Number of the server's shards.
+        config: The settings that the source was opened with.
+        on_rows: Called with the number of rows just written.
+
+    Raises:
+        ConfigError: The target is not empty.
+        NonFiniteError: A row has a NaN or an infinity, and those are refused.
+        HeadraceError: The source is damaged, or the disk failed or has no room.
+
+    Thread: any; blocks.
+    """
+    needed_bytes = sum(
+        table.num_rows * RecordLayout(table.spec, table.spec.whole).size_bytes for table in source.tables
+    )
+    check_room(target, needed_bytes, what="the store")
+    counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
+    specs = [table.spec for table in source.tables]
+    with StoreBuilder(target, num_shards=num_shards, specs=specs, run=f"backfill-{time.time_ns()}") as builder:
+        for table in source.tables:
+            layout, count = RecordLayout(table.spec, table.spec.whole), counts[table.spec.fqn]
+            for chunk in table.chunks(_CHUNK_BYTES):
+                num_rows = chunk.row_ids.size
+                if config.non_finite == "refuse":
+                    chunk.check_finite(table.spec, layout)
+                elif config.non_finite == "skip":
+                    chunk = chunk.take(chunk.is_finite(layout))
+                builder.add(table.spec.fqn, chunk)
+                count.num_written += chunk.row_ids.size
+                count.num_refused += num_rows - chunk.row_ids.size
+                on_rows(num_rows)
+        source.check_unchanged()
+        builder.finish()
+    return counts
+
+
+def _check_rows(source: OpenSource, config: BackfillConfig) -> None:
+    """Check ids that a file lists, and that all values are finite, before the first row is written."""
+    for table in source.tables:
+        table.check_ids()
+    if config.non_finite == "refuse":
+        with _show("Checking", source) as bar:
+            for table in source.tables:
+                layout = RecordLayout(table.spec, table.spec.whole)
+                for chunk in table.chunks(_CHUNK_BYTES):
+                    chunk.check_finite(table.spec, layout)
+                    bar.advance(chunk.row_ids.size)
+
+
+def _show(what: str, source: OpenSource) -> AbstractContextManager[ProgressBar]:
+    return show_rows(what, sum(table.num_rows for table in source.tables))
+
+
+def _name_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None:
+    """Print the tables that a non-empty server does not have yet, because a name may be misspelled."""
+    new = [table.spec.fqn for table in source.tables if table.spec.fqn not in known]
+    if new and known:
+        print(f"headrace: new to the server: {first_of(new)}", file=sys.stderr)
+
+
+def _describe(source: OpenSource, *, as_json: bool) -> None:
+    if as_json:
+        return
+    table = Table(box=box.SIMPLE)
+    for name in ("table", "from", "rows", "dim", "type", "states"):
+        table.add_column(name)
+    for found in source.tables:
+        spec = found.spec
+        states = ", ".join(f"{state.name}:{state.dtype.name.lower()}" for state in spec.states) or "–"
+        row = (spec.fqn, found.name, str(found.num_rows), str(spec.dim), spec.dtype.name.lower(), states)
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+def _report(
+    source: OpenSource, counts: dict[str, BackfillCounts] | None, where: str, seconds: float, *, as_json: bool
+) -> None:
+    if as_json:
+        print(json.dumps(_to_json(source, counts, where, seconds), indent=2))
+        return
+    if counts is None:
+        print(f"{sum(table.num_rows for table in source.tables)} rows would go to {where}; nothing was written.")
+        return
+    for fqn, count in counts.items():
+        line = f"{fqn}: {count.num_written} rows written, {count.num_kept} kept (newer there)"
+        line += f", {count.num_refused} refused (NaN or infinite)"
+        print(line + (f"; {count.num_earlier} were there from an earlier run of it" if count.num_earlier else ""))
+    num_rows = sum(count.num_written for count in counts.values())
+    print(f"{where}: {num_rows} rows in {seconds:.1f} s ({num_rows / max(seconds, 1e-9):,.0f} rows/s)")
+
+
+def _to_json(
+    source: OpenSource, counts: dict[str, BackfillCounts] | None, where: str, seconds: float
+) -> dict[str, Any]:
+    tables: list[dict[str, Any]] = []
+    for table in source.tables:
+        facts: dict[str, Any] = {"fqn": table.spec.fqn, "from": table.name, "num_rows": table.num_rows}
+        if counts is not None:
+            facts |= asdict(counts[table.spec.fqn])
+        tables.append(facts)
+    return {"to": where, "is_dry_run": counts is None, "seconds": seconds, "tables": tables}

@@ -1,0 +1,55 @@
+"""The command `headrace bench`: what Headrace costs and how fast it is, each figure next to its own limit or peer.
+
+To add a bench, add an entry to `_BENCHES`. Its target is a plain function, as for `headrace.cli`; it is imported when
+its arguments are parsed. Benches run from a checkout of the source: an installed package does not have them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import typer
+import typer.core
+
+from headrace.scripts.commands.lazy import LazyCommand
+
+__all__ = ["bench", "check_checkout"]
+
+# Name, module and function, help.
+_BENCHES = (
+    ("ingest", "ingest:ingest", "How fast a shard takes rows, next to disk, RocksDB and Redis."),
+    ("recovery", "recovery:recovery", "How fast a killed shard applies its log again."),
+    ("wire", "wire:wire", "How fast requests travel, next to gRPC and thriftpy2."),
+    ("lookup", "lookup:lookup", "How fast a replica looks up, next to torch, Redis, RocksDB."),
+    ("overhead", "overhead:overhead", "What streaming costs a trainer."),
+    ("backfill", "table_files:backfill", "How fast a directory is made from files, next to RocksDB."),
+    ("export", "table_files:export", "How fast a snapshot becomes files, next to the disk."),
+    ("kernels", "kernels:kernels", "How fast rows are marked, packed, digested and routed."),
+    ("freshness", "freshness:freshness", "How late a replica shows an update, next to a floor."),
+    ("all", "suite:all_benches", "All of these and the sweeps, as a report with charts."),
+)
+
+
+def check_checkout(command: str, package: str) -> None:
+    """Exit with 2 and one line if a package that only a checkout has is missing."""
+    if importlib.util.find_spec(f"headrace.scripts.{package}") is None:
+        text = f"`headrace {command}` needs a checkout of the source: clone it, run scripts/setup-venv, and repeat the"
+        typer.echo(f"headrace: error: {text} command with .venv/bin/headrace there", err=True)
+        raise typer.Exit(2)
+
+
+class _Benches(typer.core.TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, function, help_text in _BENCHES:
+            self.add_command(LazyCommand(name, f"headrace.scripts.benches.{function}", help_text))
+
+
+bench = typer.Typer(add_completion=False, no_args_is_help=True, cls=_Benches)
+
+
+@bench.callback()
+def _front_door() -> None:
+    """Measure Headrace on this machine, each figure next to its own limit or peer."""
+    check_checkout("bench", "benches")

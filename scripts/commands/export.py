@@ -1,0 +1,267 @@
+"""`headrace export`: write a server's tables at one step to files of a common format."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.system.text import describe_near, format_size
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.idl import idl
+from headrace.scripts.commands.lazy import import_with_extra
+from headrace.scripts.commands.progress_bar import show_bytes, show_rows
+from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, ServerAddress, option, with_server_flags
+from headrace.scripts.table_io.exported import ExportConfig, ExportTable
+from headrace.scripts.table_io.written_aside import check_place, work_folder, written_aside
+
+__all__ = ["ExportResult", "export", "export_snapshot"]
+
+# For one answer of a shard: a listener that is no server must not take as long as a step may.
+_ANSWER_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
+
+# The server removes the snapshot of a killed export when nothing of it was fetched for this long, seconds.
+_LEASE_S = 3600
+
+# Format: module and function.
+_WRITERS = {
+    "safetensors": "headrace.scripts.table_io.safetensors_file:write_safetensors",
+    "parquet": "headrace.scripts.table_io.parquet:write_parquet",
+    "dcp": "headrace.scripts.table_io.dcp_writer:write_checkpoint",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        snapshot: Name of the exported snapshot.
+        epoch: Epoch of its consistent cut; 0 for none.
+        step: Step of its consistent cut; −1 for none.
+        num_rows: Written rows by table; in dense formats all other rows of the range are zeros.
+        size_bytes: Size of all files.
+        seconds: Duration.
+    """
+
+    snapshot: str
+    epoch: int
+    step: int
+    num_rows: dict[str, int]
+    size_bytes: int
+    seconds: float
+
+
+@with_server_flags
+def export(
+    *,
+    server: ServerAddress = None,
+    snapshot: Annotated[Path | None, option("Directory of one snapshot.", "DIR")] = None,
+    to: Annotated[Path, option("File or directory to make.", "PATH")],
+    format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, parquet or dcp.")],
+    table: OnlyTables = None,
+    rows: Annotated[str | None, option("Row ids A to B − 1; either may be omitted.", "A:B")] = None,
+    since_step: Annotated[int | None, option("Only rows last updated at this step or later; parquet.", min=0)] = None,
+    since_epoch: Annotated[int | None, option("Epoch of --since-step; by default the snapshot's.", min=1)] = None,
+    dtype: Annotated[str | None, option("Weights as fp32, fp16 or int8.", "TYPE")] = None,
+    with_states: Annotated[bool, typer.Option("--with-states", help="Include optimizer states.")] = False,
+    with_deleted: Annotated[
+        bool, typer.Option("--with-deleted", help="Include deleted rows, with a column `deleted`; parquet.")
+    ] = False,
+    weights_key: Annotated[str | None, option("dcp: name of weights; {fqn} by default.", "KEY")] = None,
+    state_key: Annotated[
+        str | None, option("dcp: name of states; state.{fqn}.{table}.{state} by default.", "KEY")
+    ] = None,
+    now: Annotated[bool, option("With --server: take each shard as it is, at no common step.", None, "--now")] = False,
+    timeout_s: Annotated[
+        float | None,
+        option("With --server: how long to wait for a step, seconds. Default: 60.", "SECONDS", min=0.1),
+    ] = None,
+    as_json: AsJson = False,
+    access: Access,
+) -> None:
+    """Write a server's tables, all at one step, to files of a common format.
+
+    With --server, the command makes a snapshot, fetches it and removes it again; training continues. The same rows make
+    the same bytes. The file or directory of --to is complete or not made.
+
+    Raises:
+        ConfigError: A flag is wrong, or a library is missing.
+        HeadraceError: The snapshot is damaged, the server is away, or the disk failed.
+    """
+    if (server is None) == (snapshot is None):
+        raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR")
+    if server is None:
+        _check_no_server_flags({"now": now, "timeout_s": timeout_s, **getattr(access, "keywords", {})})
+    first_row, end_row = _parse_rows(rows)
+    config = ExportConfig(
+        first_row=first_row,
+        end_row=end_row,
+        since_step=since_step,
+        since_epoch=since_epoch,
+        precision=dtype,
+        with_states=with_states,
+        with_deleted=with_deleted,
+    )
+    options = {name: key for name, key in (("weights_key", weights_key), ("state_key", state_key)) if key is not None}
+    _check_format(format_name, config, options)
+    check_place(to.absolute())
+    with contextlib.ExitStack() as stack:
+        if server is not None:
+            timeout_s = timeout_s or _TIMEOUT_S
+            dial = access(server, timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S)).dial(idl.Role.ADMIN)
+            snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))
+        assert snapshot is not None
+        with show_rows("Exporting") as bar:
+            result = export_snapshot(snapshot, to, format_name, config, tables=table, on_progress=bar.update, **options)
+    _print(to, result, as_json=as_json)
+
+
+def export_snapshot(
+    folder: Path,
+    to: Path,
+    format_name: str,
+    config: ExportConfig,
+    *,
+    tables: list[str] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: str,
+) -> ExportResult:
+    """Write the tables of a snapshot to a file or a directory, which is complete or not made.
+
+    Args:
+        folder: Directory with `manifest.json`.
+        to: File or directory to make.
+        format_name: `safetensors`, `parquet` or `dcp`.
+        config: Rows and columns to export.
+        tables: Only these tables, by fqn; None for all.
+        on_progress: Called with (rows so far, estimated number of all rows).
+        options: Options of the format.
+
+    Raises:
+        ConfigError: There is no such table or snapshot, `to` exists, or a library is missing.
+        CorruptionError: The snapshot is damaged.
+        StorageError: The disk failed.
+
+    Thread: any; blocks.
+    """
+    begin_s = time.perf_counter()
+    write = _writer_of(format_name)
+    with SnapshotReader(folder) as reader:
+        found = [ExportTable(reader, fqn, config) for fqn in _chosen(reader, folder, tables)]
+        total = sum(table.num_rows_estimate for table in found)
+        num_rows = 0
+
+        def on_rows(count: int) -> None:
+            nonlocal num_rows
+            num_rows += count
+            on_progress(num_rows, total)
+
+        with written_aside(to) as aside:
+            write(aside, found, on_rows=on_rows, **options)
+        return ExportResult(
+            snapshot=reader.manifest.name,
+            epoch=reader.manifest.parts[0].epoch,
+            step=reader.manifest.parts[0].step,
+            num_rows={table.spec.fqn: table.num_rows_read for table in found},
+            size_bytes=sum(file.stat().st_size for file in (to.rglob("*") if to.is_dir() else [to]) if file.is_file()),
+            seconds=time.perf_counter() - begin_s,
+        )
+
+
+def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None) -> list[str]:
+    for fqn in tables or ():
+        if fqn not in reader.tables:
+            near = describe_near(fqn, reader.tables)
+            raise ConfigError(f"--table {fqn!r}: no such table in the snapshot; {near}")
+    chosen = sorted(set(tables)) if tables is not None else sorted(reader.tables)
+    if not chosen:
+        raise ConfigError(f"{folder}: the snapshot has no tables")
+    return chosen
+
+
+@contextlib.contextmanager
+def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: float) -> Iterator[Path]:
+    """Yield the directory of a new snapshot of a server, and remove it on both sides afterwards."""
+    name = f"export-{time.time_ns()}"
+    with work_folder(to, "snapshot") as folder:
+        asyncio.run(
+            create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s, lease_s=_LEASE_S)
+        )
+        try:
+            with show_bytes("Fetching") as bar:
+                asyncio.run(fetch_snapshot(server, folder, dial=dial, name=name, on_progress=bar.update))
+        finally:
+            try:
+                asyncio.run(remove_snapshot(server, name, dial=dial))
+            except HeadraceError as exc:
+                print(f"headrace: snapshot {name!r} stays on the server for an hour: {exc}", file=sys.stderr)
+        yield folder / name
+
+
+def _check_no_server_flags(flags: dict[str, Any]) -> None:
+    for name, value in flags.items():
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} goes with --server: a snapshot is cut already, and is here")
+
+
+def _check_format(format_name: str, config: ExportConfig, options: dict[str, str]) -> None:
+    _writer_of(format_name)
+    if options and format_name != "dcp":
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} goes with --format dcp")
+    if format_name != "parquet" and (config.since_step is not None or config.with_deleted):
+        flag = "--with-deleted" if config.with_deleted else "--since-step"
+        raise ConfigError(f"{flag} goes with --format parquet: in {format_name} a row that is left out would be zeros")
+    if format_name == "dcp" and (config.precision == "int8" or config.first_row or config.end_row is not None):
+        raise ConfigError("--format dcp is for trainers: whole tables of floats; leave --rows and --dtype int8 out")
+
+
+def _writer_of(format_name: str) -> Callable[..., None]:
+    if format_name not in _WRITERS:
+        raise ConfigError(f"--format {format_name!r}: one of {', '.join(_WRITERS)}")
+    return import_with_extra(_WRITERS[format_name], what=f"--format {format_name}")
+
+
+def _parse_rows(text: str | None) -> tuple[int, int | None]:
+    if text is None:
+        return 0, None
+    first, sign, end = text.partition(":")
+    if not sign or not (first + end).isdecimal():
+        raise ConfigError(f"--rows {text!r}: not A:B, such as 0:1000 or 1000:")
+    try:
+        return int(first or "0"), int(end) if end else None
+    except ValueError as exc:  # more digits than Python converts
+        raise ConfigError(f"--rows {text[:20]}…: row ids end below 2^63") from exc
+
+
+def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
+    if as_json:
+        facts: dict[str, Any] = {
+            "to": str(to),
+            "snapshot": result.snapshot,
+            "epoch": result.epoch,
+            "step": result.step,
+            "tables": result.num_rows,
+            "size_bytes": result.size_bytes,
+            "seconds": result.seconds,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    for fqn, num_rows in result.num_rows.items():
+        print(f"{fqn}: {num_rows} rows")
+    where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
+    rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
+    print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")

@@ -1,0 +1,177 @@
+"""The command `headrace replay`: send what a server's update logs hold to another server, or to the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
+from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.log.inspection import size_of_log
+from headrace.paramserver.observe.status_query import StatusAccess
+from headrace.paramserver.replay.source import ReplayRange, ReplaySource, ReplaySummary
+from headrace.paramserver.replay.target import Replay, ReplayTarget
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.system.text import format_size
+from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.scripts.commands.log import LogPath, show_range, show_time
+from headrace.scripts.commands.progress_bar import show_bytes
+from headrace.scripts.commands.server_flags import Access, with_server_flags
+
+__all__ = ["replay", "target_of"]
+
+_option = functools.partial(typer.Option, show_default=False)
+
+
+@with_server_flags
+def replay(
+    path: LogPath,
+    *,
+    server: Annotated[str | None, _option(metavar="HOST:PORT", help="Any shard of a running server.")] = None,
+    data: Annotated[Path | None, _option(metavar="DIR", help="Directory to serve meanwhile; may be new.")] = None,
+    shards: Annotated[int | None, _option(min=1, max=MAX_SHARDS, help="Shards of a new --data. Default: 1.")] = None,
+    table: Annotated[list[str] | None, _option(metavar="FQN", help="Only this table; may be repeated.")] = None,
+    from_seq: Annotated[int | None, _option(min=1, help="First record, of one shard's log.")] = None,
+    to_seq: Annotated[int | None, _option(min=1, help="Last record.")] = None,
+    from_step: Annotated[int | None, _option(min=0, help="First step of the trainer.")] = None,
+    to_step: Annotated[int | None, _option(min=0, help="Last step.")] = None,
+    since: Annotated[str | None, _option(metavar="TIME", help="Earliest time: ISO 8601 or seconds since 1970.")] = None,
+    until: Annotated[str | None, _option(metavar="TIME", help="Latest time of the trainer.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and end.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Send also what an earlier run has delivered.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest absence of a shard.")] = 60.0,
+    access: Access,
+) -> None:
+    """Reapply what update logs hold to a server.
+
+    The source is only read, and its server may be running. Everything in the range is checked before anything is sent.
+    Rows keep their versions, and the target takes only rows that are newer than its own. So a replay may be repeated,
+    also beside a trainer. An interrupted replay resumes when it is started again.
+
+    Raises:
+        HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
+    """
+    destination = _Destination(server=server, data=data, shards=shards, access=access, timeout_s=timeout_s)
+    destination.check(path, dry_run=dry_run)
+    wanted = ReplayRange(
+        from_seq=from_seq,
+        to_seq=to_seq,
+        from_step=from_step,
+        to_step=to_step,
+        since_us=_parse_time("--since", since),
+        until_us=_parse_time("--until", until),
+        tables=frozenset(table or ()),
+    )
+    source = ReplaySource(path, wanted)
+    target = None if server is None else destination.target_at(server)
+    if target is not None and not dry_run:
+        asyncio.run(target.ask())  # fail before a long log is checked
+    size_bytes = sum(size_of_log(log.path) for log in source.logs)
+    with show_bytes("Checking", size_bytes) as bar:
+        summary = source.summarize(on_progress=bar.advance)
+    console = Console()
+    _print_summary(console, source, summary)
+    if dry_run:
+        return
+    with destination.serve(target) as target, show_bytes("Sending", size_bytes) as bar:
+        work = Replay(source, target, again=again)
+        asyncio.run(work.run(on_progress=bar.advance))
+    where = f"--data {data}" if data is not None else server
+    skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""
+    console.print(f"{work.num_sent} rows sent and durable at {where}{skipped}.", highlight=False, soft_wrap=True)
+
+
+def target_of(access: StatusAccess) -> ReplayTarget:
+    """Return the server to send rows to."""
+    host, port, token, timeout_s = access.host, access.port, access.token, access.timeout_s
+    return ReplayTarget(host=host, port=port, ssl_context=access.ssl_context, token=token, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Destination:
+    server: str | None
+    data: Path | None
+    shards: int | None
+    access: Access
+    timeout_s: float
+
+    def check(self, source: Path, *, dry_run: bool) -> None:
+        """Refuse wrong flags, and a directory that cannot be served, before a long log is checked."""
+        if not dry_run and (self.server is None) == (self.data is None):
+            raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR; or --dry-run")
+        if self.data is None:
+            if self.shards is not None:
+                raise ConfigError("--shards goes with --data: the shards of a running server are fixed")
+            return
+        ours, theirs = self.data.resolve(), source.resolve()
+        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+            raise ConfigError(f"--data {self.data}: that is where the log to replay lies; name another directory")
+        if not dry_run:
+            check_data_dir(self.data, num_shards=self.shards)
+            if is_in_use(self.data):
+                raise ConfigError(f"--data {self.data}: a server runs in it; name that with --server")
+
+    def target_at(self, address: str) -> ReplayTarget:
+        return target_of(self.access(address, timeout_s=self.timeout_s))
+
+    @contextmanager
+    def serve(self, running: ReplayTarget | None) -> Iterator[ReplayTarget]:
+        """Yield the running server, or serve the directory on loopback, without TLS, and yield that server."""
+        if running is not None:
+            yield running
+            return
+        assert self.data is not None
+        try:
+            process = ServerProcess.start(self.data, shards=self.shards)
+        except UnavailableError as exc:
+            raise UnavailableError(str(exc).replace("headrace: error: ", "")) from exc  # the server's own prefix
+        with process:
+            yield dataclasses.replace(self.target_at(process.address), ssl_context=None)
+
+
+def _parse_time(flag: str, text: str | None) -> int | None:
+    """Return microseconds since 1970."""
+    if text is None:
+        return None
+    with suppress(ValueError, OverflowError):
+        return round(float(text) * 1e6)
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise ConfigError(f"{flag} {text!r}: neither ISO 8601, such as 2026-05-01T12:30:00Z, nor seconds") from exc
+    try:
+        return round(when.timestamp() * 1e6)  # local time without a zone
+    except (ValueError, OverflowError) as exc:  # in years 1 and 9999, where a zone may leave the calendar
+        raise ConfigError(f"{flag} {text!r}: too far from 1970") from exc
+
+
+def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:
+    table = Table(box=box.SIMPLE)
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "deletes", "epochs", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for fqn, found in sorted(summary.tables.items()):
+        counts, ranges = (found.num_rows, found.num_deleted), (found.epochs, found.steps)
+        table.add_row(escape(fqn), *map(str, counts), *map(show_range, ranges))
+    console.print(table)
+    for log in source.logs:
+        if source.wanted.from_seq is None and log.first_seq > 1:
+            text = f"{log.path} begins at seq {log.first_seq}: what was written before is not in it, and is not sent."
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+    records, logs = f"{summary.num_records} records", f"{len(source.logs)} log{'s' * (len(source.logs) > 1)}"
+    first, last = map(show_time, summary.times_us or (0, 0))
+    text = f"{records}, {format_size(summary.size_bytes)}, of {logs}; trainer's time {first} to {last} UTC."
+    console.print(text, highlight=False, soft_wrap=True)

@@ -1,0 +1,104 @@
+"""The command `headrace serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.protection import Protection
+from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
+from headrace.paramserver.observe.monitor import ServerMonitor
+from headrace.paramserver.rpc.sockets import bind_listener, bind_listeners
+from headrace.paramserver.shard.control_channel import EXIT_STORAGE
+from headrace.paramserver.shard.supervisor import Supervisor
+from headrace.paramserver.system.flags import (
+    ReadyFileFlag,
+    WatchStdinFlag,
+    config_option,
+    settings_sources,
+    with_setting_flags,
+)
+from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
+from headrace.paramserver.system.ready_file import ReadyFile
+from headrace.paramserver.system.settings import settings_of
+from headrace.schemas.errors import StorageError
+
+__all__ = ["serve"]
+
+_OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
+
+
+@with_setting_flags(ServerConfig, panel_of=lambda name: "Each shard" if name in _OF_SHARDS else "Server")
+def serve(
+    *,
+    config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7601")] = None,
+    ready_file: ReadyFileFlag = None,
+    watch_stdin: WatchStdinFlag = False,
+    **flags: Any,
+) -> int:
+    """Run a parameter server: a supervisor and one process per shard, on the store in a directory.
+
+    Each setting can also come from the environment, as HEADRACE_SERVE_ and its name in capitals, or from a YAML file.
+    A flag wins over the environment, and the environment over the file. Sizes and times may have units (64MiB, 250ms).
+
+    The server logs on stderr when it is ready. It drains and ends on SIGTERM or SIGINT; a second one ends it at once.
+
+    Returns:
+        0 stopped, 1 gave up, 3 the storage failed, 130 ended by a second signal.
+
+    Raises:
+        ConfigError: A setting is wrong, or the directory or a port cannot be used; nothing was written.
+    """
+    environ, file = settings_sources(ENV_PREFIX, config, os.environ)
+    settings = ServerConfig.load(flags=flags, environ=environ, file=file)
+    configure_logging(level=settings.log_level, log_format=settings.log_format)
+    limit_repeats()
+    try:
+        return _run(settings, ready_file, watch_stdin)
+    except StorageError as exc:
+        print(f"headrace: error: {exc}", file=sys.stderr)
+        return EXIT_STORAGE
+
+
+def _run(config: ServerConfig, ready_file: Path | None, watch_stdin: bool) -> int:
+    """Lock the directory, bind the ports, and only then write anything."""
+    ready = None if ready_file is None else ReadyFile(ready_file)
+    # Each shard loads it again; this finds its mistakes early.
+    is_protected = Protection.load(config, os.environ).is_complete
+    with (
+        DataDir.claim(config.data, num_shards=config.shards) as data_dir,
+        bind_listeners(
+            config.host,
+            config.port,
+            data_dir.manifest.num_shards,
+            is_protected=is_protected,
+            insecure_bind=config.insecure_bind,
+        ) as sockets,
+        _bind_metrics(config) as monitor,
+    ):
+        data_dir.prepare()
+        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready, watch_stdin=watch_stdin, monitor=monitor)
+        return asyncio.run(supervisor.run())
+
+
+@contextlib.contextmanager
+def _bind_metrics(config: ServerConfig) -> Iterator[ServerMonitor | None]:
+    if config.metrics_port is None:
+        yield None
+        return
+    # An address other than loopback is the user's choice; metrics have no protection.
+    with bind_listener(
+        config.metrics_host,
+        config.metrics_port,
+        taker="the metrics page",
+        flag="--metrics-port",
+        is_open=True,
+        host_flag="--metrics-host",
+    ) as sock:
+        yield ServerMonitor(sock)

@@ -1,0 +1,211 @@
+"""The commands `headrace snapshot …`: copies of a whole server at one consistent cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
+from headrace.paramserver.config.server_settings import MAX_SHARDS
+from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.snapshots.directory import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
+from headrace.paramserver.snapshots.restore import restore_snapshot
+from headrace.paramserver.system.text import format_size
+from headrace.schemas.errors import ConfigError, CorruptionError
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
+from headrace.scripts.commands.log import show_time
+from headrace.scripts.commands.progress_bar import ProgressBar, show_bytes, show_rows
+from headrace.scripts.commands.server_flags import Access, AsJson, option, with_server_flags
+
+__all__ = ["snapshot"]
+
+_ANSWER_TIMEOUT_S = 10.0
+
+snapshot = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Make, list, check, fetch, restore and remove snapshots of a server.",
+)
+
+_Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory of a server, or one that holds snapshots.", show_default=False)
+]
+
+
+@snapshot.command()
+@with_server_flags
+def create(
+    address: AddressArgument = DEFAULT_ADDRESS,
+    *,
+    name: Annotated[str | None, option("Its name; by default the present time.", "NAME")] = None,
+    run: Annotated[str | None, option("Take it at a step of this run; by default the newest.", "RUN")] = None,
+    now: Annotated[bool, option("Take it now, at no step: for a run that ended in mid-step.", None, "--now")] = False,
+    timeout_s: Annotated[float, typer.Option(help="How long to try, seconds.", min=0.1, metavar="SECONDS")] = 60.0,
+    as_json: AsJson = False,
+    access: Access,
+) -> None:
+    """Make a snapshot of a running server: all shards at one step. Writes continue meanwhile."""
+    if now and run is not None:
+        raise ConfigError("--now takes no step of a --run; give only one of them")
+    dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial(idl.Role.ADMIN)
+    making = create_snapshot(address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s)
+    _print(asyncio.run(making), as_json=as_json)
+
+
+@snapshot.command("list")
+def list_snapshots(directory: _Directory, *, as_json: AsJson = False) -> None:
+    """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
+    manifests, damage = _files(directory).list()
+    if as_json:
+        print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
+    elif manifests:
+        Console().print(_table(manifests))
+    else:
+        print("No snapshots.")
+    if damage:
+        raise CorruptionError(damage[0] if len(damage) == 1 else f"{damage[0]}; and {len(damage) - 1} more")
+
+
+@snapshot.command()
+def verify(
+    directory: _Directory,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One snapshot; all by default.")] = None,
+) -> None:
+    """Check every byte of snapshots against their manifests. Exit code 1 when one is damaged."""
+    if (directory / MANIFEST_NAME).is_file() and name is None:
+        folders = [directory]
+    else:
+        files = _files(directory)
+        manifests, damage = files.list()
+        if damage:
+            raise CorruptionError(damage[0])
+        folders = [files.folder_of(name)] if name else [files.folder_of(manifest.name) for manifest in manifests]
+    if not folders:
+        raise ConfigError(f"{directory}: no snapshots")
+    for folder in folders:
+        with show_bytes(f"Checking {folder.name}", _size_of(folder)) as bar:
+            manifest = verify_snapshot(folder, on_progress=bar.advance)
+        size = format_size(manifest.size_bytes)
+        print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
+
+
+@snapshot.command()
+def prune(
+    directory: _Directory,
+    *,
+    keep: Annotated[int, typer.Option(help="How many of the newest of each store to keep.", min=1, metavar="N")] = 3,
+) -> None:
+    """Remove all snapshots but the newest of each store, and the remains of interrupted ones.
+
+    The newest are those with the highest positions in the store's log, whatever the clocks said.
+    """
+    files = _files(directory)
+    manifests, _ = files.list()
+    num_newer: Counter[str] = Counter()
+    old = []
+    for manifest in reversed(manifests):
+        if manifest.lease_s:  # an export reads it and will remove it
+            continue
+        num_newer[manifest.server_id] += 1
+        if num_newer[manifest.server_id] > keep:
+            old.append(manifest.name)
+    for name in reversed(old):
+        files.remove(name)
+        print(f"Removed {name}.")
+    files.prune_abandoned()
+    print(f"{len(manifests) - len(old)} left.")
+
+
+@snapshot.command()
+@with_server_flags
+def fetch(
+    address: AddressArgument = DEFAULT_ADDRESS,
+    *,
+    to: Annotated[Path, option("Directory to put it in.", "DIR", "--to")],
+    name: Annotated[str, option("Snapshot; the newest by default.", "NAME")] = "",
+    access: Access,
+) -> None:
+    """Copy a snapshot from a server to this machine. After an interruption, it continues where it was."""
+    dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial()
+    with show_bytes("Fetching") as bar:
+        manifest = asyncio.run(fetch_snapshot(address, to, dial=dial, name=name, on_progress=bar.update))
+    _print(manifest, as_json=False)
+
+
+@snapshot.command()
+def restore(
+    directory: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT", help="Directory of one snapshot.", show_default=False)
+    ],
+    *,
+    data: Annotated[Path, option("Directory of a server to make.", "DIR", "--data")],
+    shards: Annotated[int | None, option("Shards; by default the snapshot's.", None, min=1, max=MAX_SHARDS)] = None,
+) -> None:
+    """Make a server's directory from a snapshot, checked, for `headrace serve`: whole or not at all.
+
+    The snapshot does not change. With another number of shards, rows are distributed anew, which takes longer.
+    """
+    rows_bar: ProgressBar | None = None
+
+    def advance_rows(num_rows: int) -> None:
+        nonlocal rows_bar
+        if rows_bar is None:  # one bar at a time
+            bars.close()
+            rows_bar = bars.enter_context(show_rows("Distributing rows"))
+        rows_bar.advance(num_rows)
+
+    with ExitStack() as bars:
+        bar = bars.enter_context(show_bytes(f"Checking {directory.name}", _size_of(directory)))
+        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows)
+    _print(manifest, as_json=False)
+    print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _files(directory: Path) -> SnapshotFiles:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: not a directory")
+    return SnapshotFiles(directory / "snapshots" if (directory / DATA_DIR_MANIFEST).is_file() else directory)
+
+
+def _print(manifest: SnapshotManifest, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_to_json(manifest), indent=2))
+    else:
+        where = f"step {manifest.step} of epoch {manifest.epoch}" if manifest.step >= 0 else "no common step"
+        print(f"Snapshot {manifest.name}: {where}, {len(manifest.parts)} shards, {format_size(manifest.size_bytes)}.")
+
+
+def _table(manifests: list[SnapshotManifest]) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("name", overflow="fold", min_width=max(len(manifest.name) for manifest in manifests))
+    table.add_column("made, UTC")
+    for column in ("epoch", "step", "shards", "tables", "size"):
+        table.add_column(column, justify="right")
+    for manifest in manifests:
+        step = manifest.step if manifest.step >= 0 else "–"
+        counts = (manifest.epoch, step, len(manifest.parts), len(manifest.tables), format_size(manifest.size_bytes))
+        table.add_row(escape(manifest.name), show_time(manifest.created_us), *map(str, counts))
+    return table
+
+
+def _to_json(manifest: SnapshotManifest) -> dict[str, Any]:
+    head = {name: getattr(manifest, name) for name in ("name", "created_us", "server_id", "epoch", "step")}
+    seqs = [part.seq for part in manifest.parts]
+    return {**head, "seqs": seqs, "tables": sorted(manifest.tables), "size_bytes": manifest.size_bytes}

@@ -1,0 +1,246 @@
+"""The command `headrace status`: one screen about a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.paramserver.observe.problems import Problem, Severity, find_problems
+from headrace.paramserver.observe.sample import (
+    ShardSample,
+    ShardState,
+    TableSample,
+    WriterSample,
+    merge_tables,
+    merge_writers,
+)
+from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
+from headrace.paramserver.system.text import format_size
+from headrace.scripts.commands.server_flags import Access, AsJson, with_server_flags
+
+__all__ = ["number_table", "show_duration", "show_problem", "show_writer", "status"]
+
+_COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
+_NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
+_REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_s", "delay_p99_s")
+
+
+@with_server_flags
+def status(
+    address: AddressArgument = DEFAULT_ADDRESS,
+    *,
+    as_json: AsJson = False,
+    timeout_s: TimeoutFlag = 5.0,
+    access: Access,
+) -> int:
+    """Show what a running server holds: its problems, shards, tables and clients.
+
+    Exit code 1 when a shard does not answer.
+    """
+    states = asyncio.run(ask_shards(access(address, timeout_s=timeout_s)))
+    if as_json:
+        print(json.dumps(_to_json(states), indent=2))
+    else:
+        _show(states, Console())
+    return 0 if all(state.sample is not None for state in states) else 1
+
+
+def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
+    samples = [state.sample for state in states if state.sample is not None]
+    first = samples[0] if samples else None
+    return {
+        "server_id": first and first.server_id,
+        "version": first and first.version,
+        "shards": [_shard_to_json(state) for state in states],
+        "tables": [_table_to_json(table) for table in merge_tables(samples)],
+        "writers": [dataclasses.asdict(writer) for writer in merge_writers(samples)],
+        "problems": [problem.to_json() for problem in find_problems(states)],
+        "replica": _replica_to_json(first.replica) if first and first.replica else None,
+    }
+
+
+def _shard_to_json(state: ShardState) -> dict[str, Any]:
+    head = {"shard": state.shard, "address": state.address, "error": state.error}
+    numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
+    expiry = state.sample and state.sample.expiry
+    return {**head, **numbers, "expiry": expiry and dataclasses.asdict(expiry)}
+
+
+def _table_to_json(table: TableSample) -> dict[str, Any]:
+    spec = table.spec
+    states = [
+        {"name": s.name, "kind": s.kind.name.lower(), "dtype": s.dtype.name.lower(), "width": s.width}
+        for s in spec.states
+    ]
+    shape = {"fqn": spec.fqn, "num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states}
+    return {**shape, "has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
+
+
+def _replica_to_json(replica: Any) -> dict[str, Any]:
+    return {
+        "is_ready": replica.is_ready,
+        "failure": replica.failure,
+        "epoch": replica.visible_epoch,
+        "step": replica.visible_step,
+        "lag_s": replica.lag_s,
+        "lag_steps": replica.lag_steps,
+        "shards": [{name: getattr(shard, name) for name in _REPLICA_NUMBERS} for shard in replica.shards],
+        "audit": None if replica.audit is None else vars(replica.audit),
+    }
+
+
+def _show(states: Sequence[ShardState], console: Console) -> None:
+    samples = [state.sample for state in states if state.sample is not None]
+    is_replica = bool(samples) and samples[0].replica is not None
+    if samples:
+        version, server_id = escape(samples[0].version), escape(samples[0].server_id)
+        what = "replica of" if is_replica else f"{len(states)} shards "
+        console.print(f"[bold]headrace {version}[/bold]  {what} store {server_id}")
+    # Problems first: they are why somebody looks.
+    for problem in find_problems(states):
+        console.print(show_problem(problem))
+    if is_replica:
+        _show_replica(samples[0], console)
+    else:
+        console.print(_shards_table(states))
+    tables, writers = merge_tables(samples), merge_writers(samples)
+    console.print(_tables_table(tables) if tables else "No tables yet.")
+    if not is_replica:
+        console.print(_writers_table(writers) if writers else "No writers yet.")
+        if text := _describe_expiry(samples):
+            console.print(text)
+
+
+def _describe_expiry(samples: Sequence[ShardSample]) -> str:
+    """Describe what expiry has done since the shards started; empty if nothing."""
+    found = [sample.expiry for sample in samples if sample.expiry is not None]
+    text = ""
+    if any(of.num_runs for of in found):
+        last = _time(max(of.last_run_us for of in found))
+        text = f"Expired {sum(of.num_rows_expired for of in found):,} rows; last run ended {last}."
+    if any(of.num_failed for of in found):
+        text += f" [bold red]{sum(of.num_failed for of in found)} runs failed.[/bold red]"
+    if any(of.is_running for of in found):
+        text += f" A run is under way, at row {sum(of.scanned for of in found):,}."
+    return text.strip()
+
+
+def show_problem(problem: Problem) -> str:
+    """Return a problem and its advice in rich's markup."""
+    style = {Severity.CRITICAL: "bold red", Severity.WARNING: "bold yellow"}.get(problem.severity, "bold")
+    return f"[{style}]{escape(problem.text)}[/{style}]\n  {escape(problem.advice)}"
+
+
+def _show_replica(sample: ShardSample, console: Console) -> None:
+    replica = sample.replica
+    if replica.is_ready:
+        console.print("[bold green]ready[/bold green]")
+        if replica.failure:
+            console.print(f"[bold yellow]{escape(replica.failure)}[/bold yellow]", soft_wrap=True)
+    else:
+        console.print(f"[bold red]not ready:[/bold red] {escape(replica.failure or 'no reason is known')}")
+    table = _table("Replica", "pid>", "up>", "connections>", "epoch>", "step>", "behind>", "steps behind>")
+    table.add_row(
+        str(sample.pid),
+        show_duration(sample.uptime_s),
+        f"{sample.num_connections:,}",
+        str(replica.visible_epoch),
+        f"{replica.visible_step:,}" if replica.visible_step >= 0 else "none",
+        f"{replica.lag_s:.1f} s",
+        str(replica.lag_steps),
+    )
+    console.print(table)
+    table = _table("Follows", "shard>", "visible seq>", "last seq>", "update to visible p50>", "p99>")
+    for shard in replica.shards:
+        delays = ("" if s is None else f"{s * 1000:.1f} ms" for s in (shard.delay_p50_s, shard.delay_p99_s))
+        table.add_row(str(shard.shard), f"{shard.visible_seq:,}", f"{shard.last_seq:,}", *delays)
+    if replica.shards:
+        console.print(table)
+    if replica.audit is not None:
+        console.print(_describe_audit(replica.audit), soft_wrap=True)
+
+
+def _describe_audit(audit: Any) -> str:
+    text = "Not compared with the server yet."
+    if audit.ended_us:
+        found = f"[bold red]DIFFERENT: {escape(audit.difference)}[/bold red]" if audit.difference else "equal"
+        skipped = f" {audit.num_left_out} tables were skipped." if audit.num_left_out else ""
+        text = f"Compared with the server at {_time(audit.ended_us)}: {audit.num_rows:,} rows, {found}.{skipped}"
+    if audit.failure:
+        text += f" [bold yellow]The last audit failed: {escape(audit.failure)}[/bold yellow]"
+    return text
+
+
+def _time(us: int) -> str:
+    return f"{datetime.fromtimestamp(us / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def number_table(*columns: str, **style: Any) -> Table:
+    """Return an empty table; a column whose name ends in `>` is aligned for numbers."""
+    table = Table(box=None, pad_edge=False, **style)
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    return number_table(*columns, title=title, title_justify="left", title_style="bold")
+
+
+def _shards_table(states: Sequence[ShardState]) -> Table:
+    table = _table("Shards", "shard>", "address", "pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>")
+    for state in states:
+        sample = state.sample
+        if sample is None:
+            table.add_row(str(state.shard), escape(state.address), "no answer", style="red")
+            continue
+        table.add_row(
+            str(state.shard),
+            escape(state.address),
+            str(sample.pid),
+            show_duration(sample.uptime_s),
+            f"{sample.log_seq:,}",
+            f"{sample.applied_seq:,}",
+            format_size(sample.inflight_bytes),
+            f"{sample.num_rows_written:,}",
+        )
+    return table
+
+
+def _tables_table(tables: Sequence[TableSample]) -> Table:
+    table = _table("Tables", "table", "rows>", "of>", "dim>", "dtype", "states")
+    for known in tables:
+        size = f"{known.spec.num_rows:,}" if known.spec.num_rows else "any"
+        rows, dim = f"{known.num_rows_estimate:,}", str(known.spec.dim)
+        table.add_row(escape(known.spec.fqn), rows, size, dim, known.dtype, escape(known.states))
+    return table
+
+
+def _writers_table(writers: Sequence[WriterSample]) -> Table:
+    table = _table("Writers", "run", "client", "epoch>", "step>", "")
+    for writer in writers:
+        table.add_row(*show_writer(writer))
+    return table
+
+
+def show_writer(writer: WriterSample) -> tuple[str, ...]:
+    """Return a row of a table of writers: run, client, epoch, step, and whether it is connected."""
+    step = f"{writer.step:,}" if writer.step >= 0 else "none"
+    where = "connected" if writer.is_connected else "away"
+    return escape(writer.run), escape(writer.client), str(writer.epoch), step, where
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.1f} {unit}"
+    return f"{seconds:.0f} s"

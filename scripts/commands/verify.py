@@ -1,0 +1,405 @@
+"""`headrace verify`: compare digests of a server's rows with another server's or with saved ones."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.reading.differences import (
+    differing_rows,
+    first_differing_rows,
+    for_each_table,
+    rows_that_differ,
+)
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.rpc.outages import OutageLog
+from headrace.paramserver.system.durable import write_file
+from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
+from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.table_digest import TableDigest
+from headrace.scripts.commands.progress_bar import ProgressBar, show_rows
+from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, option, with_server_flags
+
+__all__ = ["verify"]
+
+_FORMAT = "headrace digests"
+_FORMAT_VERSION = 1
+_MAX_NAMED = 10
+
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved:
+    """Saved digests of one table: its spec's fingerprint, and (digest, number of rows) by bucket."""
+
+    fingerprint: int
+    buckets: dict[int, tuple[int, int]]
+
+
+@dataclass(kw_only=True, slots=True)
+class _TableResult:
+    """The result for one table.
+
+    Attributes:
+        fqn: Name of the table.
+        digest: Digest of the first server's rows; None if it has no such table.
+        is_steady: Nothing was written meanwhile.
+        left_out: Why a replica has no digest of the table.
+        problem: Why the table cannot be compared.
+        differing: Buckets that differ; None if nothing was compared.
+        row_ids: The first rows that differ, if both sides are servers.
+    """
+
+    fqn: str
+    digest: TableDigest | None = None
+    is_steady: bool = True
+    left_out: str | None = None
+    problem: str | None = None
+    differing: list[int] | None = None
+    row_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.problem is None and not self.differing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """One side of a comparison.
+
+    Attributes:
+        reader: Connected to it.
+        is_replica: It has weights only.
+        may_leave_out: The user named no tables, so those without a digest on a replica are skipped.
+    """
+
+    reader: EmbeddingReader
+    is_replica: bool
+    may_leave_out: bool
+
+    @property
+    def server_id(self) -> str:
+        """Id of the server; a replica has its server's."""
+        return str(self.reader.links[0].hello.server_id)
+
+    async def digest(self, result: _TableResult, *, only_weights: bool, on_progress: _Progress) -> TableDigest | None:
+        """Return the digest of a table; None if this replica has none, with the reason in the result."""
+        try:
+            digest = await self.reader.digest(result.fqn, only_weights=only_weights, on_progress=on_progress)
+        except RequestError as exc:
+            if not (self.is_replica and self.may_leave_out):
+                raise
+            result.left_out = str(exc)
+            return None
+        result.is_steady &= digest.is_steady
+        return digest
+
+
+@with_server_flags
+def verify(
+    address: AddressArgument = DEFAULT_ADDRESS,
+    *,
+    against: Annotated[str | None, option("Compare with another server or saved digests.", "ADDRESS|FILE")] = None,
+    save: Annotated[Path | None, option("Save the digests to this file.", "FILE")] = None,
+    table: OnlyTables = None,
+    as_json: AsJson = False,
+    timeout_s: Annotated[
+        float, typer.Option(help="Give up after this long without an answer, seconds.", min=0.1, metavar="SECONDS")
+    ] = 600.0,
+    access: Access,
+) -> int:
+    """Compute digests of all rows of a server, and compare them with another server's or with saved ones.
+
+    A digest covers each row's id, weights and optimizer states, but not its version. If either side is a replica, it
+    covers weights only. To compare a running trainer with its server, call `streamer.audit()`. The exit code is 1 if
+    something differs.
+    """
+    if save is not None:
+        _check_place(save)
+    server = access(address, timeout_s=timeout_s)
+    file = None if against is None or not Path(against).is_file() else Path(against)
+    saved = None if file is None else _load(file)
+    begin_s, reach_log = time.perf_counter(), OutageLog()
+    connect = partial(
+        EmbeddingReader.connect, ssl_context=server.ssl_context, token=server.token, waits=False, reach_log=reach_log
+    )
+
+    async def compare(bar: ProgressBar) -> list[_TableResult]:
+        async with asyncio.timeout(timeout_s) as deadline, await connect(address) as reader:
+            progress = _Progress(bar, deadline, timeout_s)
+            side = await progress.begin(reader, table)
+            if against is None or saved is not None:
+                return await _digest_all(side, table, saved, progress)
+            async with await _connect_to_other(connect, against) as other:
+                return await _compare_servers(side, await progress.begin(other, table), table, progress)
+
+    try:
+        with show_rows("Adding up") as bar:
+            results = asyncio.run(compare(bar))
+    except TimeoutError as exc:
+        why = reach_log.trouble() or "give it more with --timeout-s"
+        raise ConfigError(f"nothing has come for {format_seconds(timeout_s)}: {why}") from exc
+    seconds = time.perf_counter() - begin_s
+    try:
+        if save is not None:
+            _save(save, results)
+    finally:  # print the result even if the digests cannot be saved
+        if as_json:
+            typer.echo(json.dumps(_to_json(results, seconds), indent=2))
+        else:
+            typer.echo("\n".join(_lines(results, seconds, is_compared=against is not None)))
+    if results and all(result.left_out for result in results):
+        raise ConfigError("nothing was compared: every table was left out")
+    return 0 if all(result.is_equal for result in results) else 1
+
+
+async def _connect_to_other(connect: Callable[[str], Awaitable[EmbeddingReader]], against: str) -> EmbeddingReader:
+    try:
+        return await connect(against)
+    except (ConfigError, UnavailableError) as exc:
+        what = "" if ":" in against else "no such file, nor a server of that name: "
+        raise type(exc)(f"--against {against}: {what}{exc}") from exc
+
+
+class _Progress:
+    """Shows the number of digested rows, and moves the deadline on each report, so that a large store gets its time."""
+
+    def __init__(self, bar: ProgressBar, deadline: asyncio.Timeout, timeout_s: float) -> None:
+        self._bar, self._deadline, self._timeout_s = bar, deadline, timeout_s
+        self._done = self._total = 0
+
+    async def begin(self, reader: EmbeddingReader, only: list[str] | None) -> _Side:
+        """Add a server's rows to the total, and return it as a side."""
+        shards = await reader.status()
+        tables = [table for status in shards for table in status.tables]
+        self._total += sum(table.num_rows_estimate for table in tables if only is None or table.spec.fqn in only)
+        is_replica = any(status.replica is not None for status in shards)
+        return _Side(reader=reader, is_replica=is_replica, may_leave_out=only is None)
+
+    def __call__(self, num_rows: int) -> None:
+        self._done += num_rows
+        self._total = max(self._total, self._done)  # the total is an estimate
+        self._bar.update(self._done, self._total)
+        if not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+
+
+async def _digest_all(
+    side: _Side, only: list[str] | None, saved: dict[str, _Saved] | None, progress: _Progress
+) -> list[_TableResult]:
+    reader = side.reader
+
+    async def digest(fqn: str) -> _TableResult:
+        result = _TableResult(fqn=fqn)
+        if fqn not in reader.tables and (only is None or saved is not None):
+            result.problem = "not on the server"
+            return result
+        result.digest = await side.digest(result, only_weights=side.is_replica, on_progress=progress)
+        if saved is not None and result.digest is not None:
+            _compare_saved(result, result.digest, saved.get(fqn))
+        return result
+
+    fqns = _chosen(reader.tables.keys() | (saved or {}).keys(), only)
+    return await for_each_table(fqns, digest, num_rows_of=partial(_num_rows_of, reader))
+
+
+def _compare_saved(result: _TableResult, digest: TableDigest, saved: _Saved | None) -> None:
+    if saved is None:
+        result.problem = "not in the file"
+    elif saved.fingerprint != digest.spec.fingerprint:
+        result.problem = "another shape, type or set of states than in the file"
+    else:
+        before = TableDigest(spec=digest.spec, columns=digest.columns, buckets=saved.buckets)
+        result.differing = digest.differing_buckets(before)
+
+
+async def _compare_servers(
+    first: _Side, second: _Side, only: list[str] | None, progress: _Progress
+) -> list[_TableResult]:
+    only_weights = first.is_replica or second.is_replica
+    tables, other_tables = first.reader.tables, second.reader.tables
+
+    async def compare(fqn: str) -> _TableResult:
+        result = _TableResult(fqn=fqn)
+        missing = [which for which, of in (("first", tables), ("second", other_tables)) if fqn not in of]
+        if missing:
+            side = first if missing[0] == "first" else second
+            if side.is_replica and side.may_leave_out:
+                result.left_out = "the replica does not keep it"
+            else:
+                result.problem = f"not on the {missing[0]} server"
+            return result
+        specs = [of[fqn].of_weights if only_weights else of[fqn] for of in (tables, other_tables)]
+        if difference := specs[0].describe_difference(specs[1]):
+            result.problem = difference
+            return result
+        ours, theirs = await asyncio.gather(
+            *(side.digest(result, only_weights=only_weights, on_progress=progress) for side in (first, second))
+        )
+        if ours is None or theirs is None:
+            return result
+        if only_weights and first.server_id == second.server_id:  # a replica counts its server's records
+            result.is_steady &= sum(ours.seqs.values()) == sum(theirs.seqs.values())
+        result.digest, result.differing = ours, ours.differing_buckets(theirs)
+        result.row_ids = await first_differing_rows(
+            result.differing,
+            lambda bucket: _differing_in(first.reader, second.reader, fqn, bucket, only_weights=only_weights),
+            limit=_MAX_NAMED,
+        )
+        return result
+
+    fqns = _chosen(tables.keys() | other_tables.keys(), only)
+    return await for_each_table(fqns, compare, num_rows_of=partial(_num_rows_of, first.reader))
+
+
+def _num_rows_of(reader: EmbeddingReader, fqn: str) -> int:
+    return reader.tables[fqn].num_rows if fqn in reader.tables else 0
+
+
+async def _differing_in(
+    first: EmbeddingReader, second: EmbeddingReader, fqn: str, bucket: int, *, only_weights: bool
+) -> _Ids:
+    """Return the rows of a bucket that differ or that only one server has."""
+    first_row, end_row = bucket * BUCKET_ROWS, (bucket + 1) * BUCKET_ROWS
+
+    async def present_rows(reader: EmbeddingReader) -> _Ids:
+        digest = await reader.digest(
+            fqn, first_row=first_row, end_row=end_row, with_presence=True, only_weights=only_weights
+        )
+        return digest.present_rows(bucket)
+
+    async def compare(row_ids: _Ids) -> npt.NDArray[np.bool_]:
+        ours, theirs = await asyncio.gather(
+            first.get(fqn, row_ids, with_states=not only_weights),
+            second.get(fqn, row_ids, with_states=not only_weights),
+        )
+        return rows_that_differ(_columns(ours), _columns(theirs))
+
+    ours, theirs = await present_rows(first), await present_rows(second)
+    in_both = await differing_rows(np.intersect1d(ours, theirs, assume_unique=True), compare)
+    return np.union1d(np.setxor1d(ours, theirs, assume_unique=True), in_both)
+
+
+def _columns(rows: Rows) -> list[npt.NDArray[Any]]:
+    return [rows.presence, rows.weights, *rows.states.values()]
+
+
+def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
+    return sorted(fqns) if only is None else list(only)
+
+
+def _target_of(path: Path) -> tuple[Path, bool]:
+    """Return a path's target, and whether it is a device or a pipe, whose name in /proc resolves to no file."""
+    is_device = path.exists() and not path.is_file()
+    return (path if is_device else path.resolve()), is_device
+
+
+def _check_place(path: Path) -> None:
+    """Check that the digests can be written, before reading all rows."""
+    try:
+        target, is_device = _target_of(path)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not is_device:
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+    except OSError as exc:
+        raise ConfigError(f"--save {path}: {exc.strerror}") from exc
+
+
+def _save(path: Path, results: list[_TableResult]) -> None:
+    tables = [
+        {
+            "fqn": result.fqn,
+            "fingerprint": result.digest.spec.fingerprint,
+            "buckets": [
+                [bucket, f"{digest:016x}", count] for bucket, (digest, count) in sorted(result.digest.buckets.items())
+            ],
+        }
+        for result in results
+        if result.digest is not None
+    ]
+    text = json.dumps({"format": _FORMAT, "version": _FORMAT_VERSION, "bucket_rows": BUCKET_ROWS, "tables": tables})
+    target, is_device = _target_of(path)
+    try:
+        if is_device:
+            target.write_text(text + "\n", "utf-8")
+        else:
+            write_file(target, f"{text}\n".encode(), aside=target.with_name(f"{target.name}.new"))
+    except OSError as exc:
+        raise ConfigError(f"--save {path}: {exc.strerror}") from exc
+
+
+def _load(path: Path) -> dict[str, _Saved]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if (content["format"], content["version"], content["bucket_rows"]) != (_FORMAT, _FORMAT_VERSION, BUCKET_ROWS):
+            raise ConfigError(f"{path} has digests of another format or version")
+        return {
+            table["fqn"]: _Saved(
+                fingerprint=int(table["fingerprint"]),
+                buckets={int(bucket): (int(digest, 16), int(count)) for bucket, digest, count in table["buckets"]},
+            )
+            for table in content["tables"]
+        }
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise ConfigError(f"{path} is no file that --save has made") from exc
+
+
+def _lines(results: list[_TableResult], seconds: float, *, is_compared: bool) -> Iterator[str]:
+    for result in results:
+        digest = result.digest
+        text = f"{result.fqn}: "
+        text += f"{digest.num_rows} rows, digest {digest.total:016x}" if digest is not None else "no digest"
+        if result.left_out is not None:
+            text = f"{result.fqn}: left out: {result.left_out}"
+        elif result.problem is not None:
+            text += f"; DIFFERENT: {result.problem}"
+        elif result.differing:
+            ranges = [f"{bucket * BUCKET_ROWS}–{(bucket + 1) * BUCKET_ROWS - 1}" for bucket in result.differing]
+            text += f"; DIFFERENT in {len(ranges)} buckets: rows {', '.join(ranges[:_MAX_NAMED])}"
+            text += ", …" if len(ranges) > _MAX_NAMED else ""
+            text += f"; first {', '.join(map(str, result.row_ids))}" if result.row_ids else ""
+        elif is_compared:
+            text += "; equal"
+        if not result.is_steady:
+            text += "; written to meanwhile"
+        yield text
+    num_rows = sum(result.digest.num_rows for result in results if result.digest is not None)
+    yield f"{num_rows} rows of {len(results)} tables in {seconds:.1f} s ({num_rows / seconds:,.0f} rows/s)"
+
+
+def _to_json(results: list[_TableResult], seconds: float) -> dict[str, Any]:
+    return {
+        "is_equal": all(result.is_equal for result in results),
+        "seconds": seconds,
+        "tables": [
+            {
+                "fqn": result.fqn,
+                "num_rows": result.digest.num_rows if result.digest else None,
+                "digest": f"{result.digest.total:016x}" if result.digest else None,
+                "is_steady": result.is_steady if result.digest else None,
+                "left_out": result.left_out,
+                "problem": result.problem,
+                "differing_buckets": result.differing,
+                "differing_row_ids": result.row_ids,
+            }
+            for result in results
+        ],
+    }

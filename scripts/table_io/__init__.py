@@ -1,0 +1,1 @@
+"""Readers and writers of table files for backfill and export."""

@@ -1,0 +1,215 @@
+"""Read the tensors of a torch.distributed.checkpoint directory, part by part.
+
+Its `.metadata` is a pickle, which could run code or change a class for the whole process. So it is read with an
+unpickler that knows only the names in such metadata, and creates stand-in objects for them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from headrace.kernels.dtypes import DTYPES
+from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
+from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
+from headrace.scripts.table_io.torch_reader import load_places, piece_of
+
+__all__ = ["METADATA_NAME", "open_checkpoint", "read_metadata"]
+
+METADATA_NAME = ".metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA_NAMES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_STAND_INS = frozenset(
+    {
+        *((_MODULE, name) for name in _METADATA_NAMES),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+    }
+)
+_OTHER_DTYPES = ("bool", "int8", "int16", "complex64", "complex128", "float8_e4m3fn")
+# The whole process shares these; a pickle that sets an attribute on one is an error.
+_IMMUTABLE: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES},
+    **{("torch", name): getattr(torch, name) for name in _OTHER_DTYPES},
+}
+
+
+class _StandIn:
+    """An object of the metadata, with the attributes that the pickle gives it.
+
+    The opcode BUILD on the class itself calls `__setstate__` without `self`, an error: no pickle can change a class.
+    """
+
+    kind = ""
+    state: Any = None
+
+    def __new__(cls, *_: Any) -> _StandIn:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if type(state) is dict else {"state": state})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a {self.kind} without {name}")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Creates stand-ins for the objects of a checkpoint's metadata, with new classes for each load."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes = {key: type(key[1], (_StandIn,), {"kind": key[1]}) for key in _STAND_INS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # their module in Python 3.13 only
+            module = "pathlib"
+        found = self._classes.get((module, name)) or _IMMUTABLE.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return found
+
+
+def read_metadata(path: Path) -> Any:
+    """Return a checkpoint's `.metadata` in objects with the attributes of torch's `Metadata`, unchecked.
+
+    Raises:
+        RequestError: It refers to something that no metadata contains; nothing of it was run.
+        CorruptionError: It is damaged.
+        ConfigError: It does not exist.
+    """
+    file = path / METADATA_NAME
+    try:
+        with map_file_errors(file):
+            data = file.read_bytes()
+    except RequestError as exc:
+        raise ConfigError(f"{path}: no {METADATA_NAME} is there: no checkpoint, or not all of it") from exc
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError as exc:
+        if "it refers to" in str(exc):
+            raise RequestError(f"{file}: {exc}, which no checkpoint's metadata does; nothing of it was run") from exc
+        raise CorruptionError(f"{file}: damaged: {exc}") from exc
+    except Exception as exc:  # unpickling damaged bytes raises errors of any kind
+        raise CorruptionError(f"{file}: damaged: {type(exc).__name__}: {exc}") from exc
+    if getattr(metadata, "kind", None) != "Metadata":
+        raise CorruptionError(f"{file}: holds a {type(metadata).__name__}, not a checkpoint's metadata")
+    return metadata
+
+
+def open_checkpoint(path: Path) -> TensorSource:
+    """Return the tensors of a checkpoint.
+
+    Raises:
+        ConfigError: There is no metadata.
+        RequestError: It has more than plain data, or an unsupported format.
+        CorruptionError: A part is missing, truncated or damaged.
+        StorageError: A file cannot be read.
+    """
+    metadata = read_metadata(path)
+    columns: dict[str, Column] = {}
+    paths = {path / METADATA_NAME}
+    try:
+        # The key of bytes has no offset.
+        places = {(key.fqn, vars(key).get("offset")): info for key, info in metadata.storage_data.items()}
+        for name, tensor in metadata.state_dict_metadata.items():
+            if tensor.kind != "TensorStorageMetadata" or type(name) is not str:
+                continue
+            dtype, shape = DTYPES.get(tensor.properties.state[0]), _counts(tensor.size)
+            if dtype is None or len(shape) not in (1, 2):
+                continue
+            try:
+                pieces = _pieces_of(path, places, name, tensor)
+            except RequestError as exc:
+                columns[name] = RefusedColumn(dtype, shape, exc)
+                continue
+            paths |= {piece.path for piece in pieces}
+            columns[name] = RawColumn(name, dtype, shape, pieces)
+    except (AttributeError, LookupError, TypeError, ValueError) as exc:  # a field is not as torch writes it
+        raise CorruptionError(f"{path}: {METADATA_NAME} is damaged: {exc}") from exc
+    return TensorSource(path=path, columns=columns, files=sorted(paths))
+
+
+def _pieces_of(path: Path, places: Mapping[tuple[Any, Any], Any], name: str, tensor: Any) -> list[Piece]:
+    pieces = []
+    for chunk in tensor.chunks:
+        offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
+        if any(first + size > end for first, size, end in zip(offsets, sizes, tensor.size, strict=True)):
+            raise CorruptionError(f"{path}: {METADATA_NAME} says that {name!r} has a part beyond its end")
+        info = places.get((name, offsets))
+        if info is None:
+            raise CorruptionError(f"{path}: {METADATA_NAME} does not say where a part of {name!r} lies")
+        file_name = info.relative_path
+        if type(file_name) is not str or Path(file_name).name != file_name:
+            raise RequestError(f"{path}: {METADATA_NAME} names a file {file_name!r}, which is not in this directory")
+        if getattr(info, "transform_descriptors", None):
+            raise RequestError(f"{path}: {name!r} is compressed; save the checkpoint without")
+        file = path / file_name
+        if not file.is_file():
+            raise CorruptionError(f"{path}: {file_name} is missing, with a part of {name!r}")
+        with map_file_errors(file), open(file, "rb") as opened:
+            base, length = _counts((info.offset, info.length))
+            part = load_places(file, cast("IO[bytes]", io.BufferedReader(_FilePart(opened, base, length))))
+            dtype = tensor.properties.state[0]
+            if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
+                raise CorruptionError(f"{file}: the part of {name!r} at byte {base} is not what is said of it")
+            row, column = (*offsets, 0)[:2]
+            pieces.append(piece_of(file, name, part, row=row, column=column, base=base))
+    return pieces
+
+
+def _counts(found: Any) -> tuple[int, ...]:
+    """Return `found` if it is a tuple of valid counts of bytes or elements."""
+    if type(found) is not tuple or not all(type(count) is int and 0 <= count < 2**63 for count in found):
+        raise TypeError(f"{found!r} where counts were to be")
+    return found
+
+
+class _FilePart(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset = file, offset
+        size = file.seek(0, io.SEEK_END)
+        self._length = max(min(length, size - offset), 0)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("before the beginning of the file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(min(len(view), self._length - self._at), 0)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(wanted)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,292 @@
+"""Read tables from files of tensors: row i of a table is row i of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headrace.paramserver.store.catalog import unpack_spec
+from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
+from headrace.scripts.table_io.source import SourceConfig, SourceTable, Versions, state_of
+
+__all__ = ["IDENTITIES", "dense_tables", "find_states"]
+
+IDENTITIES = "identities:"
+"""Stands for a state's name where a tensor holds the rows' identities; no state has this name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dense:
+    """A table's tensors; a state that is None is zero."""
+
+    name: str
+    spec: TableSpec
+    first_row: int
+    weights: Column
+    states: Mapping[str, Column | None]
+    identities: Column | None
+
+
+def dense_tables(source: TensorSource, config: SourceConfig) -> list[SourceTable]:
+    """Return the tables of a source, with every shape and type checked.
+
+    Raises:
+        ConfigError: The source has no table, or it is ambiguous which tensors are tables.
+        SpecMismatchError: A tensor has another shape or type than its table.
+        CorruptionError: The source's own notes are wrong.
+        RequestError: A tensor of a wanted table cannot be read.
+    """
+    found = _described(source, config) if source.notes is not None else _guessed(source, config)
+    names = [table.spec.fqn for table in found]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
+    config.check_wanted(set(names), str(source.path))
+    tables = []
+    for table in found:
+        if not config.takes(table.spec.fqn):
+            continue
+        target = (config.known or {}).get(table.spec.fqn)
+        if target is not None:
+            table = _fit(source, table, target, config)
+        elif not table.spec.num_rows and source.notes is None:  # it would become a table of virtual ids
+            raise SpecMismatchError(f"{source.path}: {table.name!r} has no rows, a new table has one or more")
+        tables.append(_ready(table, config.versions))
+    if not tables:
+        raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
+    return tables
+
+
+def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
+    """Return the tensors that hold a table's optimizer states, by the states' names, and its `IDENTITIES`.
+
+    States go by the names that `headrace export` writes (`FQN/STATE`), and by those in checkpoints of optimizers
+    (`….state.FQN.STATE`; TorchRec puts the table's short name in between).
+
+    Args:
+        fqn: The table.
+        name: Name of its weights in the file.
+        names: All tensors of the file.
+    """
+    own = re.compile(rf"{re.escape(name)}/([^/]+)")
+    stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, name)))
+    optimizers = re.compile(rf"(?:.*\.)?state\.(?:{stems})\.(?:[^.]+\.)?([^.]+)")
+    found: dict[str, str] = {}
+    for other in names:
+        match = own.fullmatch(other) or optimizers.fullmatch(other)
+        if match and match[1] not in ("step", "iter"):
+            if match[1] in found:
+                raise ConfigError(
+                    f"{found[match[1]]!r} and {other!r} both look like state {match[1]!r} of {fqn!r}: say which with "
+                    f"--map NAME={fqn}/{match[1]}"
+                )
+            found[match[1]] = other
+    return found
+
+
+def _described(source: TensorSource, config: SourceConfig) -> list[_Dense]:
+    """Return the tables that the notes of `headrace export` describe."""
+    assert source.notes is not None
+    found, columns = [], source.columns
+    try:
+        for note in source.notes["tables"]:
+            if note["precision"] is not None:
+                raise RequestError(
+                    f"{source.path}: exported as {note['precision']}, which is for serving; its rows cannot be brought "
+                    "back"
+                )
+            packed = list(note["spec"])
+            packed[0] = config.naming.target_of(packed[0]) or packed[0]
+            spec = unpack_spec(packed)
+            states: dict[str, Column | None] = {name: columns[tensor] for name, tensor in note["states"].items()}
+            table = _Dense(
+                name=note["weights"],
+                spec=replace(spec, states=tuple(state for state in spec.states if state.name in states)),
+                first_row=int(note["first_row"]),
+                weights=columns[note["weights"]],
+                states=states,
+                identities=None if note["identities"] is None else columns[note["identities"]],
+            )
+            found.append(table)
+            _check(source, table, part_of_rows=True)
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise CorruptionError(f"{source.path}: its notes on tables do not fit its tensors: {exc!r}") from exc
+    return found
+
+
+def _guessed(source: TensorSource, config: SourceConfig) -> list[_Dense]:
+    """Return the tables of a file without notes: those that rules, the target or `--table` name."""
+    naming, wanted, known = config.naming, config.wanted or (), config.known or {}
+    weights: dict[str, str] = {}
+    mapped: dict[str, dict[str, str]] = {}
+    candidates = {name for name, column in source.columns.items() if len(column.shape) == 2}
+    for name in source.columns:
+        target = naming.target_of(name)
+        if target is not None:
+            fqn, _, state = target.partition("/")
+            place = mapped.setdefault(fqn, {}) if state else weights
+            if place.setdefault(state or fqn, name) != name:
+                raise ConfigError(f"--map: {place[state or fqn]!r} and {name!r} are both mapped to {target!r}")
+        elif name in candidates and (name in wanted or name in known):
+            weights.setdefault(name, name)
+    if unused := sorted(mapped.keys() - weights.keys()):
+        raise ConfigError(f"--map: a state of {unused[0]!r} is mapped, and no tensor is its weights")
+    for name in sorted(set(wanted) - weights.keys()):
+        if name in source.columns and naming.target_of(name) is None:
+            _check_two_dimensions(source, name)
+    if not weights:
+        config.check_wanted(candidates, str(source.path))
+        names = ", ".join(sorted(candidates)[:6]) or "none"
+        raise ConfigError(
+            f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
+        )
+    found = []
+    for fqn, name in weights.items():
+        states = {**find_states(fqn, name, source.columns), **mapped.get(fqn, {})}
+        # In the file's order, which is the spec's order in our own files.
+        places = {tensor: place for place, tensor in enumerate(source.columns)}
+        states = dict(sorted(states.items(), key=lambda item: places[item[1]]))
+        columns = {state: source.columns[tensor] for state, tensor in states.items()}
+        found.append(_guess(source, fqn, name, columns, columns.pop(IDENTITIES, None)))
+    return found
+
+
+def _guess(
+    source: TensorSource, fqn: str, name: str, states: Mapping[str, Column], identities: Column | None
+) -> _Dense:
+    _check_two_dimensions(source, name)
+    weights = source.columns[name]
+    specs = [
+        state_of(
+            state,
+            column.dtype,
+            column.shape[1] if len(column.shape) == 2 else 1,
+            is_pointwise=column.shape == weights.shape,
+        )
+        for state, column in states.items()
+    ]
+    spec = TableSpec(
+        fqn=fqn,
+        num_rows=weights.shape[0],
+        dim=weights.shape[1],
+        dtype=weights.dtype,
+        states=tuple(specs),
+        has_identities=identities is not None,
+    )
+    table = _Dense(name=name, spec=spec, first_row=0, weights=weights, states=dict(states), identities=identities)
+    _check(source, table, part_of_rows=False)
+    return table
+
+
+def _check_two_dimensions(source: TensorSource, name: str) -> None:
+    if len(shape := source.columns[name].shape) != 2:
+        raise SpecMismatchError(f"{source.path}: {name!r} has shape {list(shape)}, weights have two dimensions")
+
+
+def _fit(source: TensorSource, table: _Dense, target: TableSpec, config: SourceConfig) -> _Dense:
+    """Return the table with the target's spec."""
+    states = dict(table.states)
+    theirs, ours = {state.name for state in target.states}, set(states)
+    if not config.zero_states:
+        for state in sorted(theirs - ours):
+            raise SpecMismatchError(
+                f"{source.path}: no tensor for state {state!r} of table {target.fqn!r}: "
+                f"--map NAME={target.fqn}/{state}, or --zero-states"
+            )
+        for state in sorted(ours - theirs):
+            raise SpecMismatchError(
+                f"{source.path}: table {target.fqn!r} has no state {state!r} on the server; --zero-states leaves it out"
+            )
+    found = replace(
+        table.spec,
+        # A table of virtual ids takes any number of rows; the file only knows how many it has.
+        num_rows=0 if target.num_rows == 0 else table.spec.num_rows,
+        # With the tensors' types; `_check` compares their shapes.
+        states=tuple(_with_type_of(state, states.get(state.name)) for state in target.states),
+    )
+    config.check_fits(found, str(source.path))
+    fitted = replace(table, spec=target, states={state.name: states.get(state.name) for state in target.states})
+    _check(source, fitted, part_of_rows=source.notes is not None or target.num_rows == 0)
+    return fitted
+
+
+def _with_type_of(state: StateSpec, column: Column | None) -> StateSpec:
+    return state if column is None else replace(state, dtype=column.dtype)
+
+
+def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
+    """Check every shape of a table's tensors."""
+    spec, num_rows = table.spec, table.weights.shape[0]
+    layout = RecordLayout(spec, spec.whole)
+    is_within = table.first_row >= 0 and (not spec.num_rows or table.first_row + num_rows <= spec.num_rows)
+    if len(table.weights.shape) != 2 or not is_within or (not part_of_rows and num_rows != spec.num_rows):
+        raise SpecMismatchError(
+            f"{source.path}: {table.name!r} has shape {list(table.weights.shape)}, table {spec.fqn!r} has "
+            f"{spec.num_rows} rows of {spec.dim}"
+        )
+    if table.weights.dtype is not spec.dtype or table.weights.shape[1] != spec.dim:
+        raise SpecMismatchError(
+            f"{source.path}: {table.name!r} is {table.weights.dtype.name} of {table.weights.shape[1]} columns, table "
+            f"{spec.fqn!r} is {spec.dtype.name} of {spec.dim}"
+        )
+    for state in spec.states:
+        column = table.states[state.name]
+        if column is None:
+            continue
+        width = layout.columns[f"state:{state.name}"].width
+        fits = column.shape == (num_rows, width) or (width == 1 and column.shape == (num_rows,))
+        # Each part of a table split by columns has its own copy of a rowwise state. TorchRec saves one after the other;
+        # the first counts, as in the store.
+        is_stacked = (
+            state.kind is StateKind.ROWWISE
+            and column.shape[0] == num_rows * table.weights.num_column_shards
+            and column.shape[1:] in ((), (width,))
+        )
+        if column.dtype is not state.dtype or not (fits or is_stacked):
+            raise SpecMismatchError(
+                f"{source.path}: state {state.name!r} of {spec.fqn!r} is {column.dtype.name} of shape "
+                f"{list(column.shape)}, not {state.dtype.name} of [{num_rows}, {width}]"
+            )
+    identities = table.identities
+    if spec.has_identities != (identities is not None) or (identities and identities.shape != (num_rows,)):
+        raise SpecMismatchError(f"{source.path}: identities of table {spec.fqn!r} are missing, or too many, or too few")
+    if identities and identities.dtype is not DType.INT64:
+        raise SpecMismatchError(
+            f"{source.path}: identities of table {spec.fqn!r} are {identities.dtype.name}, not INT64"
+        )
+
+
+def _ready(table: _Dense, versions: Versions) -> SourceTable:
+    for column in (table.weights, *table.states.values(), table.identities):
+        if isinstance(column, RefusedColumn):
+            raise column.refusal
+    spec, num_rows = table.spec, table.weights.shape[0]
+    layout = RecordLayout(spec, spec.whole)
+
+    def chunks(max_bytes: int) -> Iterator[RowChunk]:
+        step = max(1, max_bytes // layout.size_bytes)
+        for first in range(0, num_rows, step):
+            end = min(first + step, num_rows)
+            columns: dict[str, Any] = {"weights": table.weights.read(first, end)}
+            for name, column in table.states.items():
+                of = layout.columns[f"state:{name}"]
+                columns[f"state:{name}"] = (
+                    np.zeros((end - first, of.width), of.dtype.numpy) if column is None else column.read(first, end)
+                )
+            yield RowChunk(
+                row_ids=np.arange(table.first_row + first, table.first_row + end, dtype=np.int64),
+                columns=columns,
+                epochs=1 if versions.epoch is None else versions.epoch,
+                steps=versions.step,
+                times_us=versions.time_us,
+                identities=None if table.identities is None else table.identities.read(first, end)[:, 0],
+            )
+
+    return SourceTable(name=table.name, spec=spec, num_rows=num_rows, chunks=chunks, check_ids=lambda: None)

@@ -1,0 +1,295 @@
+"""Send the rows of a backfill's tables to a running server, in batches that never overwrite newer rows.
+
+Like a replay, a backfill is a client whose run is named after what it sends, and which numbers its batches. The same
+source makes the same batches, so a killed backfill continues where the server's hello says, without state of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replay.target import ReplayTarget, ShardWriter, pack_deltas, route_delta
+from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.paramserver.system.event_loop import task_group
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.idl import idl, spec_from_idl
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import StateKind, TableSpec
+from headrace.schemas.version import is_newer
+from headrace.scripts.table_io.source import OpenSource, SourceTable
+
+__all__ = ["BackfillCounts", "BackfillSender", "RowPace", "ServerFacts", "ask_server"]
+
+_CLIENT, _EPOCH = "backfill", 1
+# Short enough for an even rate under a limit of rows per second, long enough to cost little otherwise.
+_MAX_MESSAGE_BYTES = 1 << 20
+_SPARE_BYTES = 16 * 1024  # the rest of a message besides its rows
+# Raise it when the same source makes other batches than before, so that no old backfill is continued.
+_BATCHES_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """A server's shards as (host, port) by index, its limit for one message's columns, and its tables by fqn."""
+
+    shards: list[tuple[str, int]]
+    max_message_bytes: int
+    tables: dict[str, TableSpec]
+
+
+@dataclass(slots=True)
+class BackfillCounts:
+    """The number of a table's rows by outcome.
+
+    Attributes:
+        num_written: Sent now or by an earlier attempt, and not known to be older than the server's.
+        num_kept: The server had newer ones just before they were sent, and keeps those.
+        num_refused: Skipped, because of a NaN or an infinity.
+        num_earlier: Of all these, sent by an earlier attempt of the same backfill.
+    """
+
+    num_written: int = 0
+    num_kept: int = 0
+    num_refused: int = 0
+    num_earlier: int = 0
+
+
+@dataclass(slots=True)
+class RowPace:
+    """Limits the rate of rows, evenly.
+
+    Attributes:
+        rows_per_s: The limit; None for none.
+        clock: Returns monotonic seconds.
+        sleep: Sleeps for some seconds.
+    """
+
+    rows_per_s: float | None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
+    _due_s: float | None = field(default=None, init=False)
+
+    async def wait(self, num_rows: int) -> None:
+        """Wait as long as `num_rows` that were just sent should take. Cancellation: atomic."""
+        if self.rows_per_s is None:
+            return
+        now_s = self.clock()
+        begin_s = now_s if self._due_s is None else self._due_s
+        self._due_s = max(begin_s + num_rows / self.rows_per_s, now_s)
+        if self._due_s > now_s:
+            await self.sleep(self._due_s - now_s)
+
+
+async def ask_server(target: ReplayTarget) -> ServerFacts:
+    """Return a server's shards, limit and tables.
+
+    Raises:
+        UnavailableError: It does not answer.
+        HeadraceError: It refuses.
+
+    Cancellation: harmless.
+    """
+    reply = await target.ask()
+    limits = reply.limits
+    return ServerFacts(
+        shards=shard_map(reply, target.host, target.port),
+        max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
+        tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
+    )
+
+
+class BackfillSender:
+    """Sends a source to a server.
+
+    Attributes:
+        counts: Counts by fqn; complete once `run` has returned.
+    """
+
+    def __init__(
+        self,
+        source: OpenSource,
+        target: ReplayTarget,
+        server: ServerFacts,
+        *,
+        settings: list[Any],
+        skips_non_finite: bool,
+        counts_kept: bool = True,
+        pace: RowPace | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            source: What to send. REQUIRES: its tables fit the server's.
+            target: How to reach the server.
+            server: Facts of the server.
+            settings: Everything besides the files that decides which rows the source gives.
+            skips_non_finite: Skip rows with a NaN or an infinity.
+            counts_kept: Ask the server before sending which of the rows it has in a newer version.
+            pace: Limit of the rate.
+        """
+        self.counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
+        self._source, self._target, self._server = source, target, server
+        self._skips_non_finite, self._counts_kept = skips_non_finite, counts_kept
+        self._pace = pace or RowPace(None)
+        identity = [
+            _BATCHES_VERSION,
+            # Whole paths, because checkpoints of one run have files with the same names and sizes.
+            [str(file.resolve()) for file in source.files],
+            source.stamp,
+            settings,
+            skips_non_finite,
+            len(server.shards),
+            server.max_message_bytes,
+            [table.spec.fingerprint for table in source.tables],
+        ]
+        digest = hashlib.sha256(msgpack.packb(identity))
+        self._run = f"backfill-{digest.hexdigest()[:16]}"
+
+    async def run(self, *, on_rows: Callable[[int], None] = lambda _: None) -> None:
+        """Send all rows, and return once they are durable.
+
+        Args:
+            on_rows: Called with the number of rows sent since the last call.
+
+        Cancellation: another sender of the same source continues.
+
+        Raises:
+            UnavailableError: A shard was unreachable for too long.
+            HeadraceError: The server refuses, or the source cannot be read.
+        """
+        specs = [table.spec for table in self._source.tables]
+        writers = [
+            ShardWriter(self._target, host, port, self._run, specs, client=_CLIENT)
+            for host, port in self._server.shards
+        ]
+        async with task_group() as group:
+            sending = [group.create_task(writer.run()) for writer in writers]
+            for writer in writers:
+                await writer.wait_open()
+            async with await self._reader() as reader:
+                for table in self._source.tables:
+                    await self._send_table(table, writers, reader, on_rows)
+            for writer in writers:
+                await writer.wait_acked()
+            for task in sending:
+                task.cancel()
+
+    async def _reader(self) -> EmbeddingReader:
+        target = self._target
+        return await EmbeddingReader.connect(
+            format_address(target.host, target.port),
+            timeout_s=target.timeout_s,
+            ssl_context=target.ssl_context,
+            token=target.token,
+        )
+
+    async def _send_table(
+        self, table: SourceTable, writers: list[ShardWriter], reader: EmbeddingReader, on_rows: Callable[[int], None]
+    ) -> None:
+        counts, layout = self.counts[table.spec.fqn], RecordLayout(table.spec, table.spec.whole)
+        chunks = _checked(table, self._server.max_message_bytes * len(writers))
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            num_rows = chunk.row_ids.size
+            if self._skips_non_finite:
+                finite = await asyncio.to_thread(chunk.is_finite, layout)
+                if not finite.all():
+                    chunk = chunk.take(finite)
+                    counts.num_refused += num_rows - chunk.row_ids.size
+            num_kept = await self._num_kept(reader, table.spec, chunk) if self._counts_kept else 0
+            counts.num_kept += num_kept
+            counts.num_written += chunk.row_ids.size - num_kept
+            for shard, request, num_sent in await asyncio.to_thread(self._messages, table.spec, chunk):
+                if await writers[shard].put(request):
+                    await self._pace.wait(num_sent)
+                else:
+                    counts.num_earlier += num_sent
+            on_rows(num_rows)
+
+    async def _num_kept(self, reader: EmbeddingReader, spec: TableSpec, chunk: RowChunk) -> int:
+        rows = await reader.get(spec.fqn, chunk.row_ids, with_versions=True)
+        assert rows.epochs is not None
+        assert rows.steps is not None
+        return int(np.count_nonzero(is_newer(rows.epochs, rows.steps, chunk.epochs, chunk.steps)))
+
+    def _messages(self, spec: TableSpec, chunk: RowChunk) -> list[tuple[int, Any, int]]:
+        """Return (shard, request without a number, rows) of each message of a chunk, the same in each attempt."""
+        messages = []
+        for (epoch, step, time_us), part in _by_version(chunk):
+            for shard, delta in enumerate(route_delta(_delta_of(spec, part), spec, len(self._server.shards))):
+                for deltas in pack_deltas([delta], self._server.max_message_bytes) if delta is not None else ():
+                    request = idl.SetEmbeddingsRequest(
+                        epoch=_EPOCH,
+                        step=step,
+                        time_us=time_us,
+                        ends_step=False,
+                        is_exact_cut=False,
+                        deltas=deltas,
+                        version_epoch=epoch,
+                    )
+                    num_rows = sum(len(d.row_ids) + len(d.deleted_row_ids or b"") for d in deltas) // 8
+                    messages.append((shard, request, num_rows))
+        return messages
+
+
+def _checked(table: SourceTable, max_bytes: int) -> Iterator[RowChunk]:
+    last = -1
+    for chunk in table.chunks(max_bytes):
+        chunk.check(table.spec, after_row=last)
+        if chunk.row_ids.size:
+            last = int(chunk.row_ids[-1])
+            yield chunk
+
+
+def _by_version(chunk: RowChunk) -> Iterator[tuple[tuple[int, int, int], RowChunk]]:
+    """Yield parts of a chunk with one version and time each, because a batch has only one."""
+    versions = (chunk.epochs, chunk.steps, chunk.times_us)
+    if not any(isinstance(version, np.ndarray) for version in versions):
+        yield (int(chunk.epochs), int(chunk.steps), int(chunk.times_us)), chunk
+        return
+    size = chunk.row_ids.size
+    epochs, steps, times_us = (np.broadcast_to(np.asarray(version, np.int64), size) for version in versions)
+    order = np.lexsort((times_us, steps, epochs))
+    sorted_: list[npt.NDArray[np.int64]] = [column[order] for column in (epochs, steps, times_us)]
+    is_first = np.ones(size, bool)
+    is_first[1:] = np.any([column[1:] != column[:-1] for column in sorted_], axis=0)
+    for rows in np.split(order, np.flatnonzero(is_first)[1:]):
+        at = rows[0]
+        yield (int(epochs[at]), int(steps[at]), int(times_us[at])), chunk.take(np.sort(rows))
+
+
+def _delta_of(spec: TableSpec, chunk: RowChunk) -> Any:
+    deleted = np.empty(0, np.int64)
+    if chunk.is_deleted is not None and chunk.is_deleted.any():
+        deleted, chunk = chunk.row_ids[chunk.is_deleted], chunk.take(~chunk.is_deleted)
+    if spec.num_rows == 0 and chunk.identities is None and spec.has_identities:
+        raise ConfigError(f"table {spec.fqn!r}: its rows have no identities")
+    return idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=0,
+        width=spec.dim,
+        row_ids=chunk.row_ids.tobytes(),
+        weights=chunk.columns["weights"].tobytes(),
+        states=[
+            idl.StateColumn(
+                name=state.name,
+                dtype=int(state.dtype),
+                width=spec.dim if state.kind is StateKind.POINTWISE else state.width,
+                data=chunk.columns[f"state:{state.name}"].tobytes(),
+            )
+            for state in spec.states
+        ],
+        identities=None if chunk.identities is None else chunk.identities.tobytes(),
+        deleted_row_ids=deleted.tobytes() if deleted.size else None,
+    )

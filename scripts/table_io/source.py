@@ -1,0 +1,234 @@
+"""Open the source of a backfill, whatever its format: find its tables and check them; rows are read later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.paramserver.store.row_chunk import RowChunk
+from headrace.paramserver.system.text import describe_near
+from headrace.schemas.errors import ConfigError, SpecMismatchError, StorageError
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.commands.lazy import import_with_extra
+from headrace.scripts.table_io.columns import TensorSource, map_file_errors
+
+__all__ = ["Naming", "OpenSource", "SourceConfig", "SourceTable", "Versions", "open_source", "state_of"]
+
+# By suffix: module and function.
+_READERS = {
+    ".pt": "torch_reader:open_torch_file",
+    ".pth": "torch_reader:open_torch_file",
+    ".safetensors": "safetensors_file:open_safetensors",
+}
+
+
+class Naming:
+    """Rules `NAME=FQN` or `NAME=FQN/STATE`; each `*` stands for any characters, the same ones on both sides."""
+
+    def __init__(self, rules: Iterable[str]) -> None:
+        """Parse the rules; the first one that matches a name counts.
+
+        Raises:
+            ConfigError: A rule is malformed.
+        """
+        self._rules: list[tuple[re.Pattern[str], str]] = []
+        self._unused: dict[int, str] = {}
+        for rule in rules:
+            name, sign, target = rule.partition("=")
+            if not (name and sign and target) or target.count("*") > name.count("*"):
+                raise ConfigError(f"--map {rule!r}: not NAME=FQN or NAME=FQN/STATE, with no more * on the right")
+            pattern = "(.*)".join(map(re.escape, name.split("*")))
+            self._unused[len(self._rules)] = rule
+            self._rules.append((re.compile(pattern), target))
+
+    def target_of(self, name: str) -> str | None:
+        """Return what a name is mapped to; None if no rule matches."""
+        found = None
+        for number, (pattern, target) in enumerate(self._rules):
+            match = pattern.fullmatch(name)
+            if match:
+                self._unused.pop(number, None)
+                if found is None:
+                    parts = target.split("*")
+                    groups = [*match.groups()][: len(parts) - 1]
+                    found = "".join(a + b for a, b in zip(parts, [*groups, ""], strict=True))
+        return found
+
+    def check_used(self, where: str) -> None:
+        """Check that each rule matched a name; one that matched none is misspelled.
+
+        Raises:
+            ConfigError: A rule matched nothing.
+        """
+        for rule in self._unused.values():
+            raise ConfigError(f"--map {rule!r}: fits nothing in {where}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Versions:
+    """The versions that rows get.
+
+    Attributes:
+        epoch: Epoch of all rows; None keeps each row's version in the file, and is 1 if it has none.
+        step: Step of rows without a version in the file, or of all if `epoch` is given.
+        time_us: Wall clock of rows that have none, microseconds since 1970.
+    """
+
+    epoch: int | None = None
+    step: int = 0
+    time_us: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """Which tables to take from a source, and what they must fit.
+
+    Attributes:
+        naming: The user's rules.
+        wanted: Only these tables, by fqn; None for all.
+        known: The target's tables; None if it is new.
+        zero_states: Fill states that the source lacks with zeros, and skip those that the target lacks.
+        versions: Versions of the rows; a time of 0 becomes that of the source's last change.
+    """
+
+    naming: Naming
+    wanted: list[str] | None
+    known: Mapping[str, TableSpec] | None
+    zero_states: bool
+    versions: Versions
+
+    def takes(self, fqn: str) -> bool:
+        """Return whether a table is wanted."""
+        return self.wanted is None or fqn in self.wanted
+
+    def check_wanted(self, found: set[str], where: str) -> None:
+        """Raise ConfigError if a requested table is not among those found."""
+        for fqn in self.wanted or ():
+            if fqn not in found:
+                raise ConfigError(f"--table {fqn!r}: no such table in {where}; {describe_near(fqn, found)}")
+
+    def check_fits(self, found: TableSpec, where: str) -> None:
+        """Raise SpecMismatchError if the target's table of this name is another one."""
+        known = (self.known or {}).get(found.fqn)
+        if known is not None and (difference := known.describe_difference(found)):
+            raise SpecMismatchError(
+                f"{where}: table {found.fqn!r} is another one (the server's ≠ the file's): {difference}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceTable:
+    """One table of a source, checked.
+
+    Attributes:
+        name: Name in the source, for messages.
+        spec: Its spec in the target.
+        num_rows: Number of rows in the source.
+        chunks: Yields the rows, ascending, about as many bytes at a time as its argument says.
+        check_ids: Reads and checks ids, versions and deletions, if the file lists them.
+    """
+
+    name: str
+    spec: TableSpec
+    num_rows: int
+    chunks: Callable[[int], Iterator[RowChunk]]
+    check_ids: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenSource:
+    """The checked tables of a source.
+
+    Attributes:
+        tables: Ordered by name.
+        files: The files that it was opened from.
+        stamp: Name, size and modification time of each file; another stamp means other contents.
+    """
+
+    tables: list[SourceTable]
+    files: list[Path]
+    stamp: list[Any]
+
+    def check_unchanged(self) -> None:
+        """Check that the files did not change since they were opened.
+
+        Raises:
+            RequestError: A file is gone.
+            StorageError: A file changed, so the rows that were read may be a mixture.
+        """
+        for file, expected in zip(self.files, self.stamp, strict=True):
+            with map_file_errors(file):
+                if _stamp_of(file) != expected:
+                    raise StorageError(f"{file}: changed while it was read; run it again when it is at rest")
+
+
+def open_source(path: Path, config: SourceConfig) -> OpenSource:
+    """Open a file or directory and check all its tables.
+
+    Args:
+        path: A `.pt`, `.safetensors` or `.parquet` file, a checkpoint's directory or one of Parquet files.
+        config: Which tables to take.
+
+    Raises:
+        ConfigError: There is nothing to read, or a library for it is missing.
+        HeadraceError: The source is damaged, or does not fit the target.
+    """
+    parquet = _parquet_files(path)
+    tensors = None if parquet is not None else _open_tensors(path)
+    files = tensors.files if tensors is not None else parquet or []
+    with map_file_errors(path):
+        stamp = [_stamp_of(file) for file in files]
+    if not config.versions.time_us:
+        time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
+        config = replace(config, versions=replace(config.versions, time_us=time_us))
+    if tensors is None:
+        tables = _import("parquet:parquet_tables")(parquet, config)
+    else:
+        tables = _import("dense_reader:dense_tables")(tensors, config)
+    config.naming.check_used(str(path))
+    return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
+
+
+def state_of(name: str, dtype: DType, width: int, *, is_pointwise: bool) -> StateSpec:
+    """Return the spec of a state that a file has; `width` counts only for rowwise ones."""
+    kind = StateKind.POINTWISE if is_pointwise else StateKind.ROWWISE
+    return StateSpec(name=name, kind=kind, dtype=dtype, width=0 if is_pointwise else width)
+
+
+def _stamp_of(path: Path) -> list[Any]:
+    stat = path.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]
+
+
+def _parquet_files(path: Path) -> list[Path] | None:
+    if path.is_file() and path.suffix == ".parquet":
+        return [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix == ".parquet" and file.name[0] != ".")
+        return files or None
+    return None
+
+
+def _open_tensors(path: Path) -> TensorSource:
+    if path.is_dir():
+        if not (path / ".metadata").exists():
+            raise ConfigError(f"{path}: neither a checkpoint (no .metadata) nor a directory of .parquet files")
+        reader = "dcp_reader:open_checkpoint"
+    elif not path.exists():
+        raise ConfigError(f"{path}: there is no such file or directory")
+    elif path.suffix in _READERS:
+        reader = _READERS[path.suffix]
+    else:
+        raise ConfigError(
+            f"{path}: unknown ending {path.suffix!r}; .pt, .safetensors and .parquet files and directories of "
+            "checkpoints are read"
+        )
+    source: TensorSource = _import(reader)(path)
+    return source
+
+
+def _import(function: str) -> Callable[..., Any]:
+    return import_with_extra(f"headrace.scripts.table_io.{function}", what="this")

@@ -1,1 +1,0 @@
-"""Files that tables are backfilled from. Nothing in such a file is ever run."""

@@ -1,0 +1,499 @@
+"""The public class: streams a model's embedding rows to a parameter server as training changes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
+
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.system.text import first_of
+from headrace.paramserver.system.tracing import span
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
+from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
+from headrace.streamer.delivery.pipeline import Delivery
+from headrace.streamer.eviction import Evictor, unused_rows
+from headrace.streamer.live_rows import LiveRows, fetch_rows
+from headrace.streamer.metrics import MetricsPort
+from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
+from headrace.streamer.stats import StreamerStats
+from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.world import World, current_world, warn_when_late
+
+__all__ = ["RawEmbeddingStreamer"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class RawEmbeddingStreamer:
+    """Streams every embedding row that training changes, with its optimizer state, to a parameter server.
+
+        streamer = RawEmbeddingStreamer("127.0.0.1:7601", run="ctr-v7")
+        streamer.attach(model, optimizer)
+        ...  # train as before
+        streamer.flush()
+        streamer.close()
+
+    Each step marks the rows that it changes. At its end a background thread sends their present values to the server.
+    If the server is slow or away, training goes on, rows stay marked, and everything arrives later. If streaming cannot
+    go on (another trainer has taken over the run, the store was replaced, a batch was refused), the next step, `flush`
+    or `close` raises the reason; with `StreamerConfig.on_error="log"` steps log it once instead.
+
+    Call `close` before the program ends: without it, updates that are not acked by then are lost.
+
+    Thread: the training thread's, except `stats`, which any thread may call. In a forked child (a data loader's worker)
+    steps do nothing, and methods raise. A streamer cannot be pickled for a spawned child.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run: str,
+        config: StreamerConfig | None = None,
+        world: World | None = None,
+        **settings: Any,
+    ) -> None:
+        """Connect to every shard and take over the run, which fences its older trainers. A call of all ranks together.
+
+        Args:
+            address: `host:port` of any shard; the port defaults to 7601.
+            run: Name of the training job. Its ranks and restarts share it.
+            config: Settings; None reads `settings`, the environment (`HEADRACE_STREAMER_…`) and the defaults.
+            world: The ranks of the run; None takes those of `torch.distributed`.
+            **settings: Fields of `StreamerConfig`, instead of `config`.
+
+        Raises:
+            ConfigError: The address, the run's name or a setting is wrong.
+            UnavailableError: No server answers within `connect_timeout_s`.
+            UnauthorizedError: The server refuses the credentials.
+        """
+        host, port = host_and_port(address)
+        check_run(run)
+        if config is not None and settings:
+            raise ConfigError(f"give settings in `config` or as arguments, not both: {', '.join(sorted(settings))}")
+        self._config = config if config is not None else StreamerConfig.load(**settings)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._taps: list[Tap] = []
+        self._tables: list[TappedTable] = []
+        self._step = 0
+        self._requested_step: int | None = None
+        self._evictor = Evictor()
+        self._preexisting: list[str] = []
+        self._is_closed = False
+        self._is_paused = False
+        self._resumed: RunState | None = None
+        self._world = world or current_world()
+        with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
+            self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
+        self._address = address
+        self._metrics: MetricsPort | None = None
+        if self._config.metrics_port is not None:
+            host, port = self._config.metrics_host, self._config.metrics_port
+            try:
+                self._metrics = MetricsPort(self, run=run, rank=self._world.rank, host=host, base_port=port)
+            except ConfigError:
+                self._delivery.stop(is_child=False)
+                raise
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of this start of the run; every sent row carries it."""
+        return self._delivery.writer.epoch
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the Prometheus page; None without one."""
+        return None if self._metrics is None else self._metrics.port
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the store."""
+        return len(self._delivery.store.shards)
+
+    @property
+    def tables(self) -> list[TappedTable]:
+        """The tables, or parts of tables, that this rank streams."""
+        return list(self._tables)
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        *,
+        publish: Literal["updated", "all"] = "updated",
+        tables: Iterable[str] | None = None,
+    ) -> None:
+        """Start streaming the embedding tables of a model. Can be called for several models.
+
+        With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
+        attaches nothing.
+
+        Args:
+            model: A model with `nn.Embedding`, `nn.EmbeddingBag`, FBGEMM's table-batched embeddings or TorchRec's
+                sharded modules.
+            optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
+            publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
+                tables.
+            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all.
+
+        Raises:
+            ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
+            UnsupportedModelError: A table cannot be streamed exactly, or is streamed already.
+            SpecMismatchError: The server has a table with this name and another shape.
+            UnavailableError: A shard cannot be reached.
+        """
+        if publish not in ("updated", "all"):
+            raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+        with self._lock:
+            self._check_usable()
+            with warn_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
+                tap = tap_model(model, () if optimizer is None else optimizer, self._on_step, tables=tables)
+            self._add_tap(tap)
+            if publish == "all":
+                for table in tap.tables:
+                    table.mark_all()
+            else:
+                known = self._delivery.store.table_names
+                self._preexisting += sorted({table.spec.fqn for table in tap.tables} & known)
+
+    def step(self, step: SupportsIndex | None = None) -> None:
+        """End a training step, to number it or to end it early.
+
+        Steps end without this call. But for a model without a torch optimizer a step ends only when the next one
+        begins. Do not call it during an update.
+
+        Args:
+            step: Number of the step; None takes the next one. Numbers never fall, and later steps count on from here.
+
+        Raises:
+            ConfigError: The number is not an integer, or below the last one.
+            HeadraceError: Streaming has ended; not with `on_error="log"`.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            self._requested_step = None if step is None else step_number(step, after=self._step)
+            try:
+                # A tap that had updates calls `_on_step`. Call them all: no `any` over a generator.
+                has_ended = [tap.end_step() for tap in self._taps]
+                if not any(has_ended):
+                    self._finish_step()
+            finally:
+                self._requested_step = None
+
+    def pause(self) -> None:
+        """Send nothing when steps end, until `resume`. Changed rows stay marked and go out then.
+
+        Steps are still counted, and `flush` and `close` still send everything.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Send changed rows again, from the end of the next step on."""
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether streaming is paused."""
+        return self._is_paused
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Send all changed rows, and return when they are durable on every shard.
+
+        Args:
+            timeout_s: How long to wait, seconds; None takes `flush_timeout_s`. Rows not sent by then stay marked and go
+                out later.
+
+        Raises:
+            UnavailableError: Not everything is durable in time; the message says what is missing, and where.
+            ConfigError: `timeout_s` is not a number, or a signal handler called this during a flush.
+            HeadraceError: Streaming has ended, also with `on_error="log"`.
+        """
+        with self._lock:
+            self._check_usable()
+            timeout_s = self._config.flush_timeout_s if timeout_s is None else timeout_seconds(timeout_s)
+            for tap in self._taps:
+                tap.end_step()
+            with span("headrace.flush", run=self._delivery.writer.run, step=self._step):
+                self._delivery.flush(self._step, timeout_s)
+
+    def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
+        """Flush, then compare every row with the store's by digests and report the rows that differ.
+
+        All ranks must call it: each compares its own rows, and all get the report of all ranks.
+
+        Args:
+            only_present: Accept rows that the store lacks, as expected with `publish="updated"`.
+            timeout_s: For the flush, and again for the comparison, seconds. None takes `flush_timeout_s` for the flush
+                and no deadline for the comparison.
+
+        Raises:
+            UnavailableError: Not everything is durable in time, or a shard does not answer.
+            HeadraceError: Streaming has ended, or another rank has failed.
+        """
+        with self._lock:
+            result: list[TableAudit] | HeadraceError
+            try:
+                self.flush(timeout_s)
+                result = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+            except HeadraceError as exc:
+                if self._world.size == 1:
+                    raise
+                result = exc  # raised below: the other ranks wait for this one
+            audits: list[TableAudit] = []
+            for rank, each in enumerate(self._world.gather(result)):
+                if isinstance(each, HeadraceError):
+                    raise each if each is result else HeadraceError(f"rank {rank} could not audit: {each}")
+                audits += each
+            return AuditReport(tables=tuple(audits), only_present=only_present, step=self._step)
+
+    def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
+        """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.
+
+        Args:
+            fqn: Name of the table.
+            row_ids: Global ids of rows on this rank: integers of any shape, as a tensor, array or list; may repeat.
+
+        Raises:
+            UnknownTableError: This rank streams no such table.
+            RowRangeError: A row is not on this rank.
+            RequestError: The ids are not integers, for example a mask.
+        """
+        with self._lock:
+            return fetch_rows(self._tables, fqn, row_ids)
+
+    def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
+        """Have the next flush delete rows in the store. Call it before the rows' places are reused.
+
+        Unsent changes of these rows are dropped. A deletion costs a step no more than marking does. A row that changes
+        again before the flush is sent with its new values instead; one that changes later comes back.
+
+        Each rank sends the deletions of its own rows and ignores other ranks' ids. For tables with virtual ids, each
+        rank must name only the ids that it holds. An error evicts nothing.
+
+        Args:
+            fqn: Name of the table.
+            row_ids: Global ids of rows: integers of any shape, as a tensor, array or list; may repeat.
+
+        Returns:
+            Number of rows evicted on this rank.
+
+        Raises:
+            UnknownTableError: No such table is streamed.
+            RowRangeError: A row is beyond the table.
+            RequestError: The ids are not integers, for example a mask.
+            UnsupportedModelError: A CUDA graph marks the table's rows on its device.
+        """
+        with self._lock:
+            self._check_usable(passes_failure=self._config.on_error == "log")
+            self._delivery.settle()
+            names = {name for tap in self._taps for name in tap.names}
+            return self._evictor.evict(self._tables, fqn, row_ids, names_elsewhere=names)
+
+    def register_pre_eviction_hook(self, hook: Callable[[str, torch.Tensor], None]) -> RemovableHandle:
+        """Register a function to call before rows are evicted; the returned handle's `remove()` unregisters it.
+
+        It gets the table's name and the global ids, int64[n] on the CPU, of this rank's rows, while `fetch` still
+        returns their last values. An exception in it cancels the eviction. Hooks run in the order of registration.
+        """
+        return self._evictor.register_hook(hook)
+
+    def notify_eviction(self, fqn: str, row_ids: npt.ArrayLike) -> None:
+        """Call `evict`."""
+        self.evict(fqn, row_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the streamer's part of a checkpoint; save it beside the model's and the optimizer's state.
+
+        Holds some bytes per table, and the ids of rows that were evicted and not used since. Save every rank's. If all
+        ranks `flush` before, a resumed run has the least to send.
+        """
+        with self._lock:
+            for tap in self._taps:
+                tap.sweep()  # writes that no hook saw are not acked either
+            self._delivery.settle()
+            sender = self._delivery.sender
+            server_ids, stats, places = sender.server_ids, self.stats(), sender.places
+            is_drained = not stats.num_dirty_rows and not stats.num_inflight_flushes
+            state = RunState(
+                run=self._delivery.writer.run,
+                epoch=self.epoch,
+                step=self._step,
+                acked_step=stats.acked_step,
+                # Read last: if it is true, everything read above is of one store.
+                is_drained=is_drained and self._delivery.accounts_for_all,
+                server_ids=server_ids,
+                client=self._delivery.writer.client,
+                places=places,
+                evicted=unused_rows(self._tables, sender.deletions_on_their_way()),
+                world_size=self._world.size,
+                tables=tuple(sorted(digest_of(name) for tap in self._taps for name in tap.names)),
+                layout=layout_of(self._tables),
+            )
+            return state.with_places_of(self._resumed).to_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> int:
+        """Resume from a checkpoint. Call it after the model's and the optimizer's state are loaded.
+
+        Compares every row with the store's by digests and marks those that differ, and rows that the store may have
+        lost. Steps count on from the checkpoint's. The epoch stays this streamer's own, which is higher than the
+        checkpoint's.
+
+        Args:
+            state: This rank's `state_dict`; or a list of all ranks', which is needed if the number of ranks or the
+                sharding has changed. With fewer, rows that the store lacks are sent even if they never changed, and
+                rows evicted on other ranks may come back.
+            timeout_s: For the comparison, seconds; None has no deadline.
+
+        Returns:
+            Number of rows on this rank that are marked to be sent or deleted.
+
+        Raises:
+            ConfigError: The state is of another run, the states are not of one checkpoint, or no model is attached.
+            UnavailableError: A shard does not answer.
+        """
+        states, layout = RunState.from_any(state), layout_of(self._tables)
+        with self._lock:
+            self._check_usable()
+            writer, flusher = self._delivery.writer, self._delivery.flusher
+            resumption = Resumption.of(states, client=writer.client, world_size=self._world.size, layout=layout)
+            saved = resumption.first
+            if saved.run != writer.run:
+                raise ConfigError(f"the checkpoint is of run {saved.run!r}, but this streamer is of run {writer.run!r}")
+            if not self._taps:
+                raise ConfigError("attach the model before load_state_dict: its rows are compared with the store's")
+            self._preexisting.clear()
+            for tap in self._taps:
+                tap.sweep()  # now: a later sweep would take loaded rows for rows used after their eviction
+            self._delivery.settle()
+            self._step = max(self._step, resumption.step)
+            server_ids = self._delivery.sender.server_ids
+            if any(each.server_ids != server_ids for each in resumption.relevant):
+                _log.warning("the checkpoint is of another store: sending every row")
+                flusher.mark_all()
+            else:
+                has_acked = self._ask_store(partial(mark_for_resume, self._tables, resumption, self.epoch), timeout_s)
+                self._resumed = resumption.last_acked if has_acked else None
+            self._evictor.evict_again(self._tables, resumption.evicted)
+            return flusher.count_dirty_rows()
+
+    def close(self, *, flush: bool = True, timeout_s: float | None = None) -> None:
+        """Flush, remove all hooks, close the connections and stop the thread, even if this raises. Idempotent.
+
+        Args:
+            flush: Send changed rows and wait until they are durable; False drops what is not acked.
+            timeout_s: For the flush, seconds; None takes `flush_timeout_s`.
+
+        Raises:
+            UnavailableError: Not everything is durable in time.
+            HeadraceError: Streaming has ended, and no call has raised that yet.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                # An earlier call has raised the failure, if there is one.
+                if flush and self._delivery.failure is None and os.getpid() == self._pid:
+                    self.flush(timeout_s)
+            finally:
+                self._is_closed = True
+                for tap in self._taps:
+                    tap.close()
+                self._delivery.stop(is_child=os.getpid() != self._pid)
+                if self._metrics is not None and os.getpid() == self._pid:
+                    self._metrics.close()
+
+    def stats(self) -> StreamerStats:
+        """Return the streamer's present figures.
+
+        Thread: any.
+        """
+        return self._delivery.stats(self._step)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse pickling, which data loaders use for their workers since Python 3.14."""
+        raise TypeError("a streamer belongs to the process that made it: it cannot be copied or pickled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if exc is None:
+            self.close()
+            return
+        try:
+            # Training has failed, perhaps during an update, so unsent rows may be inconsistent.
+            self.close(flush=False)
+        except HeadraceError as close_error:
+            _log.warning("closing the streamer: %s", close_error)
+
+    def attach_tap(self, make_tap: Callable[[Callable[[], None]], Tap]) -> None:
+        """Stream the tables of a custom tap, as `headrace.streamer.install` does. An error attaches nothing.
+
+        Args:
+            make_tap: Creates the tap; gets the function that the tap must call at each step boundary, on the training
+                thread.
+
+        Raises:
+            SpecMismatchError: The server has a table with this name and another shape.
+            UnavailableError: A shard cannot be reached.
+        """
+        with self._lock:
+            self._check_usable()
+            self._add_tap(make_tap(self._on_step))
+
+    def _add_tap(self, tap: Tap) -> None:
+        try:
+            self._delivery.add_tables(tap.tables)
+        except BaseException:
+            tap.close()
+            raise
+        self._taps.append(tap)
+        self._tables += tap.tables
+
+    def _on_step(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that trains its copy of the model is not this run
+        with self._lock:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        if self._preexisting:
+            names, self._preexisting = self._preexisting, []
+            _log.warning(
+                "the store had %s before this run: its rows stay as they are until training changes them here; attach "
+                "with publish='all' to send every row, or call load_state_dict to send those that differ",
+                first_of(names),
+            )
+        self._step = self._step + 1 if self._requested_step is None else self._requested_step
+        self._delivery.on_step(self._step, is_paused=self._is_paused)
+
+    def _ask_store(self, ask: Callable[[EmbeddingReader], Awaitable[_T]], timeout_s: float | None) -> _T:
+        return ask_store(self._address, self._config, self._delivery.writer.token, ask, timeout_s)
+
+    def _check_usable(self, *, passes_failure: bool = False) -> None:
+        if self._is_closed:
+            raise ConfigError("this streamer is closed")
+        if os.getpid() != self._pid:
+            raise ConfigError("a streamer belongs to the process that made it, but this is a forked child")
+        if not passes_failure:
+            self._delivery.raise_failure()

@@ -1,0 +1,338 @@
+"""One shard's channel: it connects, says hello, sends within a window, and resumes where the shard says.
+
+Batches of a client are numbered 1, 2, 3 … within (run, client, epoch) on each shard. A batch is kept until it is acked.
+After a lost connection the hello tells which batches are durable. The others are sent again, in order and with their
+numbers, and the shard acks again what it has already. So nothing is lost, and nothing takes effect twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.text import format_size
+from headrace.schemas.errors import (
+    ConfigError,
+    FencedError,
+    HeadraceError,
+    OverloadedError,
+    ProtocolError,
+    SequenceGapError,
+    StorageError,
+    UnauthorizedError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import TableSpec
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.rendezvous import Connect, StoreShard, Writer
+from headrace.streamer.flush.layout import Flush, Message
+
+__all__ = ["ShardChannel"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _ShardFlush:
+    """The part of a flush for this shard."""
+
+    flush: Flush
+    messages: Iterator[Message] | None = None
+    num_unacked: int = 0
+    is_split: bool = False  # into messages, all of which have numbers
+
+
+@dataclass(slots=True)
+class _Batch:
+    client_seq: int
+    message: Message
+    origin: _ShardFlush
+    num_sends: int = 0
+    is_acked: bool = False
+
+
+class ShardChannel:
+    """Delivers flushes to one shard, in order.
+
+    Thread: the sender's loop. The attributes may be read from any thread.
+
+    Attributes:
+        server_id: Identity of the present store.
+        acked_seq: Last batch that is durable, as all before it are.
+        place: (client seq, seq in the shard's log) of the last batch whose ack told the latter; (0, 0) before any.
+        last_error: The error that ended the last connection; None once batches are acked again.
+    """
+
+    def __init__(
+        self,
+        shard: StoreShard,
+        *,
+        writer: Writer,
+        config: StreamerConfig,
+        connect: Connect,
+        random: Callable[[], float],
+        on_durable: Callable[[Flush], None],
+        on_new_store: Callable[[], int],
+    ) -> None:
+        """Prepare; `run` connects. `random` returns numbers in [0, 1), for the pauses.
+
+        `on_durable` is called once for each flush, when this shard has all of its part. Under `on_new_store="resync"`,
+        `on_new_store` is called when an empty store is in the shard's place; it has all rows sent again, and returns
+        the least `Flush.num_new_stores` of flushes made for the new store.
+        """
+        self.shard, self.server_id = shard, shard.server_id
+        self.acked_seq, self.place = 0, (0, 0)
+        self.num_reconnects, self.is_connected = 0, False
+        self.last_error: HeadraceError | None = None
+        self._writer, self._config, self._connect = writer, config, connect
+        self._on_durable, self._on_new_store = on_durable, on_new_store
+        self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
+        self._tables: list[TableSpec] = []
+        self._names_bytes = len(writer.run.encode()) + len(writer.client.encode())
+        self._flushes: deque[_ShardFlush] = deque()
+        self._unacked: deque[_Batch] = deque()  # the first `_num_sent` are sent on this connection
+        self._num_sent = self._sent_bytes = self._last_sent_seq = self._generation = 0
+        self._next_batch: _Batch | None = None
+        self._next_seq = 1
+        self._limits: Any = None
+        self._wake = asyncio.Event()
+        self._has_connected, self._disconnected_s = False, time.monotonic()
+
+    def add_tables(self, specs: list[TableSpec]) -> None:
+        """Name registered tables in every hello from now on."""
+        self._tables += specs
+
+    def enqueue(self, flush: Flush) -> None:
+        """Deliver a flush after all earlier ones. Its columns must not change before `on_durable`."""
+        self._flushes.append(_ShardFlush(flush))
+        self._wake.set()
+
+    @property
+    def num_behind(self) -> int:
+        """Flushes and batches that this shard has not acked."""
+        return len(self._unacked) + len(self._flushes)
+
+    def describe(self) -> str:
+        """Say how far behind this shard is, in one line without a full stop."""
+        size = format_size(sum(batch.message.size_bytes for batch in self._unacked))
+        text = f"{self.shard} has not acked {len(self._unacked)} batches ({size})"
+        if self._flushes:
+            text += f" and waits for {len(self._flushes)} flushes"
+        if not self.is_connected:
+            text += f", not connected for {time.monotonic() - self._disconnected_s:.0f} s"
+        return text + (f": {self.last_error}" if self.last_error else "")
+
+    def other_writer_error(self, client_seq: int) -> FencedError:
+        """Return the error for a batch of another trainer with this name and epoch: neither could trust its acks."""
+        writer = self._writer
+        return FencedError(
+            f"{self.shard} already has batch {client_seq} of client {writer.client!r} of run {writer.run!r} in epoch "
+            f"{writer.epoch}: another trainer writes under the same name; stop one, and start the other again",
+            epoch=writer.epoch,
+        )
+
+    async def run(self) -> NoReturn:
+        """Deliver forever, over as many connections as it takes; raise what another connection would not mend.
+
+        That is a newer epoch (`FencedError`), a store that is another one or has lost acked data (`StorageError`), or a
+        refused batch. Cancellation: the next hello of the same client in the same epoch resumes.
+        """
+        while True:
+            try:
+                await self._run_connection()
+            except HeadraceError as exc:
+                # The shard accepted these credentials before, so its certificate has expired or its token has changed.
+                # Both are mended at the server; until then this is an outage like any other.
+                was_authorized = self._has_connected and isinstance(exc, UnauthorizedError)
+                if not (_is_transient(exc) or was_authorized):
+                    raise
+                self._note_failure(exc)
+                pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
+                await asyncio.sleep(pause_s)
+
+    async def _run_connection(self) -> NoReturn:
+        async with await self._connect(self.shard.host, self.shard.port) as client:
+            reply = await client.hello(self._writer.hello(self._tables), timeout_s=self._config.connect_timeout_s)
+            self._resume(reply)
+            try:
+                await self._send_all(client)
+            finally:
+                self.is_connected, self._disconnected_s = False, time.monotonic()
+
+    def _note_failure(self, exc: HeadraceError) -> None:
+        # Warn once per outage, not per attempt; the statistics have the rest. Warn again when the shard refuses the
+        # credentials: somebody has to act.
+        is_refusal = isinstance(exc, UnauthorizedError) and not isinstance(self.last_error, UnauthorizedError)
+        level = logging.WARNING if self.last_error is None or is_refusal else logging.DEBUG
+        _log.log(level, "%s: %s; trying again", self.shard, exc)
+        self.last_error = exc
+
+    def _resume(self, reply: Any) -> None:
+        """Continue where the shard is: drop the batches that it has, send the others again."""
+        if reply.shard != self.shard.shard or len(reply.shards) != self.shard.num_shards:
+            raise StorageError(
+                f"{self.shard} of {self.shard.num_shards} is now shard {reply.shard} of {len(reply.shards)}: "
+                "the server was set up again; restart the trainer"
+            )
+        durable_seq = reply.last_client_seq
+        if reply.server_id != self.server_id:
+            self._begin_anew(reply.server_id, durable_seq)
+        if durable_seq < self.acked_seq:
+            raise StorageError(
+                f"{self.shard} has lost acked data: it had acked batch {self.acked_seq}, and now holds batches up to "
+                f"{durable_seq}: was its directory set back to an older copy? Put the newer one back, or start the "
+                "trainer again, from a checkpoint with load_state_dict or with publish='all', to send what is needed"
+            )
+        if durable_seq > self._last_sent_seq:
+            raise self.other_writer_error(durable_seq)
+        self._num_sent = self._sent_bytes = 0
+        while self._unacked and self._unacked[0].client_seq <= durable_seq:
+            self._ack_first()
+        self._limits = reply.limits
+        self.num_reconnects += self._has_connected
+        self._has_connected = self.is_connected = True
+
+    def _begin_anew(self, server_id: str, durable_seq: int) -> None:
+        """Continue with an empty store in place of the old one."""
+        if self._config.on_new_store != "resync" or durable_seq:
+            raise StorageError(
+                f"{self.shard} is another store than before ({server_id}, was {self.server_id}): what was acked is "
+                "not there; restart the trainer, or set on_new_store to resync to send every row again"
+            )
+        _log.warning("%s is another store than before: sending every row again", self.shard)
+        # First, so that whoever sees the new store's identity or place also sees that it is new.
+        self._generation = self._on_new_store()
+        self.server_id, self.place, self._next_seq = server_id, (0, 0), 1
+        self.acked_seq = self._last_sent_seq = 0
+        for batch in (*self._unacked, self._next_batch):
+            if batch is not None:
+                batch.client_seq, batch.num_sends, batch.is_acked = self._next_seq, 0, False
+                self._next_seq += 1
+                self._strip_step_mark(batch)
+
+    def _strip_step_mark(self, batch: _Batch) -> None:
+        """Remove a step mark that was true of the old store only."""
+        if batch.origin.flush.num_new_stores < self._generation:
+            batch.message.ends_step = batch.message.is_exact_cut = False
+
+    async def _send_all(self, client: ParamServerClient) -> NoReturn:
+        async with task_group(_decisive) as sends:
+            while True:
+                batch = self._take_next()
+                if batch is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                else:
+                    sends.create_task(self._send(client, batch))
+
+    def _take_next(self) -> _Batch | None:
+        """Return the next batch to send on this connection; None if there is none, or no room in the window."""
+        is_resent = self._num_sent < len(self._unacked)
+        batch = self._unacked[self._num_sent] if is_resent else self._number_next()
+        if batch is None:
+            return None
+        limits, config, size_bytes = self._limits, self._config, self._wire_bytes(batch)
+        if size_bytes > limits.max_frame_bytes:
+            raise ConfigError(
+                f"{self.shard} now reads frames of {limits.max_frame_bytes} bytes, a batch has {size_bytes}"
+            )
+        max_bytes = min(config.window_bytes, limits.max_inflight_bytes)
+        max_messages = min(config.window_messages, limits.max_inflight_requests)
+        # One message always fits, or a small window would never open.
+        if self._num_sent and (self._num_sent >= max_messages or self._sent_bytes + size_bytes > max_bytes):
+            return None
+        if not is_resent:
+            self._unacked.append(batch)
+            self._next_batch = None
+        self._num_sent += 1
+        self._sent_bytes += size_bytes
+        return batch
+
+    def _number_next(self) -> _Batch | None:
+        """Return the first batch that was never sent, split off the oldest flush."""
+        while self._next_batch is None and self._flushes:
+            origin = self._flushes[0]
+            if origin.messages is None:
+                limits = self._limits
+                max_bytes = min(self._config.message_bytes, limits.max_frame_bytes, limits.max_inflight_bytes)
+                origin.messages = origin.flush.messages(self.shard.shard, max_bytes - self._names_bytes)
+            message = next(origin.messages, None)
+            if message is None:
+                self._flushes.popleft()
+                origin.is_split = True
+                self._settle(origin)
+            else:
+                origin.num_unacked += 1
+                self._next_batch = _Batch(self._next_seq, message, origin)
+                self._strip_step_mark(self._next_batch)
+                self._next_seq += 1
+        return self._next_batch
+
+    async def _send(self, client: ParamServerClient, batch: _Batch) -> None:
+        message, writer = batch.message, self._writer
+        request = idl.SetEmbeddingsRequest(
+            run=writer.run,
+            client=writer.client,
+            epoch=writer.epoch,
+            client_seq=batch.client_seq,
+            step=message.step,
+            time_us=message.time_us,
+            ends_step=message.ends_step,
+            is_exact_cut=message.is_exact_cut,
+            deltas=message.deltas,
+        )
+        batch.num_sends += 1
+        self._last_sent_seq = max(self._last_sent_seq, batch.client_seq)
+        reply = await client.set_embeddings(request, timeout_s=self._config.request_timeout_s)
+        if reply.is_duplicate and batch.num_sends == 1:
+            raise self.other_writer_error(batch.client_seq)
+        if not reply.is_duplicate:
+            self.place = max(self.place, (batch.client_seq, reply.seq))
+        self._on_ack(batch)
+
+    def _on_ack(self, batch: _Batch) -> None:
+        batch.is_acked = True
+        while self._unacked and self._unacked[0].is_acked:
+            self._num_sent -= 1
+            self._sent_bytes -= self._wire_bytes(self._unacked[0])
+            self._ack_first()
+        self._backoff.reset()
+        self.last_error = None
+        self._wake.set()
+
+    def _ack_first(self) -> None:
+        batch = self._unacked.popleft()
+        self.acked_seq = batch.client_seq
+        batch.origin.num_unacked -= 1
+        self._settle(batch.origin)
+
+    def _settle(self, origin: _ShardFlush) -> None:
+        if origin.is_split and not origin.num_unacked:
+            self._on_durable(origin.flush)
+
+    def _wire_bytes(self, batch: _Batch) -> int:
+        return batch.message.size_bytes + self._names_bytes
+
+
+def _is_transient(exc: HeadraceError) -> bool:
+    """Return whether another connection may succeed."""
+    # A plain HeadraceError is an internal failure of the shard; its supervisor restarts it.
+    return exc.retriable or isinstance(exc, SequenceGapError | ProtocolError) or type(exc) is HeadraceError
+
+
+def _decisive(errors: Sequence[BaseException]) -> BaseException:
+    """Return the error that decides how to continue. A refusal makes gaps of all later batches, so gaps decide last."""
+    ours = [exc for exc in errors if isinstance(exc, HeadraceError)]
+    bugs = [exc for exc in errors if not isinstance(exc, HeadraceError)]
+    refusals = [exc for exc in ours if not _is_transient(exc)]
+    overloads = [exc for exc in ours if isinstance(exc, OverloadedError)]
+    others = [exc for exc in ours if not isinstance(exc, SequenceGapError)]
+    return (bugs or refusals or overloads or others or ours)[0]

@@ -1,0 +1,240 @@
+"""The delivery of changed rows from the tables to the shards, and how a trainer's ranks take a run over together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.system.text import format_seconds, format_size
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.rendezvous import Store, Writer
+from headrace.streamer.delivery.sender import Sender
+from headrace.streamer.flush.flusher import Flusher
+from headrace.streamer.flush.staging import StagingPool
+from headrace.streamer.stats import StreamerStats
+from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.world import World
+
+__all__ = ["Delivery", "take_over"]
+
+_log = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    epoch: int
+    server_ids: tuple[str, ...]
+    error: str | None = None
+
+
+class Delivery:
+    """A flusher on the training thread, a sender on its own, and the staging buffers between them.
+
+    Thread: the training thread's, except `stats`.
+
+    Attributes:
+        store: The shards.
+        writer: This rank and its epoch.
+        flusher: Takes dirty rows from the tables.
+        sender: Delivers flushes.
+        failure: The error that has ended streaming, once a call has met it.
+    """
+
+    def __init__(self, host: str, port: int, *, run: str, world: World, config: StreamerConfig) -> None:
+        """Connect to every shard, from the address of any of them, and take the run over; all ranks call this together.
+
+        Raises:
+            HeadraceError: As from `take_over`; no thread is left.
+        """
+        self._config = config
+        self._num_new_stores = 0  # known to the flusher
+        # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
+        self._flushing = threading.Lock()
+        self.failure: HeadraceError | None = None
+        pool = StagingPool(config.staging_bytes)
+        self.sender = Sender(config=config, pool=pool)
+        self.sender.start()
+        try:
+            self.store, self.writer = take_over(self.sender, host, port, run=run, world=world, config=config)
+        except BaseException:
+            self.sender.stop(_STOP_TIMEOUT_S)
+            raise
+        self.flusher = Flusher(
+            config=config,
+            num_shards=len(self.store.shards),
+            pool=pool,
+            submit=self.sender.submit,
+            describe_delay=self.sender.describe_delay,
+            withdraw=self.sender.withdraw,
+        )
+        # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
+        # It must not hold the flusher, whose tables hold the model.
+        self._finalizer = weakref.finalize(
+            self, _abandon, self.writer.run, self.sender, weakref.ref(self.flusher), os.getpid()
+        )
+
+    def add_tables(self, tables: list[TappedTable]) -> None:
+        """Register tables on all shards, and deliver their rows from now on. An error adds nothing."""
+        self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
+        # Each spec once: a rank may have several column shards of a table.
+        self.sender.register(list({table.spec.fqn: table.spec for table in tables}.values()))
+        self.flusher.add_tables(tables)
+
+    def on_step(self, step: int, *, is_paused: bool) -> None:
+        """Hand over what is dirty at the end of a step, as far as there is room; nothing if `is_paused`.
+
+        With `on_error="raise"`, raise the error that has ended streaming or failed this flush.
+        """
+        if self.failure is not None and self._config.on_error == "log":
+            return
+        try:
+            self.raise_failure()
+            self._check_alone()
+            with self._flushing:
+                self._mark_for_new_store()
+                if not is_paused:
+                    self.flusher.on_step(step)
+        except HeadraceError as exc:
+            exc = self.sender.error or exc
+            if self._config.on_error == "raise":
+                raise exc
+            self.failure = exc
+            _log.error("streaming has stopped, training goes on: %s", exc)
+
+    def flush(self, step: int, timeout_s: float) -> None:
+        """Hand over everything up to a step that has ended; return when it is durable on every shard.
+
+        Rows that are not handed over within `timeout_s` stay dirty.
+
+        Raises:
+            UnavailableError: Not all is durable in time.
+            ConfigError: Another flush is under way.
+            HeadraceError: Streaming has ended.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._check_alone()
+            with self._flushing:
+                while True:
+                    self._mark_for_new_store()
+                    self.flusher.flush_all(step, deadline_s - time.monotonic())
+                    self.sender.wait_durable(deadline_s - time.monotonic())
+                    if self._num_new_stores == self.sender.num_new_stores:
+                        return
+        except UnavailableError as exc:
+            self.raise_failure()
+            raise UnavailableError(f"flush within {format_seconds(timeout_s)}: {exc}") from exc
+        except HeadraceError:
+            self.raise_failure()
+            raise
+
+    def settle(self) -> None:
+        """Wait until no flush is on its way from a device; raise `UnavailableError` after `flush_timeout_s`."""
+        self.flusher.settle(self._config.flush_timeout_s)
+
+    @property
+    def accounts_for_all(self) -> bool:
+        """Whether each row that the store may lack is dirty or on its way.
+
+        Not during a flush, as in a signal handler, nor before the next flush has marked all rows for a new store.
+        """
+        return not self._flushing.locked() and self._num_new_stores == self.sender.num_new_stores
+
+    def raise_failure(self) -> None:
+        """Raise the error that has ended streaming; with `on_error="log"`, also an outage under `block`, or a NaN."""
+        self.failure = self.failure or self.sender.error
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+
+    def stats(self, step: int) -> StreamerStats:
+        """Return what was done and what is on its way. Thread: any."""
+        return self.sender.stats(step=step, num_dirty_rows=self.flusher.num_dirty_rows, failure=self.failure)
+
+    def stop(self, *, is_child: bool) -> None:
+        """End the sender's thread, which a forked child lacks, and log what stays undelivered. Idempotent."""
+        if self._finalizer.detach() is not None and not is_child:
+            if self.failure is None:
+                _log_undelivered(f"the streamer of run {self.writer.run!r} was closed", self.sender, self.flusher)
+            self.sender.stop(_STOP_TIMEOUT_S)
+
+    def _check_alone(self) -> None:
+        """Refuse to begin within another flush, whose rows are neither dirty nor on their way and would be missed."""
+        if self._flushing.locked():
+            raise ConfigError(
+                "a flush of this streamer is under way, and this call came during it, as from a signal handler: set a "
+                "flag there, and flush or close between two steps"
+            )
+
+    def _mark_for_new_store(self) -> None:
+        num_new_stores = self.sender.num_new_stores
+        if num_new_stores != self._num_new_stores:
+            self._num_new_stores = num_new_stores
+            self.flusher.mark_all(num_new_stores=num_new_stores)
+
+
+def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:
+    """End the thread of a streamer that was never closed, without delaying the interpreter's exit."""
+    if os.getpid() != pid:
+        return
+    _log_undelivered(f"the streamer of run {run!r} was never closed", sender, flusher())
+    sender.stop(1.0)
+
+
+def _log_undelivered(reason: str, sender: Sender, flusher: Flusher | None) -> None:
+    stats = sender.stats()
+    left = []
+    if flusher is not None and (num_rows := flusher.num_dirty_rows):
+        left.append(f"{num_rows} rows that had changed were not sent")
+    if stats.num_inflight_flushes:
+        size = format_size(stats.inflight_bytes)
+        left.append(f"{stats.num_inflight_flushes} flushes ({size}) may not have been delivered")
+    if left:
+        _log.warning("%s: %s", reason, ", ".join(left))
+
+
+def take_over(
+    sender: Sender, host: str, port: int, *, run: str, world: World, config: StreamerConfig
+) -> tuple[Store, Writer]:
+    """Agree with the other ranks on an epoch above all that the store has seen, and open this rank's session.
+
+    All ranks call this together, each with a started sender and the address of any shard.
+
+    Raises:
+        ConfigError: The token's file cannot be read.
+        UnavailableError: A shard cannot be reached, here or by rank 0.
+        StorageError: This rank finds another store than rank 0.
+        HeadraceError: A shard refuses.
+    """
+    token = load_token(path=config.token_file, environ=os.environ)
+    asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size, token=token)
+    if world.rank == 0:
+        return _lead(sender, host, port, asks, world)
+    agreed: _Agreed = world.share(None)
+    if agreed.error is not None:
+        raise UnavailableError(f"rank 0 could not begin to stream: {agreed.error}")
+    store, writer = sender.find_store(host, port, asks), asks.with_epoch(agreed.epoch)
+    if tuple(shard.server_id for shard in store.shards) != agreed.server_ids:
+        raise StorageError(f"rank {world.rank} finds another store at {format_address(host, port)} than rank 0")
+    sender.open(store, writer)
+    return store, writer
+
+
+def _lead(sender: Sender, host: str, port: int, asks: Writer, world: World) -> tuple[Store, Writer]:
+    """Acquire the epoch, as rank 0, and share it with the other ranks, or the failure: they would wait forever."""
+    try:
+        store = sender.find_store(host, port, asks)
+        writer = sender.acquire_epoch(store, asks)
+        sender.open(store, writer)
+    except BaseException as exc:
+        world.share(_Agreed(0, (), str(exc) or type(exc).__name__))
+        raise
+    world.share(_Agreed(writer.epoch, tuple(shard.server_id for shard in store.shards)))
+    return store, writer

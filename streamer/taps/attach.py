@@ -1,0 +1,389 @@
+"""Attach taps to the embedding tables of a model, and check with all ranks that each row has one owner."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from headrace.schemas.errors import ConfigError, UnsupportedModelError
+from headrace.schemas.tables import TableSpec
+from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
+from headrace.streamer.taps.guards.tapped_modules import ModulePlaces, add_tapped, check_untapped, remove_tapped
+from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
+from headrace.streamer.taps.hooks import StepBoundary
+from headrace.streamer.taps.local_parts import Replicas, dtensor_parts, is_dtensor, replica_part, replicas_in
+from headrace.streamer.taps.model_tree import FoundModule, Selection, check_names, inner_optimizers, named_modules
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable
+from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
+from headrace.streamer.taps.torchrec import is_sharded, managed_collisions, sharded_tables
+
+__all__ = ["Tap", "tap_model"]
+
+
+class Tap(Protocol):
+    """The hooks on one model that mark its changed rows and detect the end of each step.
+
+    A tap calls the `on_step` that it was created with on the training thread at each step boundary: all updates of the
+    step are in the tables, and none of the next has begun. A row is marked only after its update, so a gather at any
+    time outside of `backward()` and `optimizer.step()` reads consistent rows.
+    """
+
+    @property
+    def tables(self) -> list[TappedTable]:
+        """The tables that this rank streams; never changes."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tables that any rank streams, as far as this rank knows."""
+
+    def end_step(self) -> bool:
+        """End the step, on the training thread: call `on_step` if rows changed since; return whether it was called.
+
+        Needed before a flush, and for a model without a torch optimizer, whose steps otherwise end at the next forward.
+        """
+
+    def sweep(self) -> None:
+        """Mark, on the training thread, the rows written without a hook seeing it."""
+
+    def close(self) -> None:
+        """Remove every hook. The tables stay readable. Idempotent."""
+
+
+def tap_model(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    on_step: Callable[[], None],
+    *,
+    tables: Iterable[str] | None = None,
+) -> Tap:
+    """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
+
+    With `torch.distributed` initialized, all ranks must call it together, to check that each row has one owner.
+
+    Tables are `nn.Embedding` and `nn.EmbeddingBag` with torch optimizers, FBGEMM's
+    `SplitTableBatchedEmbeddingBagsCodegen`, and TorchRec's sharded embedding modules. Frozen ones are not streamed. The
+    log names them, and other parameters that train like tables.
+
+    Args:
+        model: The model as it trains, wrapped (`DistributedModelParallel`, `DistributedDataParallel`, compiled) or not.
+        optimizers: The training loop's optimizers, wrapped or not; each steps once a step. Without any (all tables have
+            fused ones) a step ends at the model's next forward in training mode, or at `Tap.end_step`.
+        on_step: Called at each step boundary, on the training thread.
+        tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
+
+    Raises:
+        ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
+        UnsupportedModelError: A table cannot be streamed exactly, there is none, or the model is streamed already; on
+            several ranks also if another rank has refused, or two would stream the same rows.
+    """
+    selection = Selection(tables)
+    tap: _ModelTap | None = None
+    failure: Exception | None = None
+    try:
+        tap = _ModelTap(model, inner_optimizers(optimizers), on_step, selection)
+    except Exception as exc:
+        if _world_size() == 1:
+            raise
+        failure = exc  # `_agree` raises it: the other ranks wait for this one
+    try:
+        if _world_size() == 1:
+            check_names(selection.unmatched, selection.names)
+        else:
+            names = _agree(tap.tables if tap else [], tap is not None and tap.has_optimizers, selection, failure)
+            if tap is not None:
+                tap.names = names
+        assert tap is not None
+    except BaseException:
+        if tap is not None:
+            tap.close()
+        raise
+    return tap
+
+
+class _ModelTap:
+    """The taps of all kinds on one model, and its step boundary."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        on_step: Callable[[], None],
+        selection: Selection,
+    ) -> None:
+        sources = _Sources(model, selection)
+        # The modules inside sharded ones too, because `install` could stream one of those alone.
+        self._modules = [*sources.modules, *((fused.names, fused.module) for fused in sources.fused)]
+        check_untapped(self._modules)
+        bare = bare_parameters(model, optimizers, [path for path, _ in sources.modules])
+        for name in selection.unmatched:
+            if name in bare:
+                raise ConfigError(
+                    f"tables: {name!r} is a parameter outside of embedding modules: make it the weight of an "
+                    f"nn.Embedding (`self.t = nn.Embedding(...)`, used as `self.t(ids)` or `self.t.weight`)"
+                )
+        self._boundary: StepBoundary | None = None
+        self._untapped: UntappedTables | None = None
+        self._parts: list[FbgemmTap | TorchOptimTap] = []
+        try:
+            for fused in sources.fused:
+                self._parts.append(FbgemmTap(fused, note_update=self._note_update))
+            self._parts.append(TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step))
+            self.tables = [table for part in self._parts for table in part.tables]
+            self.names = frozenset(table.spec.fqn for table in self.tables)
+            may_be_elsewhere = sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
+            _check_tables(self.tables, may_be_elsewhere=may_be_elsewhere)
+            self.has_optimizers = bool(optimizers)
+            # After the taps: hooks run in the order of registration, and a boundary needs all rows to be marked.
+            is_alone = _world_size() == 1
+            self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
+            if selection.is_of_all:  # otherwise the user has named the tables
+                self._untapped = UntappedTables(bare, optimizers)
+        except BaseException:
+            self.close()
+            raise
+        add_tapped(self._modules)
+        warn_frozen(sources.frozen)
+
+    def end_step(self) -> bool:
+        return self._boundary is not None and self._boundary.end_step()
+
+    def sweep(self) -> None:
+        for part in self._parts:
+            part.sweep()
+
+    def close(self) -> None:
+        if self._boundary is not None:
+            self._boundary.close()
+            self._boundary = None
+            remove_tapped(self._modules)
+        if self._untapped is not None:
+            self._untapped.close()
+        for part in self._parts:
+            part.close()
+
+    def _note_update(self) -> None:
+        if self._boundary is not None:
+            self._boundary.note_update()
+
+    def _finish_step(self) -> None:
+        if self._boundary is not None:
+            self._boundary.finish()
+
+
+class _Sources:
+    """The tables of a model, by what updates them."""
+
+    def __init__(self, model: nn.Module, selection: Selection) -> None:
+        self._selection = selection
+        self.modules: list[tuple[str, nn.Module]] = []  # those that hold tables, with their paths
+        self.fused: list[FusedTables] = []
+        self.has_sharded = False  # tables of sharded modules may all be on other ranks
+        self._parameters: dict[int, TableParameter] = {}
+        collisions: dict[nn.Module, Any] = {}
+        found_modules = list(named_modules(model))
+        self._places = ModulePlaces(model)
+        for found in found_modules:
+            path, module = found.path, found.module
+            if managed := managed_collisions(module):
+                collisions[managed[0]] = managed[1]
+            if is_sharded(path, module):
+                self.has_sharded = True
+                fused, parameters = sharded_tables(path, module, selection, collisions.get(module))
+                self.fused += fused
+                for parameter in parameters:
+                    self._parameters[id(parameter.parameter)] = parameter
+            elif is_table_batched(module):
+                parts = tuple(part if selection.takes(part.fqn) else None for part in table_parts(path, module))
+                if not any(parts):
+                    continue
+                self.fused.append(FusedTables(module=module, parts=parts, is_in_use=self._places.of(module).is_kept))
+            elif not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not self._add_embedding(found, module):
+                continue
+            self.modules.append((path, module))
+
+    @property
+    def parameters(self) -> list[TableParameter]:
+        return list(self._parameters.values())
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the selected tables that nothing trains."""
+        return [s.parts[0].fqn for s in self.parameters if s.parts and not s.parameter.requires_grad]
+
+    def _weight_check(self, module: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
+        """Return a function that returns whether a parameter is still the weight of a module of the model."""
+        if is_dtensor(parameter):  # fully_shard puts other parameters in its place between a forward and its backward
+            return lambda: True
+        place = self._places.of(module)
+        return lambda: module._parameters.get("weight") is parameter and place.is_kept()
+
+    def _add_embedding(self, found: FoundModule, module: nn.Embedding | nn.EmbeddingBag) -> bool:
+        """Add a table if it is selected; return whether it is."""
+        fqn = f"{found.path}.weight" if found.path else "weight"
+        if not self._selection.takes(fqn):
+            return False
+        if module.max_norm is not None:
+            raise UnsupportedModelError(
+                f"table {fqn!r}: max_norm rescales rows in the forward, also in evaluation, without the optimizer: "
+                f"clip the rows after the optimizer's step instead"
+            )
+        parameter = _check_parameter(fqn, module.weight, found)
+        known = self._parameters.get(id(parameter))  # tied weights are one table, under the first name
+        has_weight = self._weight_check(module, parameter)
+        self._parameters[id(parameter)] = TableParameter(
+            parts=known.parts if known else _parts_of(fqn, parameter, found),
+            parameter=parameter,
+            is_sparse=module.sparse and (known is None or known.is_sparse),
+            is_in_use=lambda: (known is None or known.is_in_use()) and has_weight(),
+        )
+        return True
+
+
+def _check_parameter(fqn: str, weight: torch.Tensor, found: FoundModule) -> nn.Parameter:
+    if found.flattened_by is not None and weight.requires_grad:
+        raise UnsupportedModelError(
+            f"table {fqn!r} is inside FullyShardedDataParallel, which splits parameters without regard to "
+            f"rows: use torch.distributed.fsdp.fully_shard, or leave the table out of it"
+        )
+    if not isinstance(weight, nn.Parameter):
+        raise UnsupportedModelError(f"table {fqn!r} is computed in each forward (as by pruning): not streamed")
+    return weight
+
+
+def _parts_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> tuple[TablePart, ...]:
+    if is_dtensor(parameter):
+        if found.replicated_by is not None:
+            raise UnsupportedModelError(
+                f"table {fqn!r} is a DTensor in DistributedDataParallel: use a mesh of all ranks"
+            )
+        return dtensor_parts(fqn, parameter)
+    num_rows, dim = parameter.shape
+    part = TablePart(fqn=fqn, num_rows=num_rows, dim=dim)
+    if not parameter.requires_grad or _world_size() == 1:
+        return (part,)
+    return (replica_part(part, num_rows, _replicas_of(fqn, parameter, found)),)
+
+
+def _replicas_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> Replicas:
+    """Return the ranks that keep a plain parameter equal, or refuse it."""
+    wrapper = found.replicated_by
+    if wrapper is None:
+        raise UnsupportedModelError(
+            f"table {fqn!r} is on {_world_size()} ranks, and nothing keeps its copies equal: wrap the model in "
+            f"DistributedDataParallel and attach the wrapper (in Lightning trainer.strategy.model), or shard the table"
+        )
+    ignored = wrapper.parameters_to_ignore
+    if any(other is parameter and name in ignored for name, other in wrapper.module.named_parameters()):
+        raise UnsupportedModelError(f"table {fqn!r}: DistributedDataParallel ignores it, so its copies are not equal")
+    return replicas_in(fqn, wrapper.process_group)
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def _check_tables(tables: list[TappedTable], *, may_be_elsewhere: bool) -> None:
+    if not tables and not may_be_elsewhere:
+        raise UnsupportedModelError(
+            "the model has no embedding table that is trained: nn.Embedding, nn.EmbeddingBag, "
+            "FBGEMM SplitTableBatchedEmbeddingBagsCodegen and sharded TorchRec modules are streamed"
+        )
+    specs: dict[str, TableSpec] = {}
+    parts: set[tuple[str, int, int]] = set()
+    for table in tables:
+        if not table.num_local_rows:
+            continue  # with more ranks than rows, several parts begin at the end
+        part = (table.spec.fqn, table.row_offset, table.shard.offset)
+        if part in parts:
+            raise UnsupportedModelError(f"two tables are named {table.spec.fqn!r}: give them different names")
+        parts.add(part)
+        known = specs.setdefault(table.spec.fqn, table.spec)
+        if known != table.spec:
+            difference = known.describe_difference(table.spec)
+            raise UnsupportedModelError(f"two parts of table {table.spec.fqn!r} differ: {difference}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    fqn: str
+    fingerprint: int
+    column: int
+    num_columns: int
+    row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    parts: tuple[_Part, ...]
+    has_optimizers: bool
+    names: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    failure: str | None
+
+
+def _agree(
+    tables: Sequence[TappedTable], has_optimizers: bool, selection: Selection, failure: Exception | None
+) -> frozenset[str]:
+    """Check what all ranks stream, and return the names of these tables; blocks until every rank calls it.
+
+    Every rank raises if one cannot stream, if two have the same rows or none has any, or if they count steps
+    differently. This rank's failure is raised once the other ranks know.
+    """
+    parts = tuple(
+        _Part(t.spec.fqn, t.spec.fingerprint, t.shard.offset, t.shard.width, t.row_offset, t.num_local_rows)
+        for t in tables
+    )
+    reason = None if failure is None else str(failure) or type(failure).__name__
+    report = _Report(parts, has_optimizers, tuple(selection.names), tuple(selection.unmatched), reason)
+    gathered: list[_Report | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, report)
+    if failure is not None:
+        raise failure
+    reports = [each for each in gathered if each is not None]
+    _check_reports(reports)
+    return frozenset(part.fqn for each in reports for part in each.parts)
+
+
+def _check_reports(reports: list[_Report]) -> None:
+    for rank, report in enumerate(reports):
+        if report.failure is not None:
+            raise UnsupportedModelError(f"rank {rank} cannot stream its tables: {report.failure}")
+    unmatched = [p for p in reports[0].unmatched if all(p in report.unmatched for report in reports)]
+    check_names(unmatched, [name for report in reports for name in report.names])
+    if not any(report.parts for report in reports):
+        raise UnsupportedModelError(f"none of the {len(reports)} ranks has an embedding table that is trained")
+    given = [report.has_optimizers for report in reports]
+    if any(given) != all(given):
+        raise UnsupportedModelError(
+            f"rank {given.index(True)} was given optimizers and rank {given.index(False)} none, so the ranks "
+            f"would count steps differently: give all ranks the same"
+        )
+    _check_owners(reports)
+
+
+def _check_owners(reports: list[_Report]) -> None:
+    fingerprints: dict[str, tuple[int, int]] = {}
+    by_columns: dict[tuple[str, int, int], list[tuple[int, int, int]]] = {}
+    for rank, report in enumerate(reports):
+        for part in report.parts:
+            fingerprint, first_rank = fingerprints.setdefault(part.fqn, (part.fingerprint, rank))
+            if fingerprint != part.fingerprint:
+                raise UnsupportedModelError(f"table {part.fqn!r} differs between ranks {first_rank} and {rank}")
+            if part.num_rows:
+                key = (part.fqn, part.column, part.num_columns)
+                by_columns.setdefault(key, []).append((part.row, part.row + part.num_rows, rank))
+    for (fqn, _, _), ranges in by_columns.items():
+        ranges.sort()
+        for (_, end, rank), (row, _, other) in itertools.pairwise(ranges):
+            if row < end:
+                raise UnsupportedModelError(
+                    f"row {row} of table {fqn!r} is on ranks {rank} and {other}, which would both stream it: give "
+                    f"different tables different names, or replicate the table with DistributedDataParallel"
+                )

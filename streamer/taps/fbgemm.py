@@ -1,0 +1,390 @@
+"""Tap on FBGEMM's table-batched embeddings, whose optimizer is fused into `backward()`.
+
+A forward hook keeps the batch's row ids with the output's autograd node. A hook on that node runs right after the fused
+update and marks them: a forward without a backward marks nothing, and a backward that runs twice marks twice. The ids
+are those that the module looks up, after its bounds check; autograd keeps them anyway. A backward of lookups that no
+hook has seen (a pipeline's, before `attach`) marks all rows; one with lookups of both kinds marks only the seen ones.
+
+Source: `fbgemm_gpu/split_table_batched_embeddings_ops_training.py`, fbgemm-gpu 1.8.0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.kernels.packing import to_device
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.guards.hidden_writes import check_not_shared
+from headrace.streamer.taps.hooks import ModuleHook
+from headrace.streamer.taps.model_tree import is_a
+from headrace.streamer.taps.row_extras import RowIdentities
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
+
+__all__ = ["FbgemmTap", "FusedTables", "is_table_batched", "table_parts"]
+
+# Optimizers (`EmbOptimType`) that change only rows of the batch. FBGEMM has the first three on the CPU.
+_EXACT = {
+    "EXACT_SGD",
+    "EXACT_ADAGRAD",
+    "EXACT_ROWWISE_ADAGRAD",
+    "ADAM",
+    "PARTIAL_ROWWISE_ADAM",
+    "LAMB",
+    "PARTIAL_ROWWISE_LAMB",
+}
+# The count of steps: one number for all of the module's tables, not a state of rows.
+_COUNT = "iter"
+# Tensors that hold all tables' weights, or one of their states, one table after the other.
+_STORES = tuple(
+    f"{prefix}_{place}"
+    for prefix in ("weights", "momentum1", "momentum2", "prev_iter", "row_counter")
+    for place in ("host", "dev", "uvm")
+)
+_Snapshot = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedTables:
+    """A `SplitTableBatchedEmbeddingBagsCodegen` and its tables."""
+
+    module: nn.Module
+    # One for each of its tables, in its order; None for those that are not streamed.
+    parts: tuple[TablePart | None, ...]
+    # Of zero-collision-hash tables, by fqn.
+    identities: Mapping[str, RowIdentities] = field(default_factory=dict)
+    # Returns whether the model still uses it, and no other module in its place.
+    is_in_use: Callable[[], bool] = lambda: True
+
+    @property
+    def names(self) -> str:
+        """The streamed tables, for messages."""
+        return ", ".join(repr(part.fqn) for part in self.parts if part is not None)
+
+
+def is_table_batched(module: nn.Module) -> bool:
+    """Return whether a module is a table-batched one of FBGEMM with a fused optimizer."""
+    return is_a(module, "SplitTableBatchedEmbeddingBagsCodegen")
+
+
+def table_parts(path: str, module: Any) -> Iterator[TablePart]:
+    """Yield the tables of an unsharded table-batched module, named `PATH.NAME`, or `PATH.table_I` without names."""
+    names: list[str] = module.table_names or [f"table_{i}" for i in range(len(module.embedding_specs))]
+    for name, (num_rows, dim, *_) in zip(names, module.embedding_specs, strict=True):
+        yield TablePart(fqn=f"{path}.{name}" if path else name, num_rows=num_rows, dim=dim)
+
+
+class FbgemmTap:
+    """Marks the rows that one table-batched module's fused optimizer updates.
+
+    Thread: the one that runs the module's node in `backward()`; on the CPU that is the training thread.
+    """
+
+    def __init__(self, fused: FusedTables, *, note_update: Callable[[], None]) -> None:
+        """Refuse a module that cannot be streamed exactly, or register hooks that call `note_update` after marks."""
+        module: Any = fused.module
+        self._module = module
+        self._note_update = note_update
+        _check_exact(fused)
+        self._values = _Values(self._module)
+        self._names, self._identities = fused.names, fused.identities
+        self._is_in_use = fused.is_in_use
+        self._by_index = [None if part is None else self._table(i, part) for i, part in enumerate(fused.parts)]
+        self.tables = [table for table in self._by_index if table is not None]
+        feature_table_map: list[int] = list(module.feature_table_map)
+        self._features = list(_feature_runs(feature_table_map))
+        self._num_features = len(feature_table_map)
+        self._device = _DeviceFeatures(self._by_index, feature_table_map)
+        check_not_shared(fused.names, self._values.stores())
+        # None during an update: if it fails before its rows are marked, it has changed unknown rows.
+        self._seen: _Snapshot | None = self._values.snapshot()
+        self._calls = _ForwardCounter(module)
+        self._has_warned = False
+        self._is_marked = False  # whether the running backward's update is
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            module.register_forward_hook(ModuleHook(self._after_forward)),
+        ]
+        # Every fused lookup depends on this tensor, on a GPU too, where weights are buffers. It is empty and gets no
+        # gradient, but torch calls its hooks all the same: once per backward, after all its lookups.
+        if module.placeholder_autograd_tensor.requires_grad:
+            self._handles.append(module.placeholder_autograd_tensor.register_hook(self._after_backward))
+
+    def sweep(self) -> None:
+        """Mark all rows if torch counted a write to the tables by anything other than the fused optimizer."""
+        now = self._values.snapshot()
+        if now != self._seen or not self._is_in_use() or self._has_bypass():
+            self._mark_all()
+            self._seen = now
+        for table in self.tables:
+            identities = self._identities.get(table.spec.fqn)
+            if identities is not None and (slots := identities.take_reassigned()) is not None:
+                table.dirty.mark(slots)
+                self._note_update()
+
+    def close(self) -> None:
+        """Remove the hooks; a later backward marks nothing. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _table(self, index: int, part: TablePart) -> TappedTable:
+        weights = self._values.weights(index)
+        num_local_rows, num_columns = weights.shape
+        identities = self._identities.get(part.fqn)
+        if identities is not None:
+            identities.check(part.fqn, num_local_rows)
+        states = self._values.states_and_kinds(index).items()
+        return tap_part(
+            part,
+            num_local_rows=num_local_rows,
+            num_columns=num_columns,
+            dtype=weights.dtype,
+            states_of=[(name, state.dtype, is_rowwise) for name, (state, is_rowwise) in states],
+            weights=lambda: self._values.weights(index),
+            states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
+            identities=identities,
+            scalars=self._values.scalars,
+            is_in_use=self._is_in_use,
+        )
+
+    def _mark_all(self) -> None:
+        for table in self.tables:
+            table.mark_all()
+        self._note_update()
+
+    def _has_bypass(self) -> bool:
+        """Return whether a lookup ran without hooks, and warn about it."""
+        has_bypass = self._calls.has_bypass()
+        if has_bypass:
+            self._warn("its forward() was called directly, which runs no hook: call the module")
+        return has_bypass
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"tables {self._names}: all rows are streamed after each step, because it is not known which rows a "
+                f"step of their module changes: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _before_forward(self, *_: Any) -> None:
+        self._calls.begin()
+
+    def _after_forward(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        is_batch_kept = self._calls.end()
+        node = output.grad_fn
+        if node is None:  # without gradients no update follows
+            return
+        indices, offsets, batch_offsets = module._indices, module._offsets, module._vbe_B_offsets
+
+        def before_update(*_: Any) -> None:
+            if self._handles:
+                self.sweep()
+                self._seen = None
+
+        def after_update(*_: Any) -> None:
+            if self._handles:
+                if is_batch_kept:
+                    self._mark(indices, offsets, batch_offsets)
+                else:
+                    self._warn("a compiled module does not keep its batch: leave it out, with torch.compiler.disable")
+                    self._mark_all()
+                self._seen = self._values.snapshot()
+                self._is_marked = True
+
+        # Builds differ in whether torch counts the update itself as a write: compare before it, and take a new snapshot
+        # after it.
+        node.register_prehook(before_update)
+        node.register_hook(after_update)
+
+    def _after_backward(self, *_: Any) -> None:
+        """Mark all rows if the update was that of a lookup before `attach`, whose batch no hook has kept."""
+        if not self._is_marked:
+            self._mark_all()
+        self._is_marked = False
+
+    def _mark(self, indices: torch.Tensor, offsets: torch.Tensor, batch_offsets: torch.Tensor | None) -> None:
+        """Mark the rows of one batch: local ids `indices`, feature after feature.
+
+        `offsets` says where each bag begins, and ends with the number of ids. `batch_offsets` says where each feature
+        begins in `offsets`, and ends with their number; None if all have as many bags.
+        """
+        if batch_offsets is None:
+            num_bags = (offsets.numel() - 1) // self._num_features
+            at = offsets[::num_bags] if num_bags else offsets.new_zeros(self._num_features + 1)
+        else:
+            at = offsets[batch_offsets.to(torch.int64)]
+        if self._device.mark(indices, at):
+            self._note_update()
+            return
+        starts = at.tolist()
+        for index, first, end in self._features:
+            table = self._by_index[index]
+            if table is not None and not isinstance(table.dirty, DeviceDirtyRows):
+                table.dirty.mark(indices[starts[first] : starts[end]])
+        self._note_update()
+
+
+class _ForwardCounter:
+    """Detects forwards without hooks by the count that a table-batched module keeps with its batch."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._num_seen: int = module.step
+        self._is_in_call = False
+        self._has_bypass = False
+
+    def begin(self) -> None:
+        """Record that a forward with hooks begins."""
+        self.has_bypass()
+        self._num_seen, self._is_in_call = self._module.step, True
+
+    def end(self) -> bool:
+        """Record that it is over; return whether the module has kept its batch, which a compiled one does not."""
+        is_counted = bool(self._module.step == self._num_seen + 1)
+        self._num_seen, self._is_in_call = self._module.step, False
+        return is_counted
+
+    def has_bypass(self) -> bool:
+        """Return whether any forward ran without hooks: its update may still come, and others may follow."""
+        # A forward that failed may have been counted or not.
+        self._has_bypass |= self._module.step - self._num_seen > int(self._is_in_call)
+        return self._has_bypass
+
+
+class _DeviceFeatures:
+    """Marks rows of all tables on a device with one kernel."""
+
+    def __init__(self, by_index: list[TappedTable | None], feature_table_map: list[int]) -> None:
+        self._by_feature = [by_index[index] for index in feature_table_map]
+        self._has_moved = False
+        for table in self._by_feature:
+            if table is not None:
+                table.on_move = self._note_move
+        self._bitmap: DeviceBitmap | None = None
+        self._marks_all = False
+        self._first_slots = self._num_rows = torch.empty(0, dtype=torch.int64)
+
+    def mark(self, indices: torch.Tensor, starts: torch.Tensor) -> bool:
+        """Mark rows, feature after feature, of tables on a device, without waiting; return whether all tables are.
+
+        `starts`, int[features + 1], says where each feature's ids begin.
+        """
+        if self._has_moved:
+            self._refresh()
+        if self._bitmap is not None:
+            self._bitmap.mark_features(indices, starts, self._first_slots, self._num_rows)
+        return self._marks_all
+
+    def _note_move(self) -> None:
+        self._has_moved = True
+
+    def _refresh(self) -> None:
+        self._has_moved = False
+        sets = [None if table is None else table.dirty for table in self._by_feature]
+        on_device = [each if isinstance(each, DeviceDirtyRows) else None for each in sets]
+        self._bitmap = next((each.bitmap for each in on_device if each is not None), None)
+        self._marks_all = self._bitmap is not None and all(
+            each is not None or table is None or not table.num_local_rows
+            for each, table in zip(on_device, self._by_feature, strict=True)
+        )
+        if self._bitmap is not None:
+            device = self._bitmap.runtime.device
+            slots = [-1 if each is None else each.first_slot for each in on_device]
+            num_rows = [0 if each is None else each.num_rows for each in on_device]
+            self._first_slots = to_device(torch.tensor(slots, dtype=torch.int64), device)
+            self._num_rows = to_device(torch.tensor(num_rows, dtype=torch.int64), device)
+
+
+class _Values:
+    """Views of the weights and states of a module's tables, renewed when the module has moved them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        # Found once: an empty store stays empty, and looking up attributes that a module lacks is slow.
+        stores = {name: getattr(module, name, None) for name in _STORES}
+        self._store_names = [key for key, store in stores.items() if isinstance(store, torch.Tensor) and store.numel()]
+        self._addresses: tuple[int, ...] | None = None
+        self._weights: list[torch.Tensor] = []
+        self._states: list[dict[str, tuple[torch.Tensor, bool]]] = []
+        # Every module counts its steps; it saves the count if its optimizer needs it, though not always as a state.
+        counts = _COUNT in module.state_dict() or any(_COUNT in of_table for of_table in _optimizer_states(module))
+        self._scalar_names = (_COUNT,) if counts else ()
+
+    def weights(self, index: int) -> torch.Tensor:
+        self._refresh()
+        return self._weights[index]
+
+    def states_and_kinds(self, index: int) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return, by name, the states `[rows, width]` and whether each is rowwise."""
+        self._refresh()
+        return self._states[index]
+
+    def scalars(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self._module, name).detach() for name in self._scalar_names}
+
+    def snapshot(self) -> _Snapshot:
+        """Return numbers that differ after torch wrote or replaced a store; fused updates do not count."""
+        return tuple((store.data_ptr(), store._version) for store in self.stores())
+
+    def stores(self) -> list[torch.Tensor]:
+        return [getattr(self._module, name) for name in self._store_names]
+
+    def _refresh(self) -> None:
+        addresses = tuple(store.data_ptr() for store in self.stores())
+        if addresses == self._addresses:
+            return
+        self._weights = self._module.split_embedding_weights()
+        states = _optimizer_states(self._module) or [{} for _ in self._weights]
+        self._states = [
+            {  # the width is given, because a shard may have no rows
+                name: (state.detach().view(-1, 1 if state.dim() == 1 else weights.shape[1]), state.dim() == 1)
+                for name, state in of_table.items()
+                if name != _COUNT
+            }
+            for weights, of_table in zip(self._weights, states, strict=True)
+        ]
+        self._addresses = addresses
+
+
+def _optimizer_states(module: Any) -> list[dict[str, torch.Tensor]]:
+    states: list[dict[str, torch.Tensor]] = module.get_optimizer_state()
+    return states
+
+
+def _feature_runs(feature_table_map: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (table, first feature, end) for each run of features of the same table."""
+    for index, run in itertools.groupby(range(len(feature_table_map)), feature_table_map.__getitem__):
+        features = list(run)
+        yield index, features[0], features[-1] + 1
+
+
+def _check_exact(fused: FusedTables) -> None:
+    module: Any = fused.module
+    names = fused.names
+    optimizer: str = module.optimizer.name
+    if optimizer not in _EXACT:
+        raise UnsupportedModelError(
+            f"tables {names}: the fused optimizer {optimizer} may change rows outside of the batch, or its states "
+            f"cannot be read by name; use one of {', '.join(sorted(_EXACT))}"
+        )
+    if module._used_rowwise_adagrad_with_global_weight_decay:
+        raise UnsupportedModelError(
+            f"tables {names}: global weight decay (DECOUPLE_GLOBAL) changes rows outside of the batch; "
+            f"use another weight_decay_mode"
+        )
+    if module.weights_precision.name == "INT8":
+        raise UnsupportedModelError(f"tables {names}: INT8 weights are not streamed; use FP32, FP16 or BF16")
+    if any(location.name == "MANAGED_CACHING" for _, _, location, _ in module.embedding_specs):
+        raise UnsupportedModelError(f"tables {names}: MANAGED_CACHING keeps rows in a cache; use HOST, DEVICE, MANAGED")

@@ -1,0 +1,1 @@
+"""Checks that refuse a model, or warn, because rows could be missed."""

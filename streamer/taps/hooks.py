@@ -1,0 +1,234 @@
+"""Hooks on modules and optimizers, and `StepBoundary`, which derives from them when a training step is over."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["ModuleHook", "StepBoundary", "StepHooks", "hook_step", "prepend"]
+
+# Backward passes without the end of a step; nobody accumulates over so many.
+_MANY_BACKWARDS = 256
+
+
+class ModuleHook:
+    """Calls a function as a module's hook, and does nothing in a deep copy or pickle of the module.
+
+    A module copies its hooks with its `__dict__`. With a plain function as the hook, a copied model (averaged weights,
+    a snapshot for evaluation) would mark rows of the tap's tables, and pickling it would pickle the whole streamer.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Wrap a hook function; a compiled module calls it outside of its graphs, so it is not traced."""
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        """Explain why `torch.jit.script`, which asks each hook for its name, cannot script the module."""
+        raise AttributeError(
+            "a streamed module, or a copy of one, has hooks that torch.jit.script cannot compile: script the model "
+            "before attach() or after the streamer's close()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[Callable[..., None]]]:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# Pre-hooks of all taps. They write no table, so one may run between another one and its update.
+_tap_hook_ids: set[int] = set()
+
+
+def hook_step(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a step hook, untraced where the step is compiled: it may read numpy arrays and version counters."""
+    return register(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+def prepend(handle: RemovableHandle) -> None:
+    """Move a hook before those that were registered earlier."""
+    _hooks_of(handle).move_to_end(handle.id, last=False)
+
+
+class StepHooks:
+    """Calls `before` immediately before an optimizer's update, and `after` immediately after it.
+
+    Other hooks may write the tables (a clamp, a decay) or take the gradients away (`zero_grad`). So `after` is the
+    first post-hook and `before` the last pre-hook. A pre-hook registered later runs after `before` for one step, in
+    which `after` gets False; then `before` is last again.
+
+    The update first runs the closure, which may write the tables too: `before` is called again when it returns.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, before: Callable[[], None], after: Callable[[bool], None]
+    ) -> None:
+        """Register the hooks; `after` gets False if others may have written since `before`."""
+        self._before, self._after = before, after
+        self._pre = hook_step(optimizer.register_step_pre_hook, self._before_step)
+        self._post = hook_step(optimizer.register_step_post_hook, self._after_step)
+        prepend(self._post)
+        _tap_hook_ids.add(self._pre.id)
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        _tap_hook_ids.discard(self._pre.id)
+        self._pre.remove()
+        self._post.remove()
+
+    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before()
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._watched(args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
+        return None
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def watched() -> Any:
+            result = closure()
+            self._before()
+            return result
+
+        return watched
+
+    def _after_step(self, *_: Any) -> None:
+        is_last = True
+        hooks = _hooks_of(self._pre)
+        for hook_id in reversed(hooks):
+            if hook_id == self._pre.id:
+                break
+            if hook_id not in _tap_hook_ids:
+                is_last = False
+                hooks.move_to_end(self._pre.id)
+                break
+        self._after(is_last)
+
+
+def _hooks_of(handle: RemovableHandle) -> OrderedDict[int, Any]:
+    hooks: OrderedDict[int, Any] | None = handle.hooks_dict_ref()
+    assert hooks is not None, "the optimizer is alive: it is stepping, or was just hooked"
+    return hooks
+
+
+class StepBoundary:
+    """Calls `on_step` once between two training steps.
+
+    With optimizers, the step is over when each has stepped, or when one is about to step again (the others step less
+    often, or skipped a step for an infinite gradient). Without optimizers, the updates are part of `backward()` (fused
+    optimizers): a forward of the model in training mode, with gradients on, opens a step, and the next one ends it.
+
+    Ranks compare their progress by step numbers, so the end of a step must not depend on what a rank streams. Forwards
+    and optimizer steps are the same on all ranks, because these communicate within them. An early `end_step` (a flush
+    on one rank only) ends the open step and takes no number of its own.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[], None],
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        sweep: Callable[[], None],
+        is_alone: bool = True,
+    ) -> None:
+        """Register hooks. REQUIRES: the hooks that mark rows after a step are registered, because hooks run in order.
+
+        `sweep` is called before each boundary, to mark what no hook has seen. If the run has one rank (`is_alone`),
+        `end_step` may number a step for updates without a forward of the model. On several ranks those join the last
+        step, and only `RawEmbeddingStreamer.step` numbers them.
+        """
+        self._on_step = on_step
+        self._sweep = sweep
+        self._is_alone = is_alone
+        self._has_updates = False
+        self._is_step_open = False
+        self._stepped: set[int] = set()
+        self._last_backward = -1
+        self._num_backwards = 0
+        self._handles: list[RemovableHandle] = []
+        optimizers = list(optimizers)
+        self._num_optimizers = len(optimizers)
+        for optimizer in optimizers:
+            self._handles.append(hook_step(optimizer.register_step_pre_hook, self._before_step))
+            prepend(self._handles[-1])  # `StepHooks` must stay next to the update
+            self._handles.append(hook_step(optimizer.register_step_post_hook, self._after_step))
+        if not optimizers:
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward)))
+
+    def note_update(self) -> None:
+        """Record that rows were marked since the last boundary; warn when very many backwards saw no boundary."""
+        self._has_updates = True
+        backward = torch._C._current_graph_task_id()
+        if backward in (-1, self._last_backward):
+            return
+        self._last_backward = backward
+        self._num_backwards += 1
+        if self._num_backwards == _MANY_BACKWARDS:
+            warnings.warn(
+                f"{_MANY_BACKWARDS} backward passes have changed tables and no step has ended, so their rows were not "
+                "sent: call the attached model itself and not a part of it, give attach() the optimizer that the "
+                "training loop steps, or call streamer.step()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def end_step(self) -> bool:
+        """End the step if one is open or there were updates since the last; return whether `on_step` was called."""
+        self._sweep()
+        self._num_backwards = 0  # the caller sends the rows even without a boundary
+        if self._is_step_open or (self._has_updates and self._is_alone):
+            self.finish()
+            return True
+        return False
+
+    def finish(self) -> None:
+        """End the step now. REQUIRES: all changes are marked."""
+        self._has_updates = False
+        self._is_step_open = False
+        self._num_backwards = 0
+        self._stepped.clear()
+        self._on_step()
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._stepped:
+            self._sweep()
+            self.finish()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == self._num_optimizers:
+            self._sweep()
+            self.finish()
+
+    def _before_forward(self, model: nn.Module, *_: Any) -> None:
+        # A forward within a backward (activation checkpointing) belongs to a step that is open already.
+        if not model.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self._is_step_open:
+            self._sweep()
+            self.finish()
+        self._is_step_open = True

@@ -1,0 +1,455 @@
+"""Tap on tables that are parameters updated by torch optimizers.
+
+After an optimizer's step, its gradient names the changed rows: the rows of a sparse gradient, or the nonzero rows of a
+dense one. That holds for accumulation over several batches, tied weights, forwards without gradient and steps that a
+gradient scaler skipped. For optimizers that change more rows than those, `optimizer_rules` widens the set.
+
+Writes without a gradient (loading a checkpoint, a clamp by hand) show in the version that torch counts on every tensor,
+or in probed rows (`RowProbe`). They mark all rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from headrace.kernels.dirty_sets import DirtyRows
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
+from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_aliased, check_not_shared
+from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
+from headrace.streamer.taps.hooks import StepHooks
+from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
+from headrace.streamer.taps.optimizer_rules import Reach, Rule, changed_rows, nonzero_rows, rule_of
+from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part, zero_state
+
+__all__ = ["TableParameter", "TorchOptimTap", "TrackedParameter"]
+
+_log = logging.getLogger(__name__)
+
+# Rows to mark of tables on a device, by bitmap.
+_Marks = dict[DeviceBitmap, list[tuple[DeviceDirtyRows, torch.Tensor]]]
+
+# Number of tables with a probe, which costs 30 µs a step. Whoever copies a model copies all its tables.
+_MAX_PROBED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableParameter:
+    """A parameter, `[rows, columns]`, that is an embedding table; may be a DTensor."""
+
+    # What this rank streams: one part, none, or several that do not overlap.
+    parts: tuple[TablePart, ...]
+    parameter: torch.nn.Parameter
+    # Whether its gradient is expected to be sparse.
+    is_sparse: bool
+    # Returns whether the model still uses it, and no other parameter in its place.
+    is_in_use: Callable[[], bool] = lambda: True
+
+
+@dataclass(kw_only=True, slots=True)
+class _TrackedPart:
+    part: TablePart
+    table: TappedTable
+    # Rows with nonzero states, if the optimizer keeps moving them; else empty.
+    touched: DirtyRows | DeviceDirtyRows
+
+    def colocated_touched(self) -> DirtyRows | DeviceDirtyRows:
+        """Return `touched`, moved to where the table's dirty rows are; a move waits for the device."""
+        dirty, touched = self.table.dirty, self.touched
+        if isinstance(dirty, DeviceDirtyRows):
+            if not isinstance(touched, DeviceDirtyRows):
+                self.touched = DeviceDirtyRows.beside(dirty)
+                self.touched.add(touched)
+        elif isinstance(touched, DeviceDirtyRows):
+            self.touched = touched.to_host()
+        return self.touched
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackedParameter:
+    """A parameter and the optimizer that updates it."""
+
+    source: TableParameter
+    optimizer: torch.optim.Optimizer
+    rule: Rule
+    # Names of the row states, and whether each is rowwise.
+    states: tuple[tuple[str, bool], ...]
+    parts: list[_TrackedPart] = field(default_factory=list)
+    # The `snapshot` when all writes so far were marked.
+    seen: tuple[int, ...] = ()
+    # A freed storage leaves its address to the next one. These keep the storage objects alive, though not their memory.
+    storages: list[StorageWeakRef] = field(default_factory=list)
+    has_warned: bool = field(default=False)
+    # Dirty rows are marked on a device, and nothing waits for their number.
+    is_on_device: bool = field(default=False)
+    probe: RowProbe | None = None
+    # Type of another optimizer that has trained the table since.
+    other_optimizer: str | None = None
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The trained parameter."""
+        return self.source.parameter
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.source.parts[0].fqn
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Return the local tensors of the row states that the optimizer has created so far."""
+        state = self.optimizer.state.get(self.parameter, {})
+        return {name: local_tensor(state[name]) for name, _ in self.states if _is_rows(state.get(name))}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weights and the row states created so far."""
+        state = self.optimizer.state.get(self.parameter, {})
+        return [self.parameter, *(state[name] for name, _ in self.states if _is_rows(state.get(name)))]
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Return numbers that differ after any of its tensors was written in place or replaced."""
+        numbers: list[int] = []
+        for tensor in self.tensors():
+            # A DTensor counts its own writes; its local tensor counts those made directly to it.
+            local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+            numbers += (local.untyped_storage()._cdata, local.data_ptr(), tensor._version, local._version)
+        return tuple(numbers)
+
+    def is_written(self) -> bool:
+        """Return whether the parameter was written in place since `note_seen`."""
+        return not self.seen or self.seen[2] != self.parameter._version
+
+    def note_seen(self) -> None:
+        """Take a new snapshot. REQUIRES: all writes to its tensors are marked."""
+        now = self.snapshot()
+        if now[::4] != self.seen[::4]:
+            storages = [local_tensor(tensor).untyped_storage() for tensor in self.tensors()]
+            self.storages = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        self.seen = now
+        if self.probe is not None:
+            self.probe.remember(local_tensor(self.parameter))
+
+    def probe_has_changed(self) -> bool:
+        """Return whether a probed row has changed. REQUIRES: the snapshot has not."""
+        return self.probe is not None and self.probe.has_changed(local_tensor(self.parameter))
+
+    def group(self) -> dict[str, Any] | None:
+        """Return the optimizer's present settings for this table; None if it no longer has the table."""
+        return _group_of(self.optimizer, self.parameter)
+
+    def note_move(self) -> None:
+        """Record that a part's dirty rows moved to or from a device."""
+        self.is_on_device = any(isinstance(part.table.dirty, DeviceDirtyRows) for part in self.parts)
+        self.probe = None  # reading rows would wait for the device
+
+    def mark_all(self) -> None:
+        """Mark every row, and find the touched rows again."""
+        reach = Reach.ALL
+        if group := self.group():
+            reach = self.rule.reach(group, self.parameter.dtype, self.source.is_sparse)
+        for part in self.parts:
+            part.table.mark_all()
+        if reach is not Reach.GRADIENT:
+            self.find_touched()
+
+    def find_touched(self) -> None:
+        """Find the rows with nonzero states."""
+        for part in self.parts:
+            touched = part.colocated_touched()
+            touched.clear()
+            for name, state in self.made().items():
+                if self.fits(name, state):
+                    touched.mark(nonzero_rows(part.part.rows(state), waits=not self.is_on_device))
+
+    def fits(self, name: str, state: torch.Tensor) -> bool:
+        """Return whether a state has the shape that the optimizer gives it; a flush refuses any other."""
+        num_rows, num_columns = local_tensor(self.parameter).shape
+        return state.shape == (num_rows, 1 if dict(self.states)[name] else num_columns)
+
+
+def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
+
+
+def _is_rows(state: torch.Tensor | None) -> bool:
+    # A sparse state (momentum over sparse gradients) has no row for each row of the table: it is not streamed.
+    return state is not None and not state.is_sparse
+
+
+class TorchOptimTap:
+    """Marks the rows that torch optimizers update, in the tables of each trained parameter."""
+
+    def __init__(
+        self,
+        parameters: Iterable[TableParameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+        note_update: Callable[[], None],
+        end_step: Callable[[], None],
+    ) -> None:
+        """Check that every table can be streamed exactly, then register hooks. An error leaves no hook.
+
+        Frozen tables are not streamed. Optimizers applied in `backward()` are found without being named. `note_update`
+        is called after marks, `end_step` after a step of an unattached optimizer, so that the flush reports it.
+
+        Raises:
+            UnsupportedModelError: A table has none or several optimizers, or its optimizer has no exact rule.
+        """
+        parameters = list(parameters)
+        self._optimizers = optimizers = list(optimizers)
+        self._note_update, self._end_step = note_update, end_step
+        self._handles: list[RemovableHandle | StepHooks] = []
+        self._frozen = [source for source in parameters if not source.parameter.requires_grad and source.parts]
+        # A rank may hold none of a table's rows.
+        trained = [source for source in parameters if source.parameter.requires_grad and source.parts]
+        self._tracked = [_track(source, optimizers) for source in trained]
+        others = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+        check_not_aliased([(each.name, each.parameter) for each in self._tracked], others)
+        self.tables = [part.table for tracked in self._tracked for part in tracked.parts]
+        _warn_wide_reach(self._tracked)
+        by_optimizer: dict[int, list[TrackedParameter]] = {}
+        for place, tracked in enumerate(self._tracked):
+            tracked.probe = RowProbe() if place < _MAX_PROBED else None
+            tracked.note_seen()
+            by_optimizer.setdefault(id(tracked.optimizer), []).append(tracked)
+        self._unattached_steps = UnattachedSteps(self._tracked, sweep=self._sweep, on_step=self._on_unattached_step)
+        for group in by_optimizer.values():
+            self._register(group[0].optimizer, group)
+
+    def sweep(self) -> None:
+        """Mark all rows of tables written since their last step by something other than their optimizer."""
+        for tracked in self._tracked:
+            self._sweep(tracked)
+        for source in [source for source in self._frozen if source.parameter.requires_grad]:
+            self._frozen.remove(source)
+            warnings.warn(
+                f"table {source.parts[0].fqn!r} was frozen when the streamer was attached and is not streamed, "
+                f"but it is trained now: attach again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unattached_steps.close()
+
+    def _register(self, optimizer: torch.optim.Optimizer, tracked: list[TrackedParameter]) -> None:
+        def before_update() -> None:
+            for each in tracked:
+                self._sweep(each)
+
+        def after_update(is_exact: bool) -> None:
+            groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+            marks: _Marks = {}
+            for each in tracked:
+                self._mark(each, groups.get(id(each.parameter)), is_exact, marks)
+            for bitmap, of_tables in marks.items():
+                bitmap.mark_tables(of_tables)
+            # Only now: if the marking is interrupted, the next sweep finds the tables changed and marks every row.
+            for each in tracked:
+                each.note_seen()
+            self._unattached_steps.note_attached_step()
+
+        def after_load(*_: Any) -> None:
+            # New tensors may happen to have the addresses and versions of the old ones.
+            for each in tracked:
+                each.seen = ()
+
+        self._handles.append(optimizer.register_load_state_dict_post_hook(after_load))
+        self._handles.append(StepHooks(optimizer, before=before_update, after=after_update))
+
+    def _on_unattached_step(self, tables: list[TrackedParameter], kind: str) -> None:
+        for tracked in tables:
+            tracked.other_optimizer = kind
+            self._sweep(tracked)
+        self._end_step()
+
+    def _sweep(self, tracked: TrackedParameter) -> None:
+        if tracked.snapshot() != tracked.seen or not tracked.source.is_in_use():
+            written = [tracked]
+        elif tracked.probe_has_changed():
+            written = self._tracked  # values were copied into the model, and not all its tables have a probe
+        else:
+            return
+        if tracked.group() is None:  # its optimizer no longer has it: perhaps another attached one does
+            others = [each for each in self._optimizers if _group_of(each, tracked.parameter) is not None]
+            tracked.other_optimizer = type(others[0]).__name__ if others else tracked.other_optimizer
+        for each in written:
+            each.mark_all()
+        self._note_update()
+        for each in written:
+            each.note_seen()
+
+    def _mark(self, tracked: TrackedParameter, group: dict[str, Any] | None, is_exact: bool, marks: _Marks) -> None:
+        """Mark what the update with the settings `group` has changed; None if the optimizer no longer has the table.
+
+        If `is_exact`, nothing else can have written since the last sweep. `marks` gets the rows that are marked
+        together with other tables' rows.
+        """
+        if not is_exact:
+            tracked.mark_all()
+            self._note_update()
+        elif group is not None and tracked.parameter.grad is not None:  # else the optimizer skips it
+            self._note_update()
+            self._mark_rows(tracked, group, tracked.parameter.grad, marks)
+
+    def _mark_rows(self, tracked: TrackedParameter, group: Any, gradient: torch.Tensor, marks: _Marks) -> None:
+        parameter = tracked.parameter
+        reason = tracked.rule.refuse(group, parameter.dtype, gradient.is_sparse)
+        if reason is None and (states := tracked.rule.states(group)) != tracked.states:
+            before, now = (", ".join(name for name, _ in each) or "none" for each in (tracked.states, states))
+            reason = f"states were {before} and are {now}"
+        if reason is not None:
+            _warn_once(tracked, reason)
+            tracked.mark_all()
+            return
+        reach = tracked.rule.reach(group, parameter.dtype, gradient.is_sparse)
+        if reach is Reach.ALL:
+            for part in tracked.parts:
+                part.table.mark_all()
+                # The setting may change back, and the states that it leaves would keep moving rows.
+                part.colocated_touched().mark_all()
+            return
+        ids = changed_rows(gradient, parameter, waits=not tracked.is_on_device)
+        if tracked.probe is not None:
+            tracked.probe.watch(ids)
+        for part in tracked.parts:
+            local_ids = part.part.row_ids_or_none(ids) if tracked.is_on_device else part.part.row_ids(ids)
+            if reach is Reach.TOUCHED:
+                touched = part.colocated_touched()
+                touched.mark(local_ids)
+                part.table.dirty.add(touched)  # type: ignore[arg-type]
+            elif gradient.is_sparse and isinstance(dirty := part.table.dirty, DeviceDirtyRows):
+                # Not for dense gradients: their ids, 8 bytes per row of each table, would all be in memory at once.
+                marks.setdefault(dirty.bitmap, []).append((dirty, local_ids))
+            else:
+                part.table.dirty.mark(local_ids)
+
+
+def _warn_wide_reach(tracked: list[TrackedParameter]) -> None:
+    """Log, for each optimizer and reach, the tables of which more than the batches' rows are streamed."""
+    found: dict[tuple[str, Reach], list[str]] = {}
+    for each in tracked:
+        group = each.group()
+        assert group is not None, "`_track` has just found it"
+        reach = each.rule.reach(group, each.parameter.dtype, each.source.is_sparse)
+        if reach is not Reach.GRADIENT:
+            found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
+    for (kind, reach), names in found.items():
+        text = "each step of %s may change %s of a table, and streams these: %s"
+        _log.warning(text, kind, reach.value, first_of(names))
+
+
+def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> TrackedParameter:
+    """Find the one optimizer of a table and describe the table, or refuse it."""
+    parameter, fqn = source.parameter, source.parts[0].fqn
+    in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    settings = [(optimizer, _group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
+    owners = [(optimizer, group) for optimizer, group in settings if group is not None]
+    if len(owners) != 1:
+        names = " and ".join(type(owner).__name__ for owner, _ in owners)
+        raise UnsupportedModelError(
+            f"table {fqn!r} is updated by {len(owners)} optimizers ({names}); only one may"
+            if owners
+            else f"table {fqn!r} is trained by none of the given optimizers: "
+            f"give the one that trains it, or freeze it with requires_grad_(False)"
+        )
+    ((optimizer, group),) = owners
+    try:
+        rule = rule_of(optimizer)
+    except UnsupportedModelError as exc:
+        raise UnsupportedModelError(f"table {fqn!r}: {exc}") from None
+    tracked = TrackedParameter(source=source, optimizer=optimizer, rule=rule, states=rule.states(group))
+    reason = rule.refuse(group, parameter.dtype, source.is_sparse)
+    if is_dtensor(parameter) and any(is_rowwise for _, is_rowwise in tracked.states):
+        reason = "rowwise states of a DTensor are not supported"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"table {fqn!r} with {type(optimizer).__name__} cannot be streamed exactly: {reason}"
+        )
+    check_not_shared(repr(fqn), [parameter])
+    tracked.parts = [_part(tracked, part) for part in source.parts]
+    if rule.reach(group, parameter.dtype, source.is_sparse) is not Reach.GRADIENT:
+        tracked.find_touched()
+    return tracked
+
+
+def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
+    dtype, made = tracked.parameter.dtype, tracked.made()
+    local_shape = local_tensor(tracked.parameter).shape
+    num_rows = local_shape[0] if part.num_local_rows is None else part.num_local_rows
+    num_columns = local_shape[1] if part.num_local_columns is None else part.num_local_columns
+    table = tap_part(
+        part,
+        num_local_rows=num_rows,
+        num_columns=num_columns,
+        dtype=dtype,
+        states_of=[(name, made[name].dtype if name in made else dtype, is_row) for name, is_row in tracked.states],
+        weights=lambda: part.columns(part.rows(_weights(tracked))),
+        is_in_use=tracked.source.is_in_use,
+        states=lambda: _states(tracked, part, num_rows, num_columns),
+        scalars=lambda: _scalars(tracked),
+    )
+    table.on_move = tracked.note_move
+    return _TrackedPart(part=part, table=table, touched=DirtyRows(num_rows))
+
+
+def _weights(tracked: TrackedParameter) -> torch.Tensor:
+    """Return the live local weights, or refuse them if the attached optimizer no longer has their states."""
+    if tracked.other_optimizer is not None:
+        raise UnsupportedModelError(
+            f"table {tracked.name!r} is trained by another optimizer ({tracked.other_optimizer}) than the one attached "
+            f"({type(tracked.optimizer).__name__}): attach the model and its new optimizer to a new streamer"
+        )
+    return local_tensor(tracked.parameter)
+
+
+def _states(tracked: TrackedParameter, part: TablePart, num_rows: int, num_columns: int) -> dict[str, torch.Tensor]:
+    """Return the live states; zeros for those that the optimizer creates in its first step."""
+    parameter, made = tracked.parameter, tracked.made()
+    states = {}
+    for name, is_rowwise in tracked.states:
+        if name not in made:
+            width = 1 if is_rowwise else num_columns
+            states[name] = zero_state(num_rows, width, parameter.dtype, parameter.device)
+        elif not tracked.fits(name, made[name]):
+            shape, weights = list(made[name].shape), list(local_tensor(parameter).shape)
+            raise UnsupportedModelError(f"state {name!r} of table {part.fqn!r} is {shape}, its weights are {weights}")
+        else:
+            rows = part.rows(made[name])
+            states[name] = rows if is_rowwise else part.columns(rows)
+    return states
+
+
+def _scalars(tracked: TrackedParameter) -> dict[str, torch.Tensor]:
+    """Return the optimizer's values of the whole table; a plain number (SparseAdam's step) as int64."""
+    state = tracked.optimizer.state.get(tracked.parameter, {})
+    return {
+        name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        for name in tracked.rule.scalars
+        if (value := state.get(name)) is not None
+    }
+
+
+def _warn_once(tracked: TrackedParameter, reason: str) -> None:
+    if not tracked.has_warned:
+        tracked.has_warned = True
+        warnings.warn(
+            f"table {tracked.name!r}: since the streamer was attached, settings of "
+            f"{type(tracked.optimizer).__name__} changed: {reason}. From now on every row is streamed after each step; "
+            f"the states that the optimizer keeps for this setting are not.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,163 @@
+"""Find the tables of TorchRec's sharded embedding modules, and the parts of them on this rank.
+
+Source: `torchrec/distributed/{embedding,embeddingbag,embedding_lookup,batched_embedding_kernel}.py`, torchrec 1.8.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.schemas.errors import UnsupportedModelError
+from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
+from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
+from headrace.streamer.taps.model_tree import Selection, is_a
+from headrace.streamer.taps.row_extras import RowIdentities
+from headrace.streamer.taps.tapped_table import TablePart
+from headrace.streamer.taps.torch_optim import TableParameter
+
+__all__ = ["is_sharded", "managed_collisions", "sharded_tables"]
+
+# Sharded modules, and the name of their tables in the `state_dict`.
+_TABLES_AT = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+# Sharded modules that hold one of those as a child and use its lookups.
+_CONTAINERS = ("ShardedFeatureProcessedEmbeddingBagCollection",)
+# Unsharded modules that hold table-batched ones in a plain list.
+_WITH_HIDDEN_TABLES = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
+
+
+def is_sharded(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a sharded embedding module of TorchRec; refuse those that cannot be streamed."""
+    if any(is_a(module, name) for name in _TABLES_AT):
+        return True
+    kind = type(module).__name__
+    if is_a(module, "DMPCollection"):
+        raise UnsupportedModelError("DMPCollection (2D parallel) has each row on several ranks: not streamed")
+    if is_a(module, "GenericITEPModule"):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) prunes rows while training and gives them to other ids (ITEP), which the "
+            f"tables do not show: not streamed"
+        )
+    if any(is_a(module, name) for name in _WITH_HIDDEN_TABLES):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) keeps its tables where they cannot be found: use EmbeddingBagCollection or "
+            f"EmbeddingCollection under DistributedModelParallel"
+        )
+    if "ManagedCollisionEmbedding" in kind and not _is_managed(module):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) re-assigns rows to other ids (zero-collision hashing): only under "
+            f"DistributedModelParallel, as ShardedManagedCollisionEmbedding[Bag]Collection, is it streamed"
+        )
+    if _is_managed(module):
+        return False
+    if hasattr(module, "_lookups") and not any(is_a(module, name) for name in _CONTAINERS):
+        raise UnsupportedModelError(
+            f"module {path!r} ({kind}) is a sharded module that is not streamed: use EmbeddingBagCollection or "
+            f"EmbeddingCollection"
+        )
+    return False
+
+
+def managed_collisions(module: Any) -> tuple[nn.Module, Any] | None:
+    """Return a managed-collision module's sharded module and the collection that maps its ids; None for others."""
+    if not _is_managed(module):
+        return None
+    return module._embedding_module, module._managed_collision_collection
+
+
+def _is_managed(module: nn.Module) -> bool:
+    return is_a(module, "BaseShardedManagedCollisionEmbeddingCollection")
+
+
+def sharded_tables(
+    path: str, module: Any, selection: Selection, collisions: Any = None
+) -> tuple[list[FusedTables], list[TableParameter]]:
+    """Return the selected tables of a sharded module: those with a fused optimizer, and those of torch optimizers.
+
+    `collisions` is the collection that maps raw ids to rows; None if ids are rows. Refuses tables that cannot be
+    streamed.
+    """
+    tables_at = next(name for kind, name in _TABLES_AT.items() if is_a(module, kind))
+    prefix = f"{path}.{tables_at}" if path else tables_at
+    fused: list[FusedTables] = []
+    parameters: list[TableParameter] = []
+    for kernel, group in _kernels(module):
+        if is_table_batched(kernel._emb_module):
+            found = [_part(prefix, table) for table in kernel._config.embedding_tables]
+            parts = tuple(part if selection.takes(part.fqn) else None for part in found)
+            if any(parts):
+                identities = {}
+                for part, table in zip(parts, kernel._config.embedding_tables, strict=True):
+                    if part is not None and collisions is not None:
+                        collision = collisions._managed_collision_modules[table.name]
+                        identities[part.fqn] = RowIdentities(part.fqn, collision, part.row_offset)
+                is_in_use = functools.partial(_has_kernel, module, kernel)
+                tables = FusedTables(module=kernel._emb_module, parts=parts, identities=identities, is_in_use=is_in_use)
+                fused.append(tables)
+        elif collisions is None and (is_a(kernel, "BatchedDenseEmbedding") or is_a(kernel, "BatchedDenseEmbeddingBag")):
+            parameters += _dense_tables(prefix, module, tables_at, kernel, group, selection)
+        else:
+            fqns = [f"{prefix}.{table.name}.weight" for table in kernel._config.embedding_tables]
+            if not any([selection.takes(fqn) for fqn in fqns]):
+                continue
+            names = ", ".join(map(repr, fqns))
+            kind = type(kernel).__name__
+            raise UnsupportedModelError(f"tables {names}: kernel {kind} is not streamed; use the kernel FUSED or DENSE")
+    return fused, parameters
+
+
+def _has_kernel(module: Any, kernel: Any) -> bool:
+    """Return whether a sharded module still has a kernel; resharding creates new ones."""
+    return any(other is kernel for other, _ in _kernels(module))
+
+
+def _kernels(module: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each kernel (a group of tables), and the process group that keeps it equal if it is data-parallel."""
+    for lookup in module._lookups:
+        group = None
+        while is_a(lookup, "DistributedDataParallel"):
+            lookup, group = lookup.module, lookup.process_group
+        for kernel in lookup._emb_modules:
+            yield kernel, group
+
+
+def _part(prefix: str, table: Any) -> TablePart:
+    """Describe a table, or the shard of it on this rank, from a `ShardedEmbeddingTable`."""
+    fqn = f"{prefix}.{table.name}.weight"
+    if table.local_metadata is None:  # data-parallel: this rank has all of it
+        return TablePart(fqn=fqn, num_rows=table.num_embeddings, dim=table.embedding_dim)
+    row_offset, column_offset = table.local_metadata.shard_offsets
+    num_rows, dim = table.global_metadata.size
+    return TablePart(fqn=fqn, num_rows=num_rows, dim=dim, row_offset=row_offset, column_offset=column_offset)
+
+
+def _dense_tables(
+    prefix: str, module: Any, tables_at: str, kernel: Any, group: Any, selection: Selection
+) -> Iterator[TableParameter]:
+    """Yield the tables of a kernel without a fused optimizer, as the parameters that the model shows."""
+    for table in kernel._config.embedding_tables:
+        part = _part(prefix, table)
+        if not selection.takes(part.fqn):
+            continue
+        if kernel.table_name_to_count[table.name] > 1:
+            raise UnsupportedModelError(f"table {part.fqn!r} has several DENSE shards on one rank: use FUSED")
+        parameter = getattr(module, tables_at)[table.name].weight
+        if table.local_metadata is None:
+            part = replica_part(part, parameter.shape[0], _replicas(part.fqn, group))
+        is_in_use = functools.partial(_has_kernel, module, kernel)
+        yield TableParameter(parts=(part,), parameter=parameter, is_sparse=False, is_in_use=is_in_use)
+
+
+def _replicas(fqn: str, group: Any) -> Replicas:
+    if group is not None:
+        return replicas_in(fqn, group)
+    if torch.distributed.get_world_size() > 1:
+        raise UnsupportedModelError(
+            f"table {fqn!r} is data-parallel on {torch.distributed.get_world_size()} ranks and not inside "
+            f"DistributedDataParallel: nothing keeps its copies equal; wrap the model in DistributedModelParallel"
+        )
+    return Replicas(0, 1)

@@ -1,0 +1,196 @@
+"""Policies: parsing, each decision at its edge, and the row budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.paramserver.expiry.policy import (
+    BudgetThreshold,
+    ExpiryPolicy,
+    ExpiryRules,
+    Horizon,
+    Recency,
+    RowFacts,
+    RunHorizon,
+    StepRange,
+    judge,
+)
+from headrace.paramserver.log.sessions import Sessions
+from headrace.schemas.errors import ConfigError
+
+HORIZON = Horizon(seq=9, highest_epoch=5, runs={3: RunHorizon(100, 1_000_000_000), 5: RunHorizon(50, 2_000_000_000)})
+
+
+def _facts(epochs: list[int], steps: list[int], **more: Any) -> RowFacts:
+    size = len(epochs)
+    return RowFacts(
+        row_ids=np.arange(size),
+        epochs=np.array(epochs, np.int64),
+        steps=np.array(steps, np.int64),
+        times_us=np.array(more.pop("times_us", [1] * size), np.int64),
+        **{name: np.array(values) for name, values in more.items()},
+    )
+
+
+def _expired(policy: str, facts: RowFacts, *, now_us: int = 10**15, horizon: Horizon = HORIZON) -> list[bool]:
+    verdict = judge(ExpiryPolicy.parse(policy), horizon, facts, now_us=now_us)
+    return [bool(expired) for expired in verdict.expired]
+
+
+def test_rules_are_read() -> None:
+    """Numbers have units, and the first pattern that fits counts."""
+    rules = ExpiryRules.parse("user.*: ttl_s=1.5h, match=all, idle_steps=1e3;*: max_rows=7, trigger_bytes=2MiB; ")
+    assert rules.policy_of("user.weight") == ExpiryPolicy(ttl_s=5400.0, match="all", idle_steps=1000)
+    assert rules.policy_of("item") == ExpiryPolicy(max_rows=7, trigger_bytes=2 << 20)
+    assert ExpiryRules.parse("").policy_of("item") is None
+    assert ExpiryRules.parse("a: max_rows=0").policy_of("b") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("user", "is not PATTERN: POLICY=VALUE"),
+        (": ttl_s=1", "is not PATTERN: POLICY=VALUE"),
+        ("u: ttl=1", "'ttl=1' is not a policy; use ttl_s"),
+        ("u: ttl_s", "ttl_s=: not a number"),
+        ("u: ttl_s=3w", "ttl_s=3w: not a number, or one with ms, s, m, h, d"),
+        ("u: idle_steps=1.5", "idle_steps=1.5: not a number"),
+        ("u: idle_steps=0", "idle_steps is 0"),
+        ("u: ttl_s=1, ttl_s=2", "ttl_s is given twice"),
+        ("u: max_rows=1, decay=1", "decay is 1"),
+        ("u: min_frequency=0", "min_frequency is 0"),
+        ("u: min_l2_norm=0", "min_l2_norm is 0"),
+        ("u: ttl_s=1, match=some", "match is 'some', not any or all"),
+        ("u: ttl_s=1, clock=mine", "clock is 'mine'"),
+        ("u: ttl_s=1, interval_s=0.5", "interval_s is 0.5"),
+        ("u: interval_s=60", "no policy: give ttl_s"),
+    ],
+)
+def test_mistakes_name_rule_and_key(text: str, says: str) -> None:
+    """A wrong rule gives an error of one line that names it."""
+    with pytest.raises(ConfigError, match="expiry: ") as caught:
+        ExpiryRules.parse(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_rows_that_no_update_can_overtake_may_go() -> None:
+    """Rows go below their run's watermark minus one; those of ended epochs at any step, of newer epochs never."""
+    facts = _facts([3, 3, 3, 5, 5, 1, 4, 6], [98, 99, 100, 48, 49, 10**9, 2**63 - 1, 0])
+    may_go = HORIZON.may_go(facts.epochs, facts.steps)
+    assert may_go.tolist() == [True, False, False, True, False, True, False, False]
+    assert (HORIZON.tombstone_step(3, 98), HORIZON.tombstone_step(1, 10)) == (99, 11)
+    none = Horizon(seq=9, highest_epoch=5, runs={5: RunHorizon(-1, 0)})
+    assert not none.may_go(facts.epochs, facts.steps).any()
+    assert none.newest is None
+
+
+def test_idle_steps_count_from_the_rows_own_run() -> None:
+    """A row is measured by its own run's steps, one of an ended epoch by the newest run's."""
+    facts = _facts([3, 3, 5, 5, 1, 1], [89, 90, 39, 40, 39, 40])
+    assert _expired("idle_steps=10", facts) == [True, False, True, False, True, False]
+
+
+def test_time_to_live_goes_by_the_clock_that_is_set() -> None:
+    """By default the trainer's clock counts, or on request the server's; a row without a time has no age."""
+    facts = _facts([3, 3, 5, 1, 3], [1] * 5, times_us=[989_999_999, 990_000_000, 1_989_999_999, 1_989_999_999, 0])
+    assert _expired("ttl_s=10", facts, now_us=10**15) == [True, False, True, True, False]
+    wall = _expired("ttl_s=10, clock=wall", facts, now_us=1_000_000_000)
+    assert wall == [True, False, False, False, False]
+
+
+def test_a_trainers_clock_that_has_leapt_ahead_makes_no_row_old() -> None:
+    """The earlier of the trainer's and the server's clock counts, so one wrong clock expires nothing."""
+    year_us = 365 * 86_400 * 1_000_000
+    ahead = Horizon(seq=9, highest_epoch=3, runs={3: RunHorizon(100, year_us)})
+    facts = _facts([3, 3], [1, 1], times_us=[900_000_000, year_us])
+    assert _expired("ttl_s=200", facts, now_us=1_000_000_000, horizon=ahead) == [False, False]
+    assert _expired("ttl_s=90", facts, now_us=1_000_000_000, horizon=ahead) == [True, False]
+    assert _expired("ttl_s=200", facts, now_us=year_us, horizon=ahead) == [True, False]
+
+
+def test_norms_and_frequencies_below_the_limit() -> None:
+    """A row goes when it is below the limit; NaN never is."""
+    facts = _facts([3] * 4, [1] * 4, norms=[0.0, 0.49, 0.5, np.nan], frequencies=[0.0, 1.0, 0.99, 5.0])
+    assert _expired("min_l2_norm=0.5", facts) == [True, True, False, False]
+    assert _expired("min_frequency=1", facts) == [True, False, True, False]
+    assert _expired("min_l2_norm=0.5, min_frequency=1", facts) == [True, True, True, False]
+    assert _expired("min_l2_norm=0.5, min_frequency=1, match=all", facts) == [True, False, False, False]
+    assert _expired("max_rows=0", facts) == [False] * 4
+
+
+def test_a_verdict_counts_by_policy_and_what_is_spared() -> None:
+    """Counts by policy include only rows that may go; other selected rows do not expire."""
+    facts = _facts([3, 3, 3], [1, 50, 99], times_us=[1, 999_999_999, 1])
+    verdict = judge(ExpiryPolicy.parse("ttl_s=1, idle_steps=20"), HORIZON, facts, now_us=10**15)
+    assert verdict.by_policy == {"ttl_s": 1, "idle_steps": 2}
+    assert verdict.expired.tolist() == [True, True, False]
+    assert (verdict.named & ~verdict.may_go).tolist() == [False, False, True]
+
+
+def test_a_horizon_is_as_far_as_the_slowest_rank() -> None:
+    """A run's step and time are those of its slowest rank; replays and incomplete runs have none."""
+    sessions = Sessions({})
+    for rank, step in ((0, 7), (1, 5)):
+        session = sessions.open("run", f"rank{rank}", 4, rank, 2)
+        sessions.advance(session, client_seq=1, step=step, time_us=step * 100, ends_step=True, is_exact_cut=True)
+        expected = {4: RunHorizon(5, 500)} if rank else {4: RunHorizon(-1, 0)}
+        assert Horizon.of(sessions, 1).runs == expected
+    sessions.open("replay-x", "log", 6, 0, 0)
+    assert Horizon.of(sessions, 3) == Horizon(seq=3, highest_epoch=6, runs={4: RunHorizon(5, 500)})
+
+
+_STEPS = st.integers(0, 2) | st.integers(0, 40) | st.integers(0, 2**62)
+_ROWS = st.lists(st.tuples(st.integers(1, 3), _STEPS, st.booleans()), min_size=1, max_size=60)
+_MAX_BUCKETS = st.integers(2, 4) | st.integers(2, 70)
+
+
+@given(rows=_ROWS, num_rows=st.integers(1, 60), max_buckets=_MAX_BUCKETS, piece=st.integers(1, 61))
+@settings(max_examples=200)
+def test_the_least_recently_updated_go(
+    rows: list[tuple[int, int, bool]], num_rows: int, max_buckets: int, piece: int
+) -> None:
+    """The threshold takes the oldest of the rows that may go, by version and then by row id, and no other."""
+    epochs, steps = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
+    may_go = np.array([row[2] for row in rows])
+    candidates = sorted((epoch, step, row) for row, (epoch, step, may) in enumerate(rows) if may)
+    expected = {row for _, _, row in candidates[:num_rows]}
+    recency = Recency(max_buckets=max_buckets)
+    left = num_rows
+    for _ in range(64):
+        for start in range(0, len(rows), piece):
+            some = may_go[start : start + piece]
+            recency.add(epochs[start : start + piece][some], steps[start : start + piece][some])
+        found, more = recency.threshold(left)
+        if isinstance(found, BudgetThreshold):
+            break
+        assert more is not None
+        recency, left = Recency(found, max_buckets=max_buckets), more
+    assert isinstance(found, BudgetThreshold)
+    taken: set[int] = set()
+    for start in range(0, len(rows), piece):
+        end = start + piece
+        mask = found.take(epochs[start:end], steps[start:end], may_go[start:end])
+        taken |= set((np.flatnonzero(mask) + start).tolist())
+    assert taken == expected
+
+
+def test_memory_is_bounded_and_one_more_pass_is_enough() -> None:
+    """A million versions share 65 536 buckets, and one range of them is counted again."""
+    recency = Recency()
+    steps = np.arange(1_000_000)
+    recency.add(np.ones_like(steps), steps)
+    assert len(recency._counts) <= 65_536
+    found, left = recency.threshold(123_456)
+    assert isinstance(found, StepRange)
+    again = Recency(found)
+    again.add(np.ones_like(steps), steps)
+    assert left is not None
+    exact, _ = again.threshold(left)
+    assert isinstance(exact, BudgetThreshold)
+    assert np.count_nonzero(exact.take(np.ones_like(steps), steps, np.ones(steps.size, bool))) == 123_456

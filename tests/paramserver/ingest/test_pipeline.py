@@ -1,0 +1,403 @@
+"""Ingest: order, acks and recovery of batches; `shard/test_service.py` tests whole shards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_file_ops import FaultyFileOps
+
+from headrace.paramserver.ingest import pipeline as ingest_module
+from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log import sessions
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.store.applier import Applier, ApplierConfig
+from headrace.paramserver.store.deltas import Batch
+from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.rows import RowStore
+from headrace.schemas.errors import (
+    CorruptionError,
+    FencedError,
+    RequestError,
+    SequenceGapError,
+    StorageError,
+    UnavailableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
+
+
+def _batch(client_seq: int, *, run: str = "run", epoch: int = 1) -> Any:
+    request = idl.SetEmbeddingsRequest(run=run, client="rank0", epoch=epoch, client_seq=client_seq, deltas=[])
+    request.step, request.time_us, request.ends_step, request.is_exact_cut = client_seq, 0, True, True
+    return request
+
+
+_Records = list[tuple[dict[str, Any], list[memoryview]]]
+
+
+@contextlib.asynccontextmanager
+async def _files(path: Path, records: _Records = [], ops: Any = None) -> AsyncIterator[tuple[RowStore, FileUpdateLog]]:  # noqa: B006
+    """Open a store and a log, and append records to the log."""
+    store = RowStore.open(path / "store", config=StoreConfig(block_cache_bytes=1 << 20))
+    log = FileUpdateLog.open(path / "log", ops=ops)
+    for header, body in records:
+        await log.append(epoch=1, header=header, body=body).durable
+    yield store, log
+    await log.close()
+    store.close()
+
+
+@contextlib.asynccontextmanager
+async def _open(path: Path, ops: FaultyFileOps) -> AsyncIterator[tuple[Ingest, Applier]]:
+    """Open an ingest of one client, which has said hello."""
+    async with _files(path, ops=ops) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        yield ingest, applier
+        await log.close()
+
+
+@contextlib.asynccontextmanager
+async def _reopen(path: Path) -> AsyncIterator[tuple[Ingest, RowStore]]:
+    """Open an ingest on existing files."""
+    async with _files(path) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, store.read_meta(), max_backlog_bytes=1 << 30)
+        await ingest.recover()
+        await applier.wait_applied(ingest.submitted_seq)
+        yield ingest, store
+        await log.close()
+
+
+async def _write(
+    ingest: Ingest, batch: Any, release: Callable[[], object] = lambda: None, frame: bytes | memoryview = b"frame"
+) -> tuple[int, bool]:
+    """Write a batch, or the one with a number."""
+    request = _batch(batch) if isinstance(batch, int) else batch
+    return await ingest.write(request, memoryview(frame), lambda: release)  # type: ignore[arg-type,return-value]
+
+
+class _Turnstile(threading.Event):
+    """A gate that lets a given number of calls through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._turns.acquire(timeout=timeout)
+
+    def let(self, num_calls: int) -> None:
+        self._turns.release(num_calls)
+
+
+async def test_a_hello_counts_only_what_is_durable(tmp_path: Path) -> None:
+    """A hello reports no batch as durable that arrives, over an older connection, while it waits for the disk."""
+    ops = FaultyFileOps()
+    async with _open(tmp_path, ops) as (ingest, _):
+        ops.reached.clear()
+        ops.gate = gate = _Turnstile()
+        first = asyncio.create_task(_write(ingest, 1))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        hello = asyncio.create_task(ingest.open_session("run", "rank0", 1, 0, 1, []))
+        late = asyncio.create_task(_write(ingest, 2))
+        await asyncio.sleep(0)  # both begin, in this order
+        assert ingest.accepted_seq == 3
+        gate.let(1)
+        await first
+        _, last_client_seq = await hello
+        assert last_client_seq == 1
+        ops.fail("fdatasync", errno.EIO)
+        gate.let(9)
+        with pytest.raises(UnavailableError):
+            await late
+
+
+async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> None:
+    """A durable batch that meets a failed applier is not acked, and ends ingest with the applier's error."""
+    ops, released = FaultyFileOps(), []
+    async with _open(tmp_path, ops) as (ingest, applier):
+        ops.reached.clear()
+        ops.gate.clear()
+        writing = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        applier._fail(StorageError("no space is left"))
+        ops.gate.set()
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await writing
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await _write(ingest, 1)  # nor is its resend
+        assert isinstance(await ingest.wait_failed(), StorageError)
+        assert released == [1]
+
+
+async def test_a_failed_applier_frees_no_frame_that_the_log_still_reads(tmp_path: Path) -> None:
+    """After the applier has failed, each batch keeps its frame until the disk has it: reuse would damage the log."""
+    ops, released = FaultyFileOps(), []
+    async with _open(tmp_path, ops) as (ingest, applier):
+        ops.reached.clear()
+        ops.gate = gate = _Turnstile()
+        first = asyncio.create_task(_write(ingest, 1, lambda: released.append(1)))
+        await asyncio.to_thread(ops.reached.wait, 60)
+        second = asyncio.create_task(_write(ingest, 2, lambda: released.append(2)))
+        await asyncio.sleep(0)  # it begins
+        applier._fail(StorageError("no space is left"))
+        ops.reached.clear()
+        gate.let(1)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await first
+        await asyncio.to_thread(ops.reached.wait, 60)
+        assert released == [1]
+        gate.let(9)
+        with pytest.raises(UnavailableError, match="no space is left"):
+            await second
+        assert released == [1, 2]
+
+
+def _logged(client_seq: int, **changes: Any) -> list[memoryview]:
+    """Return the body of a batch's log record."""
+    args = idl.ParameterServer.setEmbeddings_args(request=_batch(client_seq, **changes))
+    return [memoryview(b"".join(encode_message("setEmbeddings", CALL, 1, args)))]
+
+
+_HELLO = {"kind": KIND_HELLO, "run": "run", "client": "rank0", "rank": 0, "world_size": 1, "tables": []}
+_BATCH: dict[str, Any] = {"kind": KIND_BATCH}
+_TWO_BATCHES: _Records = [(_HELLO, []), (_BATCH, _logged(1)), (_BATCH, _logged(2))]
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([(_BATCH, _logged(1)), (_BATCH, _logged(1))], "log record 3 cannot be applied: .*twice"),
+        ([(_BATCH, _logged(2))], "log record 2 cannot be applied: .*expected 1"),
+        ([(_BATCH, [memoryview(b"no message")])], "log record 2 cannot be applied"),
+        ([({"kind": KIND_HELLO}, [])], "log record 2 cannot be applied"),
+        ([({"kind": 77}, [])], "log record 2 is of kind 77"),
+    ],
+    ids=["twice", "gap", "garbage", "no hello", "unknown kind"],
+)
+async def test_a_record_that_cannot_be_redone_stops_recovery(tmp_path: Path, records: _Records, reason: str) -> None:
+    """A log whose records contradict each other is corrupt: no batch is guessed, none counts twice."""
+    async with _files(tmp_path, [(_HELLO, []), *records]) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        with pytest.raises(CorruptionError, match=reason):
+            await ingest.recover()
+
+
+async def test_a_log_that_skips_a_record_stops_recovery(tmp_path: Path) -> None:
+    """A log that skips a record, of whatever implementation, is not recovered from."""
+
+    class Gapped:
+        last_seq = 3
+
+        def read(self, from_seq: int, **_: Any) -> Iterator[LogRecord]:
+            return (record for record in log.read(from_seq) if record.seq != 2)
+
+    async with _files(tmp_path, _TWO_BATCHES) as (store, log), Applier(store) as applier:
+        ingest = Ingest(Gapped(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
+        with pytest.raises(CorruptionError, match="continues at seq 3, seq 2 is missing"):
+            await ingest.recover()
+
+
+async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk does not wait for the store, nor the store for the disk."""
+    is_read = [threading.Event() for _ in range(4)]
+
+    class Watched:
+        last_seq = 3
+
+        def read(self, from_seq: int, *, past_cache: bool) -> Iterator[LogRecord]:
+            assert past_cache, "records read once do not belong into the page cache"
+            for record in log.read(from_seq):
+                is_read[record.seq].set()
+                yield record
+
+    async def wait_for_the_next(_: int) -> None:
+        if ingest.submitted_seq < 3:
+            assert await asyncio.to_thread(is_read[ingest.submitted_seq + 1].wait, 60)
+
+    async with _files(tmp_path, _TWO_BATCHES) as (store, log), Applier(store) as applier:
+        ingest = Ingest(Watched(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
+        monkeypatch.setattr(applier, "wait_below", wait_for_the_next)
+        assert await ingest.recover() == 3
+
+
+async def test_recovery_takes_no_more_log_into_memory_than_acks_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a longer log, at most one record more than the largest backlog waits to be applied."""
+    num_batches = 20
+    records = [(_HELLO, []), *((_BATCH, _logged(client_seq)) for client_seq in range(1, num_batches + 1))]
+    record_bytes = len(_logged(num_batches)[0])
+    max_bytes, backlogs = 5 * record_bytes, [0]
+    # This applier never hurries, so what recovery does not wait for stays in memory.
+    config = ApplierConfig(hold_s=3600.0, quiet_s=3600.0)
+    async with _files(tmp_path, records) as (store, log), Applier(store, config=config) as applier:
+        submit = applier.submit
+
+        def watch(batch: Batch) -> None:
+            submit(batch)
+            backlogs.append(applier.pending_bytes)
+
+        monkeypatch.setattr(applier, "submit", watch)
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=max_bytes)
+        assert await ingest.recover() == num_batches + 1
+    assert max_bytes < max(backlogs) <= max_bytes + record_bytes
+
+
+async def test_a_resend_is_not_acked_before_the_batch_and_the_ones_before_it(tmp_path: Path) -> None:
+    """While the store is behind, a batch's ack waits, and so do resends of it and of the next one."""
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, applier):
+        behind = asyncio.Event()
+
+        async def wait_below(max_bytes: int) -> None:
+            await behind.wait()
+
+        applier.wait_below = wait_below  # type: ignore[method-assign]
+        first = asyncio.create_task(_write(ingest, 1))
+        await asyncio.sleep(0)  # it begins
+        await ingest.wait_durable(2)
+        second = asyncio.create_task(_write(ingest, 2))
+        await ingest.wait_durable(3)
+        resends = [asyncio.create_task(_write(ingest, client_seq)) for client_seq in (1, 2)]
+        second.cancel()  # its client has disconnected, and resends over another connection
+        with contextlib.suppress(asyncio.CancelledError):
+            await second
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in (first, *resends))
+        behind.set()
+        await asyncio.gather(first, *resends)
+
+
+@pytest.mark.parametrize("store_is_lost", [False, True], ids=["clean stop", "store lost"])
+async def test_writers_without_end_are_no_memory_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_is_lost: bool
+) -> None:
+    """A shard and its store remember a bounded number of writers, also over a restart, and refuse resends of others."""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    async with _reopen(tmp_path) as (ingest, _):
+        for epoch in range(1, 9):
+            await ingest.open_session(f"run{epoch}", "rank0", epoch, 0, 1, [])
+            of = {"run": f"run{epoch}", "epoch": epoch}
+            await _write(ingest, _batch(1, **of), frame=_logged(1, **of)[0])
+        before = [dataclasses.replace(session) for session in ingest.sessions]
+        assert [session.run for session in before] == ["run6", "run7", "run8"]
+        assert not ingest._queues
+    if store_is_lost:
+        shutil.rmtree(tmp_path / "store")
+    async with _reopen(tmp_path) as (ingest, store):
+        assert list(ingest.sessions) == before
+        with pytest.raises(FencedError, match="start it again"):
+            await ingest.open_session("run5", "rank0", 5, 0, 1, [])
+        with pytest.raises(RequestError, match="was forgotten since"):
+            await _write(ingest, _batch(1, run="run5", epoch=5))
+        assert (await ingest.open_session("run6", "rank0", 6, 0, 1, []))[1] == 1
+        await ingest.open_session("run5", "rank0", ingest.sessions.highest_epoch + 1, 0, 1, [], claims_epoch=True)
+    async with _reopen(tmp_path) as (ingest, store):
+        assert [session.run for session in ingest.sessions] == ["run7", "run8", "run5"]
+        assert sum(key.startswith(b"session/") for key in store.read_meta()) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"run": "r" * 257}, {"client": "ü" * 129}, {"world_size": 16_385}], ids=["run", "client", "ranks"]
+)
+async def test_a_writer_that_would_take_too_much_memory_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Names have a maximum length, and a run has at most as many ranks as are remembered."""
+    good: dict[str, Any] = {"run": "r" * 256, "client": "ü" * 128, "epoch": 1, "rank": 0, "world_size": 16_384}
+    async with _reopen(tmp_path) as (ingest, _):
+        with pytest.raises(RequestError, match=r"over 256 bytes|of 16385: not a writer"):
+            await ingest.open_session(**{**good, **wrong}, specs=[])
+        assert ingest.accepted_seq == 0
+        await ingest.open_session(**good, specs=[])
+
+
+def _deleting(client_seq: int, *row_ids: int) -> Any:
+    batch = _batch(client_seq)
+    columns = {"row_ids": b"", "weights": b"", "states": [], "deleted_row_ids": np.array(row_ids, "<i8").tobytes()}
+    columns |= {"fingerprint": SPEC.fingerprint, "column_offset": 0, "width": SPEC.dim}
+    batch.deltas = [idl.TableDelta(fqn=SPEC.fqn, **columns)]
+    return batch
+
+
+class _Checks:
+    """Replaces the check of rows: refuses large batches on the loop's thread, and delays them in any other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+        self._loop_thread, self._check = threading.current_thread(), ingest_module.check_rows
+        monkeypatch.setattr(ingest_module, "_MAX_ROWS_ON_LOOP", 2, raising=False)
+        monkeypatch.setattr(ingest_module, "check_rows", self)
+
+    def __call__(self, delta: Any, **place: int) -> None:
+        is_large = delta.deleted_row_ids.size > 2
+        assert is_large == (threading.current_thread() is not self._loop_thread)
+        if is_large:
+            self.begun.release()
+            assert self.may_end.wait(60)
+        self._check(delta, **place)
+
+
+async def test_a_large_batch_holds_up_its_own_client_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a thread checks many rows, others write, and later batches of the same client keep their order."""
+    checks = _Checks(monkeypatch)
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _):
+        await ingest.open_session("other", "rank0", 2, 0, 1, [])
+
+        batches = [_deleting(1, 3, 2, 1), _deleting(2, 1), _deleting(3, 6, 5, 4), 4, 1]
+        writing = [asyncio.create_task(_write(ingest, batch)) for batch in batches]
+        await asyncio.to_thread(checks.begun.acquire, timeout=60)
+        own_seq = ingest.accepted_seq
+        assert await _write(ingest, _batch(1, run="other", epoch=2)) == (own_seq + 1, False)
+        assert ingest.accepted_seq == own_seq + 1 and not any(task.done() for task in writing)
+        late = asyncio.create_task(_write(ingest, 5))
+        checks.may_end.set()
+        answers = await asyncio.wait_for(asyncio.gather(*writing, late), 60)
+        assert [seq for seq, is_duplicate in answers if not is_duplicate] == list(range(own_seq + 2, own_seq + 7))
+        assert [is_duplicate for _, is_duplicate in answers] == [False] * 4 + [True, False]
+        assert not ingest._queues
+
+
+async def test_a_large_batch_that_is_wrong_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A duplicate row is found in the thread, a gap without one; the client continues at the same batch."""
+    checks = _Checks(monkeypatch)
+    checks.may_end.set()
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _):
+        place = ingest.accepted_seq
+        for batch, error in ((_deleting(1, 2, 1, 2), RequestError), (_deleting(2, 3, 2, 1), SequenceGapError)):
+            with pytest.raises(error):
+                await _write(ingest, batch)
+        assert (ingest.accepted_seq, checks.begun._value) == (place, 1)  # type: ignore[attr-defined]
+        assert await _write(ingest, _deleting(1, 3, 2, 1)) == (place + 1, False)
+
+
+async def test_a_frame_is_kept_while_a_thread_checks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled request leaves its buffer to the thread that reads it, and no record in the log."""
+    checks = _Checks(monkeypatch)
+    released = asyncio.Event()
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, _):
+        place = ingest.accepted_seq
+        writing = asyncio.create_task(_write(ingest, _deleting(1, 3, 2, 1), released.set))
+        await asyncio.to_thread(checks.begun.acquire, timeout=60)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert not released.is_set()
+        checks.may_end.set()
+        await asyncio.wait_for(released.wait(), 60)
+        assert ingest.accepted_seq == place

@@ -1,0 +1,283 @@
+"""Leases on the update log: when they end, how many there may be, and which a restart keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fact_log import FactLog, collect_facts
+
+from headrace.paramserver.log import leases as leases_module
+from headrace.paramserver.log.leases import LogLeases, SavedLeases
+from headrace.schemas.errors import RequestError
+
+
+class Process:
+    """One run of a shard, with a clock of its own."""
+
+    def __init__(self, path: Path, *, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+        self.leases = LogLeases(clock=lambda: self.now_s)
+        self.saved = SavedLeases(path, self.leases, min_lease_s=600.0, clock=lambda: self.now_s)
+
+    def seqs(self) -> list[int]:
+        return sorted(lease.seq for lease in self.leases.held())
+
+    def held(self) -> list[tuple[str, str, int, float]]:
+        """Return (name, copy, seq, seconds left) of the leases."""
+        held = [(lease.name, lease.copy_id, lease.seq, lease.expires_s - self.now_s) for lease in self.leases.held()]
+        return sorted(held)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "leases.json"
+
+
+@pytest.fixture
+def process(path: Path) -> Process:
+    return Process(path)
+
+
+@pytest.fixture
+def facts() -> Iterator[FactLog]:
+    yield from collect_facts("headrace.paramserver.log.leases")
+
+
+def _seqs_in(path: Path) -> list[int]:
+    return [lease["seq"] for lease in json.loads(path.read_text())["leases"]]
+
+
+def test_leases_end(process: Process) -> None:
+    """A lease counts until its time is over, or until it is released."""
+    assert process.seqs() == []
+    process.leases.renew("a", 5, 10.0)
+    process.leases.renew("b", 9, 20.0)
+    assert (process.seqs(), len(process.leases)) == ([5, 9], 2)
+    process.leases.renew("a", 7, 10.0)
+    assert process.seqs() == [7, 9]
+    process.now_s = 10.0
+    assert process.seqs() == [9]
+    process.leases.renew("b", 9, 0.0)
+    assert len(process.leases) == 0
+
+
+def test_copies_of_one_name_have_leases_of_their_own(process: Process) -> None:
+    """The log that the slower copy needs is kept, whatever the faster one asks for."""
+    process.leases.renew("replica", 3, 10.0, copy_id="slow")
+    process.leases.renew("replica", 8, 10.0, copy_id="fast")
+    process.leases.renew("replica", 9, 10.0, copy_id="fast")
+    process.leases.renew("replica", 7, 10.0)  # an old version, without copy ids
+    assert process.seqs() == [3, 7, 9]
+    process.leases.renew("replica", 9, 0.0, copy_id="fast")
+    assert process.seqs() == [3, 7]
+
+
+def test_renew_returns_whether_more_log_is_needed(process: Process) -> None:
+    """A new lease, one that goes back, and one that had ended need more; one that advances does not."""
+    renew = process.leases.renew
+    assert [renew("a", seq, 10.0) for seq in (5, 5, 6, 5)] == [True, False, False, True]
+    process.now_s = 10.0
+    assert renew("a", 7, 10.0)
+    assert not renew("a", 1, 0.0)
+
+
+def test_of_too_many_leases_the_least_recently_renewed_is_dropped(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leases of copies that died make room for new ones, and renewed leases stay."""
+    process.leases.renew("lives", 1, 600.0)
+    for copy in range(1023):
+        process.leases.renew("crashes", 2, 600.0, copy_id=str(copy))
+    process.leases.renew("lives", 1, 600.0)
+    with caplog.at_level(logging.WARNING):
+        process.leases.renew("new", 3, 600.0)
+    assert "too many leases" in caplog.text
+    assert len(process.leases) == 1024 and process.seqs()[0] == 1 and process.seqs()[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "lease_s", "copy_id"),
+    [("", 1.0, ""), ("n" * 257, 1.0, ""), ("n", -1.0, ""), ("n", 86_401.0, ""), ("n", 1.0, "c" * 257)],
+)
+def test_a_bad_lease_is_refused(process: Process, name: str, lease_s: float, copy_id: str) -> None:
+    """Empty or long names and durations out of range change nothing."""
+    with pytest.raises(RequestError):
+        process.leases.renew(name, 1, lease_s, copy_id=copy_id)
+    assert len(process.leases) == 0
+
+
+async def test_long_leases_outlive_a_restart(path: Path, process: Process) -> None:
+    """A restart keeps the time left of long leases, however long the shard was down; short ones are not saved."""
+    process.leases.renew("short", 3, 600.0)
+    await process.saved.restore()
+    await process.saved.save()
+    await process.saved.save(at_end=True)
+    assert os.listdir(path.parent) == []
+    process.leases.renew("long", 7, 4000.0, copy_id="a")
+    process.leases.renew("long", 9, 5000.0, copy_id="b")
+    process.now_s = 500.0
+    await process.saved.save()
+    second = Process(path, now_s=3.0)
+    await second.saved.restore()
+    assert second.held() == [("long", "a", 7, 3500.0), ("long", "b", 9, 4500.0)]
+    assert os.listdir(path.parent) == ["leases.json"]
+
+
+async def test_a_lease_that_ended_after_a_restart_is_not_restored_again(path: Path, process: Process) -> None:
+    """A restored lease that has ended is removed from the file, also if no other is left to write."""
+    process.leases.renew("a", 7, 4000.0)
+    await process.saved.save()
+    second = Process(path)
+    await second.saved.restore()
+    second.leases.renew("a", 7, 0.0)
+    await second.saved.save()
+    assert _seqs_in(path) == []
+
+
+class _WatchedLock:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def test_a_cancelled_save_is_not_overtaken(path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last save of a closing shard waits for the thread of a cancelled one before it."""
+    process.leases.renew("a", 1, 4000.0)
+    write_file = leases_module.write_file
+    is_writing, may_write, lock = threading.Event(), threading.Event(), _WatchedLock()
+    num_writes = 0
+
+    def write(*args: Any, **settings: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        is_writing.set()
+        assert may_write.wait(60)
+        write_file(*args, **settings)
+
+    monkeypatch.setattr(leases_module, "write_file", write)
+    monkeypatch.setattr(process.saved, "_writing", lock)
+    saving = asyncio.create_task(process.saved.save())
+    assert await asyncio.to_thread(is_writing.wait, 60)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    process.leases.renew("b", 2, 4000.0)
+    last = asyncio.create_task(process.saved.save(at_end=True))
+    assert await asyncio.to_thread(lock.is_waited_for.wait, 60)
+    assert num_writes == 1
+    may_write.set()
+    await last
+    assert _seqs_in(path) == [1, 2]
+
+
+async def test_a_lease_does_not_grow_by_restarts(path: Path, process: Process) -> None:
+    """A lease that nobody renews ends after its time, however often the shard restarts."""
+    process.leases.renew("gone", 7, 3600.0)
+    left = []
+    for _ in range(100):
+        for later_s in (59.0, 1.0, 15.0):
+            await process.saved.save()
+            process.now_s += later_s
+        process = Process(path, now_s=process.now_s)
+        await process.saved.restore()
+        if not process.held():
+            break
+        left.append(process.held()[0][3])
+    assert left == [3600.0 - 60.0 * n for n in range(1, 50)]  # below ten minutes it is not saved
+
+
+async def test_changes_are_written_at_once(path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New and ended leases are written at once, advanced ones after a minute and at the end."""
+    seqs: list[list[int]] = []
+    write_file = leases_module.write_file
+
+    def note(*args: Any, **settings: Any) -> None:
+        write_file(*args, **settings)
+        seqs.append(_seqs_in(path))
+
+    monkeypatch.setattr(leases_module, "write_file", note)
+    for now_s, name, seq, lease_s, expected in (
+        (0.0, "a", 1, 4000.0, [[1]]),
+        (59.0, "a", 2, 4000.0, []),
+        (59.0, "b", 3, 4000.0, [[2, 3]]),
+        (118.0, "b", 3, 3941.0, []),
+        (119.0, "a", 5, 4000.0, [[3, 5]]),
+        (119.0, "b", 3, 0.0, [[5]]),
+    ):
+        process.now_s = now_s
+        process.leases.renew(name, seq, lease_s)
+        await process.saved.save()
+        assert [sorted(each) for each in seqs] == expected
+        seqs.clear()
+    await process.saved.save(at_end=True)
+    process.leases.renew("a", 5, 0.0)
+    await process.saved.save()
+    assert seqs == [[5], []]
+
+
+async def test_a_disk_that_refuses_leaves_the_file_before(
+    path: Path, process: Process, monkeypatch: pytest.MonkeyPatch, facts: FactLog
+) -> None:
+    """The failure is logged, the shard continues, and the next call tries again."""
+    process.leases.renew("a", 1, 4000.0)
+    await process.saved.save()
+    process.leases.renew("b", 2, 4000.0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        await process.saved.save()
+    assert _seqs_in(path) == [1]
+    ((message, fields),) = facts.facts
+    assert message == "leases cannot be saved" and "No space left" in fields["error"]
+    await process.saved.save()
+    assert _seqs_in(path) == [1, 2]
+
+
+def _file(lease: str, version: int = 1) -> bytes:
+    return f'{{"format": "headrace-leases", "format_version": {version}, "leases": [{lease}]}}'.encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"[" * 100_000,
+        _file("", version=2),
+        _file("1"),
+        _file('{"name": 1, "copy_id": "", "seq": 1, "lease_s": 9}'),
+        _file('{"name": "a", "copy_id": "", "seq": "1", "lease_s": 9}'),
+        _file('{"name": "a", "copy_id": "", "seq": 0, "lease_s": 9}'),
+        _file('{"name": "a", "copy_id": "", "seq": 1, "lease_s": NaN}'),
+    ],
+)
+async def test_a_damaged_file_keeps_nothing(path: Path, process: Process, facts: FactLog, data: bytes) -> None:
+    """A shard with a damaged file logs it and starts; its followers ask again, or begin anew."""
+    (path.parent / path.name).write_bytes(data)
+    await process.saved.restore()
+    assert process.held() == [] and [message for message, _ in facts.facts] == ["saved leases cannot be read"]
+    process.leases.renew("a", 1, 4000.0)
+    await process.saved.save()
+    assert _seqs_in(path) == [1]

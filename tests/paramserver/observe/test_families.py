@@ -1,0 +1,72 @@
+"""The metrics of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from metric_samples import TABLE, WRITER, state
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.paramserver.observe.families import server_families
+from headrace.paramserver.observe.monitor import expose
+from headrace.paramserver.observe.sample import ShardState, WriterSample
+
+
+def _values(*states: ShardState) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = expose(list(server_families(states))).body.decode()
+    return {
+        (sample.name.removeprefix("headrace_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_values() -> None:
+    """Gauges, counters and histograms have the sample's values under the shard's label."""
+    values = _values(state(num_restarts=2))
+    shard = (("shard", "0"),)
+    assert values["log_seq", shard] == 9
+    assert values["apply_lag_seconds", shard] == 0.25
+    assert values["shard_restarts_total", shard] == 2
+    assert values["block_cache_hits_total", shard] == 9
+    assert values["table_rows", (("shard", "0"), ("table", "user.weight"))] == 70
+    buckets = [values["log_fsync_seconds_bucket", (("le", le), ("shard", "0"))] for le in ("0.5", "1", "+Inf")]
+    assert buckets == [3, 3, 5]
+    assert values["log_fsync_seconds_sum", shard] == 4.5
+    assert values["snapshot_step", ()] == 30
+
+
+def test_shard_without_an_answer() -> None:
+    """A shard that does not answer is down and has no other figures."""
+    down = ShardState(shard=1, address="127.0.0.1:7602", error="gone")
+    values = _values(state(), down)
+    assert values["shard_up", (("shard", "0"),)] == 1
+    assert values["shard_up", (("shard", "1"),)] == 0
+    assert ("log_seq", (("shard", "1"),)) not in values
+
+
+def test_writer_is_as_all_shards_see_it() -> None:
+    """A writer's step is the lowest of all shards; one that is connected nowhere has no step."""
+    away = WriterSample(run="old", client="rank0", epoch=1, step=99, is_connected=False)
+    slower = WriterSample(run=WRITER.run, client=WRITER.client, epoch=2, step=38, is_connected=False)
+    values = _values(state(writers=(WRITER, away)), state(shard=1, writers=(slower, away)))
+    assert values["writer_step", (("client", "rank0"), ("run", "ctr"))] == 38
+    assert values["writer_connected", (("client", "rank0"), ("run", "ctr"))] == 1
+    assert values["writer_connected", (("client", "rank0"), ("run", "old"))] == 0
+    assert ("writer_step", (("client", "rank0"), ("run", "old"))) not in values
+
+
+def test_names_of_users_are_escaped() -> None:
+    """Any table name survives the exposition format."""
+    name = 'a"b\\cd{}=,ü'
+    table = dataclasses.replace(TABLE, spec=dataclasses.replace(TABLE.spec, fqn=name))
+    writer = dataclasses.replace(WRITER, run=f"{name}\n")
+    values = _values(state(tables=(table,), writers=(writer,)))
+    assert values["table_rows", (("shard", "0"), ("table", name))] == 70
+    assert values["writer_step", (("client", "rank0"), ("run", f"{name}\n"))] == 40
+
+
+def test_empty_server() -> None:
+    """A server without any shard that answers still has metrics."""
+    values = _values(ShardState(shard=0, address="x", error="gone"))
+    assert values == {("shard_up", (("shard", "0"),)): 0, ("shard_restarts_total", (("shard", "0"),)): 0}

@@ -1,0 +1,73 @@
+"""Problems of a server."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from metric_samples import SAMPLE, WRITER, state
+
+from headrace.paramserver.observe.problems import Severity, find_problems
+from headrace.paramserver.observe.sample import ExpirySample, ShardState
+
+
+def test_nothing_is_wrong() -> None:
+    """A healthy server, busy or without writers, has no problems."""
+    away = dataclasses.replace(WRITER, is_connected=False)
+    assert find_problems([state(), state(shard=1, log_seq=900, applied_seq=1)]) == []
+    assert find_problems([state(writers=(away,))]) == []
+    assert find_problems([ShardState(shard=0, address="x", sample=dataclasses.replace(SAMPLE, detail=None))]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "word"),
+    [
+        ({"detail": {"apply_lag_s": 15.1}}, Severity.WARNING, "15 s behind the log"),
+        ({"detail": {"disk_free_bytes": 9}}, Severity.WARNING, "9 % of its disk is free"),
+        ({"detail": {"num_failed": 2}}, Severity.WARNING, "2 requests failed because of a bug"),
+        ({"detail": {"num_holds_broken": 3}}, Severity.WARNING, "snapshots needed was removed 3 times"),
+        ({"detail": {"refused": {"overloaded": 3, "malformed": 0}}}, Severity.NOTE, "start: 3 overloaded"),
+        ({"expiry": ExpirySample(num_failed=1)}, Severity.WARNING, "1 expiry runs ended"),
+        ({"worst_loop_pause_s": 0.26}, Severity.WARNING, "paused for 0.26 s"),
+        ({"num_restarts": 2, "uptime_s": 59.0}, Severity.WARNING, "restarted 59 s ago"),
+    ],
+)
+def test_one_thing_is_wrong(changes: dict[str, Any], severity: Severity, word: str) -> None:
+    """A problem has its figures and advice."""
+    (problem,) = find_problems([state(**changes)])
+    assert problem.severity is severity
+    assert word in problem.text
+    assert problem.advice
+    assert problem.to_json()["severity"] == severity.name.lower()
+
+
+def test_old_restart_is_no_problem() -> None:
+    """A restart of long ago is no problem."""
+    assert find_problems([state(num_restarts=2, uptime_s=61.0)]) == []
+
+
+def test_trainer_that_is_away() -> None:
+    """A missing rank of the newest run is a problem while others are connected; one of an older run is not."""
+    ranks = [dataclasses.replace(WRITER, client=f"rank{i}", world_size=2, is_connected=i == 0) for i in range(2)]
+    old = dataclasses.replace(WRITER, run="old", epoch=1, is_connected=False)
+    (problem,) = find_problems([state(writers=(*ranks, old))])
+    assert "run ctr: 1 of 2 trainers are away, among them rank1" in problem.text
+
+
+def test_the_most_urgent_is_first() -> None:
+    """Critical problems come before warnings, and these before notes."""
+    noted = state(detail={"refused": {"malformed": 1}}, worst_loop_pause_s=1.0)
+    gone = ShardState(shard=1, address="x", error="no answer within 5 s")
+    other = state(shard=2, version="2")
+    found = find_problems([noted, gone, other])
+    assert [problem.severity.name for problem in found] == ["CRITICAL", "WARNING", "WARNING", "NOTE"]
+    assert "shard 1 does not answer: no answer within 5 s" in found[0].text
+    assert any("different versions: 1, 2" in problem.text for problem in found)
+
+
+def test_refusals_without_detail() -> None:
+    """A client's sample is enough for a note on refusals."""
+    sample = dataclasses.replace(SAMPLE, detail=None, num_refused=1200)
+    (problem,) = find_problems([ShardState(shard=0, address="x", sample=sample)])
+    assert "1,200" in problem.text

@@ -1,0 +1,129 @@
+"""The status page in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Tab, browser_tab
+from watched_server import get, say_hello, watched_server
+
+from headrace.paramserver.observe.status_page import PAGE_FILES
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.tables import DType, TableSpec
+
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"), pytest.mark.slow]
+
+# Each would run a script if the page treated it as anything but text.
+NAMES = (
+    "<img src=x onerror=document.title='owned'>.weight",
+    "<script>document.title='owned'</script>",
+    "\"' onmouseover=document.title='owned' x='",
+    "javascript:document.title='owned'",
+    "a_very_long_name_without_any_place_to_break_" * 8,
+    "żółć & 表 &amp; \u202etxt",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, str]]:
+    with watched_server(tmp_path_factory.mktemp("page") / "data", shards=2) as (running, address):
+        specs = [TableSpec(fqn=name, num_rows=100, dim=4, dtype=DType.FLOAT32, states=()) for name in NAMES]
+        asyncio.run(say_hello(running.address, specs, run="<b onclick=alert(1)>run</b>", client="<i>rank0</i>"))
+        yield running, address
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser_tab() as opened:
+        yield opened
+
+
+def _open(tab: Tab, address: str, *, width: int = 1280, is_dark: bool = False) -> None:
+    tab.complaints.clear()
+    tab.open(f"http://{address}/", width=width, is_dark=is_dark)
+    tab.wait_for("document.body.dataset.ready === 'yes'")
+
+
+def test_names_are_text(server: tuple[ServerProcess, str], tab: Tab) -> None:
+    """Names are shown unchanged, and never become elements or run."""
+    _open(tab, server[1])
+    shown = tab.evaluate("[...document.querySelectorAll('#tables td:first-child')].map((cell) => cell.textContent)")
+    assert sorted(shown) == sorted(NAMES)
+    assert tab.evaluate("document.querySelector('#writers td').textContent") == "<b onclick=alert(1)>run</b>"
+    assert tab.evaluate("document.querySelectorAll('main img, main script, main b[onclick], main i').length") == 0
+    assert tab.evaluate("document.title") == "Headrace"
+    assert tab.complaints == []
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_sizes_and_schemes(
+    server: tuple[ServerProcess, str], tab: Tab, width: int, is_dark: bool, tmp_path: Path
+) -> None:
+    """Nothing is wider than the window, and text has enough contrast, in light and dark."""
+    _open(tab, server[1], width=width, is_dark=is_dark)
+    folder = Path(os.environ.get("HEADRACE_SCREENSHOTS", tmp_path))
+    tab.screenshot(folder / f"status-{width}-{'dark' if is_dark else 'light'}.png")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    wide = "[...document.querySelectorAll('body *')].filter((e) => !e.closest('.scroll') && !e.closest('svg')"
+    assert tab.evaluate(f"{wide} && e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map((e) => e.outerHTML)") == []
+    assert tab.evaluate(_CONTRASTS) >= 4.5
+    assert tab.complaints == []
+
+
+# The least contrast (WCAG 2) of any text on the page.
+_CONTRASTS = """(() => {
+  const light = (color) => {
+    const parts = color.match(/[0-9.]+/g).slice(0, 3).map((c) => c / 255);
+    const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (e) => {
+    const color = getComputedStyle(e).backgroundColor;
+    return color === 'rgba(0, 0, 0, 0)' ? ground(e.parentElement) : color;
+  };
+  const texts = [...document.querySelectorAll('body *')].filter((e) =>
+    e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()));
+  return Math.min(...texts.map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+})()"""
+
+
+def test_problems_come_first_and_go(server: tuple[ServerProcess, str], tab: Tab) -> None:
+    """A killed shard is shown at the top, with advice; figures of the others continue."""
+    running, address = server
+    _open(tab, address)
+    os.kill(running.shard_pids[1], signal.SIGKILL)
+    tab.wait_for("document.querySelector('#problems li').textContent.includes('shard 1')")
+    assert tab.evaluate("document.querySelector('main section h2').textContent") == "Problems"
+    assert tab.evaluate("document.querySelector('#problems li span').textContent.length") > 20
+    tab.wait_for(
+        "document.querySelector('#shards').textContent.includes('127.0.0.1') && !document.querySelector('.bad')"
+    )
+
+
+def test_server_that_is_gone(tmp_path: Path, tab: Tab) -> None:
+    """When the server ends, the page keeps its figures and says that they are old."""
+    with watched_server(tmp_path / "data") as (_, address):
+        _open(tab, address)
+    tab.wait_for("document.getElementById('state').className === 'lost'")
+    assert "old" in tab.evaluate("document.getElementById('state').textContent")
+    assert tab.evaluate("document.querySelectorAll('#shards tr').length") == 2
+
+
+def test_page_loads_nothing_from_elsewhere(server: tuple[ServerProcess, str]) -> None:
+    """The files name no other host, have no inline script or style, and are served unchanged."""
+    for name, (content_type, body) in PAGE_FILES.items():
+        status, headers, served = get(server[1], "/" if name == "index.html" else f"/{name}")
+        assert (status, headers["Content-Type"], served.encode()) == (200, content_type, body)
+        assert "://" not in served.replace("http://www.w3.org/2000/svg", "")
+    page = PAGE_FILES["index.html"][1].decode()
+    assert "style=" not in page and "<style" not in page and "<script>" not in page
+    assert "innerHTML" not in PAGE_FILES["status.js"][1].decode()

@@ -1,0 +1,435 @@
+"""What becomes visible when: whole steps of all shards, new tables, freshness; without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reading.follower import Update
+from headrace.paramserver.replica.copy.shard_tail import ShardTail
+from headrace.paramserver.replica.copy.table_set import TableSet
+from headrace.paramserver.replica.tables.in_memory import MemoryTable
+from headrace.paramserver.store.catalog import Catalog, pack_spec
+from headrace.schemas.errors import CorruptionError, OverloadedError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.tables import DType, TableSpec
+
+SPEC = TableSpec(fqn="t", num_rows=0, dim=1, dtype=DType.FLOAT32)
+
+
+class Shard:
+    """One shard's log, written by ranks with a row each."""
+
+    def __init__(self, *, world_size: int = 1) -> None:
+        self.updates: list[Update] = []
+        self._client_seqs = [0] * world_size
+        self._num_backfilled = 0
+        for rank in range(world_size):
+            self.hello(rank)
+
+    def hello(self, rank: int, *, epoch: int = 1) -> None:
+        self._client_seqs[rank] = 0
+        header = {
+            "run": "run",
+            "client": f"rank{rank}",
+            "rank": rank,
+            "world_size": len(self._client_seqs),
+            "tables": [pack_spec(SPEC)],
+        }
+        self._append(epoch, idl.UpdateKind.HELLO, header, b"")
+
+    def write(
+        self, step: int, value: float, *, rank: int = 0, epoch: int = 1, ends: bool = True, clock_us: int = 0
+    ) -> None:
+        self._client_seqs[rank] += 1
+        self._write(
+            step,
+            value,
+            row=rank,
+            client=f"rank{rank}",
+            client_seq=self._client_seqs[rank],
+            ends=ends,
+            epoch=epoch,
+            clock_us=clock_us,
+        )
+
+    def backfill(self, row: int, value: float) -> None:
+        """Write a row as `headrace backfill` does, outside of any step."""
+        if not self._num_backfilled:
+            header = {"run": "fill", "client": "fill", "rank": 0, "world_size": 0, "tables": []}
+            self._append(1, idl.UpdateKind.HELLO, header, b"")
+        self._num_backfilled += 1
+        self._write(0, value, row=row, client="fill", client_seq=self._num_backfilled, run="fill", version_epoch=1)
+
+    def _write(
+        self,
+        step: int,
+        value: float,
+        *,
+        row: int,
+        ends: bool = False,
+        run: str = "run",
+        clock_us: int = 0,
+        **names: Any,
+    ) -> None:
+        delta = idl.TableDelta(
+            fqn=SPEC.fqn,
+            fingerprint=SPEC.fingerprint,
+            column_offset=0,
+            width=1,
+            row_ids=np.array([row], "<i8").tobytes(),
+            weights=np.array([value], "<f4").tobytes(),
+            states=[],
+        )
+        request = idl.SetEmbeddingsRequest(
+            run=run,
+            step=step,
+            time_us=step * 1_000_000 + clock_us,
+            ends_step=ends,
+            is_exact_cut=ends,
+            deltas=[delta],
+            **{"epoch": 1, **names},
+        )
+        args = idl.ParameterServer.setEmbeddings_args(request=request)
+        body = b"".join(encode_message("setEmbeddings", CALL, 1, args))
+        self._append(request.epoch, idl.UpdateKind.BATCH, {}, body)
+
+    def take(self) -> list[Update]:
+        updates, self.updates = self.updates, []
+        return updates
+
+    def _append(self, epoch: int, kind: int, header: dict[str, Any], body: bytes) -> None:
+        self.seq = getattr(self, "seq", 0) + 1
+        self.updates.append(Update(self.seq, epoch, kind, header, memoryview(body)))
+
+
+class Copy:
+    def __init__(self, num_shards: int, *, is_by_step: bool = True) -> None:
+        tails = [ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({})) for shard in range(num_shards)]
+        self.now_us = 0
+        self.table_set = TableSet(
+            "s", tails, is_by_step=is_by_step, make_table=MemoryTable, clock_us=lambda: self.now_us
+        )
+
+    def take(self, shard: int, updates: list[Update]) -> bool:
+        return self.table_set.take(shard, updates, updates[-1].seq if updates else 0)
+
+    def values(self, *rows: int) -> list[float]:
+        return self.table_set.tables["t"].gather(np.array(rows))[0].flatten().tolist()
+
+
+def test_a_step_waits_for_all_shards() -> None:
+    """Rows of a step change at once, when all shards have ended it."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for shard in shards:
+        shard.write(1, 1.0)
+    copy.take(0, shards[0].take())
+    assert copy.table_set.visible == (0, -1)
+    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 1)
+    shards[0].write(2, 2.0)
+    shards[0].write(3, 3.0)
+    shards[1].write(2, 2.0, ends=False)
+    assert not copy.take(0, shards[0].take()) and not copy.take(1, shards[1].take())
+    assert copy.values(0) == [1.0]
+    shards[1].write(2, 2.5)
+    assert copy.take(1, shards[1].take())
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.5])
+    shards[1].write(3, 3.0)
+    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 3)
+
+
+def test_a_step_waits_for_all_ranks() -> None:
+    """A step is whole when both ranks have ended it."""
+    copy, shard = Copy(1), Shard(world_size=2)
+    shard.write(1, 1.0, rank=0)
+    shard.write(1, 1.5, rank=1)
+    assert copy.take(0, shard.take()) and copy.values(0, 1) == [1.0, 1.5]
+    shard.write(2, 2.0, rank=0)
+    assert not copy.take(0, shard.take()) and copy.values(0, 1) == [1.0, 1.5]
+    shard.write(2, 2.5, rank=1)
+    assert copy.take(0, shard.take()) and copy.values(0, 1) == [2.0, 2.5]
+
+
+def test_a_newer_run_is_waited_for() -> None:
+    """After a restarted trainer's hello, the next visible step is one of the new run."""
+    copy, shard = Copy(1), Shard()
+    shard.write(9, 9.0)
+    assert copy.take(0, shard.take()) and copy.table_set.visible == (1, 9)
+    shard.hello(0, epoch=2)
+    shard.write(1, 1.0, epoch=2, ends=False)
+    assert not copy.take(0, shard.take()) and copy.values(0) == [9.0]
+    shard.write(1, 1.0, epoch=2)
+    assert copy.take(0, shard.take()) and copy.table_set.visible == (2, 1)
+
+
+def test_what_is_brought_in_is_shown_at_the_step_that_is_visible() -> None:
+    """Backfilled rows are visible at once, even while a shard is within the next step."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    shards[0].backfill(7, 7.0)
+    assert copy.take(0, shards[0].take()) and copy.values(0, 7) == [1.0, 7.0]
+    shards[1].write(2, 2.0, ends=False)
+    assert not copy.take(1, shards[1].take())
+    shards[0].backfill(8, 8.0)
+    assert copy.take(0, shards[0].take()) and copy.values(0, 8) == [1.0, 8.0]
+    assert copy.table_set.visible == (1, 1)
+    assert copy.table_set.tails[0].pending_bytes == 0
+
+
+def test_a_step_that_is_ended_again_is_seen_whole_again() -> None:
+    """A second flush of a step becomes visible once all shards have it, not with a later step."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    for shard in shards:
+        shard.write(1, 1.5, clock_us=5)
+    assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
+    assert copy.take(1, shards[1].take()) and copy.values(0) == [1.5]
+    assert copy.table_set.visible == (1, 1)
+
+
+def test_a_shard_waits_only_for_those_behind_it() -> None:
+    """The shard behind is fetched from, however much it has in memory."""
+    tails = [
+        ShardTail(shard, seq=0, catalog=Catalog({}), sessions=Sessions({}), exact_from=at)
+        for shard, at in ((0, 2), (1, 3))
+    ]
+    table_set = TableSet("s", tails, is_by_step=True, make_table=MemoryTable)
+    shards = [Shard(), Shard()]
+    for step in (1, 2):
+        for shard in shards:
+            shard.write(step, float(step))
+    ours, theirs = shards[0].take(), shards[1].take()
+    table_set.take(0, ours[:2], 3)  # hello and step 1, which the other's copy is beyond
+    table_set.take(1, theirs, 3)
+    assert table_set.visible is None
+    assert not table_set.is_waiting(0, max_bytes=10) and table_set.is_waiting(1, max_bytes=10)
+    assert not table_set.is_waiting(1, max_bytes=10_000)
+    assert table_set.take(0, ours[2:], 3) and table_set.visible == (1, 2)
+    assert not table_set.is_waiting(0, max_bytes=10) and not table_set.is_waiting(1, max_bytes=10)
+
+
+MAX_BYTES = 20_000
+
+
+def take_all(copy: Copy, shard: int, updates: list[Update]) -> int:
+    """Take records one by one with `make_room` after each; return the most pending bytes."""
+    most = 0
+    for update in updates:
+        copy.take(shard, [update])
+        copy.table_set.make_room(shard, MAX_BYTES)
+        most = max(most, copy.table_set.tails[shard].pending_bytes)
+    return most
+
+
+def test_a_copy_that_is_shown_does_not_grow_with_a_step() -> None:
+    """A shown copy within an endless step ends with an error, and lookups see the last step."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    take_all(copy, 0, shard.take())
+    copy.table_set.is_shown = True
+    shard.write(2, 2.0, ends=False)  # and there the trainer dies
+    for row in range(100):
+        shard.backfill(row, 9.0)
+    with pytest.raises(OverloadedError, match="shard 0: updates that wait for the end of a step take more than"):
+        take_all(copy, 0, shard.take())
+    assert MAX_BYTES < copy.table_set.tails[0].pending_bytes < MAX_BYTES + 5000
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 1), [1.0])
+    copy.table_set.limits = [3]  # while it is held it may wait, and is not fetched from
+    copy.table_set.make_room(0, MAX_BYTES)
+    assert copy.table_set.is_waiting(0, MAX_BYTES)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_shard_that_is_ahead_keeps_the_steps_that_others_come_to(is_shown: bool) -> None:
+    """What a shard ahead has pending is neither too much nor applied early."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.table_set.is_shown = is_shown
+    for step in range(1, 21):
+        for shard in shards:
+            shard.write(step, float(step))
+    shards[0].write(21, 21.0, ends=False)
+    assert take_all(copy, 0, shards[0].take()) > MAX_BYTES
+    assert copy.table_set.is_waiting(0, MAX_BYTES)
+    take_all(copy, 1, shards[1].take())
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 20), [20.0])
+
+
+def test_a_copy_that_nobody_sees_applies_what_it_cannot_keep() -> None:
+    """A hidden copy bounds its memory during a step, and shows the next step that ends."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        assert take_all(copy, number, shard.take()) < MAX_BYTES
+    assert copy.table_set.visible == (1, 1)
+    for value in range(200):
+        shards[0].write(2, float(value), ends=False)
+    assert MAX_BYTES / 2 < take_all(copy, 0, shards[0].take()) <= MAX_BYTES
+    assert copy.table_set.visible is None and copy.values(0)[0] > 100
+    shards[0].write(2, 2.0)
+    shards[0].write(3, 3.0)
+    take_all(copy, 0, shards[0].take())
+    assert copy.table_set.visible is None
+    shards[1].write(2, 2.5)
+    take_all(copy, 1, shards[1].take())
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.5])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    order=st.randoms(use_true_random=False),
+    shown_at=st.integers(0, 12),
+)
+def test_whatever_room_was_made_a_copy_comes_to_the_newest_step(
+    lengths: list[tuple[int, int]], order: Any, shown_at: int
+) -> None:
+    """Memory is bounded, no step is torn, and the last one is shown, for any step lengths and order."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    copy.table_set.add_tables([SPEC])
+    for step, of_shards in enumerate(lengths, 1):
+        for shard, length in zip(shards, of_shards, strict=True):
+            for i in range(length):
+                shard.write(step, step + i / 100 if i < length - 1 else float(step), ends=i == length - 1)
+    queues = [shard.take() for shard in shards]
+    is_lost = False
+    while any(queues) and not is_lost:
+        visible = copy.table_set.visible
+        copy.table_set.is_shown = copy.table_set.is_shown or (visible is not None and visible[1] >= shown_at)
+        able = [at for at in range(2) if queues[at] and not copy.table_set.is_waiting(at, MAX_BYTES)]
+        assert able, "all shards wait"
+        at = order.choice(able)
+        try:
+            assert take_all(copy, at, [queues[at].pop(0)]) < MAX_BYTES + 5000
+        except OverloadedError:
+            is_lost = True
+        visible = copy.table_set.visible
+        if visible is not None:
+            assert copy.values(0) == [float(visible[1])] if visible[1] > 0 else [0.0]
+        assert not (copy.table_set.is_shown and visible is None)
+    assert is_lost or copy.table_set.visible == (1, len(lengths))
+
+
+def test_a_copy_that_begins_at_a_step_shows_it() -> None:
+    """A shard copied at a step stays at it, though its log ends within the next step."""
+    shard, sessions = Shard(), Sessions({})
+    shard.write(1, 1.0)
+    learnt = ShardTail(0, seq=0, catalog=Catalog({}), sessions=sessions)
+    for update in shard.take():
+        learnt.take(update)
+    tails = [
+        ShardTail(0, seq=2, catalog=learnt.catalog, sessions=sessions),
+        ShardTail(1, seq=0, catalog=Catalog({}), sessions=Sessions({})),
+    ]
+    table_set = TableSet("s", tails, is_by_step=True, make_table=MemoryTable)
+    shard.write(2, 2.0, ends=False)
+    table_set.take(0, shard.take(), 3)
+    other = Shard()
+    other.write(1, 1.0)
+    assert table_set.take(1, other.take(), 2) and table_set.visible == (1, 1)
+    assert tails[0].pending_bytes > 0
+
+
+def test_a_failure_amid_a_step_is_known_before_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers learn of a partly applied step before they see it."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no room for a larger table")
+
+    monkeypatch.setattr(copy.table_set.tables["t"], "apply", fail)
+    shard.write(2, 2.0)
+    with pytest.raises(MemoryError):
+        copy.take(0, shard.take())
+    assert "no room for a larger table" in str(copy.table_set.failure)
+
+
+def test_a_table_is_there_once_it_is_registered() -> None:
+    """A hello's tables can be looked up before their first rows arrive."""
+    copy, shard = Copy(1, is_by_step=False), Shard()
+    copy.take(0, shard.take())
+    assert copy.values(0) == [0.0]
+
+
+def test_latest_shows_everything_at_once() -> None:
+    """Without steps records are visible at once, and the watermark is the slowest shard's."""
+    copy, shards = Copy(2, is_by_step=False), [Shard(), Shard()]
+    shards[0].write(5, 5.0)
+    assert copy.take(0, shards[0].take()) and copy.values(0) == [5.0]
+    assert copy.table_set.visible == (1, -1)
+    shards[1].write(4, 4.0)
+    assert copy.take(1, shards[1].take()) and copy.table_set.visible == (1, 4)
+
+
+def test_what_is_held_counts_for_no_step() -> None:
+    """During a pause `visible` stays at what lookups see."""
+    copy, shard = Copy(1, is_by_step=False), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+    copy.table_set.limits = [copy.table_set.tails[0].visible_seq]
+    shard.write(2, 2.0)
+    assert not copy.take(0, shard.take())
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 1), [1.0])
+    copy.table_set.limits = None
+    assert copy.table_set.advance()
+    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.0])
+
+
+def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
+    """Delay runs from the trainer's clock until visible; lag counts only known pending updates."""
+    copy, shards = Copy(2), [Shard(), Shard()]
+    for shard in shards:
+        shard.write(1, 1.0)
+    copy.now_us = 1_500_000
+    copy.take(0, shards[0].take())
+    copy.now_us = 3_000_000
+    copy.take(1, shards[1].take())
+    first, second = copy.table_set.freshness()
+    assert [f.delay.count for f in (first, second)] == [1, 1]
+    assert first.delay.max_s == second.delay.max_s == 2.0
+    copy.now_us = 60_000_000
+    assert [f.lag_s for f in copy.table_set.freshness()] == [0.0, 0.0]
+    shards[0].write(2, 2.0)
+    copy.take(0, shards[0].take())
+    first, second = copy.table_set.freshness()
+    assert (first.lag_s, first.lag_steps, second.lag_s) == (59.0, 1, 0.0)
+
+
+def test_a_record_without_rows_leaves_nobody_behind() -> None:
+    """A hello that waits for the first step is no lag; pending or unfetched rows are."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    copy.take(0, shard.take())
+    shard.hello(0, epoch=2)
+    copy.take(0, shard.take())
+    (found,) = copy.table_set.freshness()
+    assert (found.visible_seq < found.last_seq, found.is_behind, found.lag_s) == (True, False, 0.0)
+    copy.table_set.tails[0].last_seq += 1  # the shard tells of a record that has not come
+    assert copy.table_set.freshness()[0].is_behind
+    shard.write(2, 2.0, epoch=2, ends=False)
+    copy.take(0, shard.take())
+    assert copy.table_set.freshness()[0].is_behind
+    shard.write(2, 2.0, epoch=2)
+    copy.take(0, shard.take())
+    assert not copy.table_set.freshness()[0].is_behind
+
+
+def test_a_gap_ends_it() -> None:
+    """A record out of order, or one that cannot be decoded, is refused."""
+    copy, shard = Copy(1), Shard()
+    shard.write(1, 1.0)
+    updates = shard.take()
+    with pytest.raises(CorruptionError, match="record 2 follows 0"):
+        copy.take(0, updates[1:])
+    with pytest.raises(CorruptionError, match="record 1 cannot be applied"):
+        copy.take(0, [Update(1, 1, idl.UpdateKind.BATCH, {}, memoryview(b"nonsense"))])

@@ -1,0 +1,218 @@
+"""What a replica's process answers over the wire, compared with its server, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hellos import hello_of_nobody
+from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, read, told, write
+from replica_endpoint import Endpoint, get, replica_endpoint
+
+from headrace import cli
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import (
+    HeadraceError,
+    ProtocolMismatchError,
+    RequestError,
+    RowRangeError,
+    UnauthorizedError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.tables import TableSpec
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data") as running:
+        write(running, 1, deleted=np.array([1, 3]))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("replica")
+    with replica_endpoint(folder, server.address, "--max-frame-bytes=64KiB", "--max-client-bytes=256KiB") as running:
+        yield running
+
+
+def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endpoint: Endpoint) -> None:
+    """A client gets the same bytes from both, for any order, repeats and missing rows."""
+    ids = np.concatenate([np.arange(999, -1, -1), [4, 4, 4]])
+    mine, theirs = read(endpoint.address, SPEC.fqn, ids), read(server.address, SPEC.fqn, ids)
+    assert mine.weights.tobytes() == theirs.weights.tobytes()
+    # A row that was deleted is missing here, where the server remembers it.
+    assert mine.presence.tolist() == np.where(theirs.presence == 2, 0, theirs.presence).tolist()
+    assert set(theirs.presence) == {0, 1, 2}
+    half = read(endpoint.address, HALF.fqn, np.arange(50))
+    assert half.weights.dtype == np.uint16
+    assert half.weights.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+    assert read(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+
+
+def test_without_an_interval_there_are_no_audits(endpoint: Endpoint) -> None:
+    """Neither the wire nor the metrics mention audits."""
+    assert told(endpoint.address).replica.audit is None
+    assert "headrace_replica_audit" not in get(endpoint.health, "/metrics")[1]
+
+
+def test_a_long_read_comes_in_chunks(endpoint: Endpoint) -> None:
+    """A reader splits what does not fit the replica's frames."""
+    ids = np.tile(np.arange(1000), 20)
+    assert read(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
+
+
+def test_one_request_reads_several_tables(server: ServerProcess, endpoint: Endpoint) -> None:
+    """`more` has the rows of further tables in order, as the server answers."""
+    ids = np.array([4, 1, 4, 998], np.int64)
+    more = [wanted(HALF, ids[:2].tobytes()), wanted(SPEC, b""), wanted(SPEC, bytes(8))]
+    asked = request(SPEC, ids.tobytes(), more=more)
+    mine, theirs = (call(address, "get_embeddings", asked) for address in (endpoint.address, server.address))
+    assert [bytes(part.weights) for part in (mine, *mine.more)] == [bytes(p.weights) for p in (theirs, *theirs.more)]
+    assert [list(part.presence) for part in (mine, *mine.more)] == [[1, 0, 1, 1], [0, 1], [], [1]]
+    assert call(endpoint.address, "get_embeddings", request(SPEC, b"")).more is None
+    assert call(endpoint.address, "get_embeddings", request(SPEC, b"", more=[])).more == []
+
+
+def wanted(spec: TableSpec, row_ids: bytes) -> Any:
+    return idl.RowsWanted(fqn=spec.fqn, row_ids=row_ids)
+
+
+def request(spec: TableSpec, row_ids: bytes, **options: Any) -> Any:
+    fields = {"with_states": False, "with_versions": False, **options}
+    return idl.GetEmbeddingsRequest(fqn=spec.fqn, row_ids=row_ids, **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        (request(SPEC, b"", with_states=True), RequestError, "a replica keeps no optimizer states"),
+        (request(SPEC, b"", with_versions=True), RequestError, "does not return versions of rows"),
+        (request(SPEC, b"1234567"), RequestError, "7 bytes of row ids are not a multiple of 8"),
+        (request(SPEC, np.array([1000]).tobytes()), RowRangeError, r"row id 1000 is not in 0\.\.999"),
+        (request(SPEC, np.array([-1]).tobytes()), RowRangeError, "row id -1"),
+        (request(SPEC, bytes(8 * 6000)), RequestError, "6000 rows of 13 bytes are too long for one reply"),
+        (request(SPEC, b"", more=[wanted(HALF, b"123")]), RequestError, "3 bytes of row ids are not a multiple of 8"),
+        (request(SPEC, b"", more=[wanted(OTHER, b"")]), UnknownTableError, "no table 'no.such'"),
+        (request(SPEC, b"", more=[wanted(SPEC, b"")] * 1024), RequestError, "rows of 1025 tables with one request"),
+        (
+            request(SPEC, bytes(8 * 4000), more=[wanted(SPEC, bytes(8 * 800))]),
+            RequestError,
+            "800 rows of 13 bytes are too long for one reply; ask for 721 at a time",
+        ),
+        (request(OTHER, b""), UnknownTableError, "no table 'no.such' in this replica; it has item.weight, user.weight"),
+    ],
+)
+def test_what_cannot_be_answered(endpoint: Endpoint, asked: Any, kind: type[HeadraceError], words: str) -> None:
+    """Each is a clear error, and the connection stays usable."""
+    with pytest.raises(kind, match=words):
+        call(endpoint.address, "get_embeddings", asked)
+
+
+def test_rows_are_found_by_identity(server: ServerProcess, endpoint: Endpoint) -> None:
+    """`findRows` answers as the server does; a table without identities and half an id are errors."""
+
+    def find(address: str, fqn: str, data: bytes) -> Any:
+        return call(address, "find_rows", idl.FindRowsRequest(fqn=fqn, identities=data))
+
+    ids = np.array([7, 9, 11, 8, -1, 1005], np.int64).tobytes()
+    found = find(endpoint.address, SPEC.fqn, ids)
+    assert np.frombuffer(found.row_ids, np.int64).tolist() == [0, 2, 4, -1, -1, 998]
+    assert bytes(found.row_ids) == bytes(find(server.address, SPEC.fqn, ids).row_ids)
+    for fqn, data, words in (
+        (HALF.fqn, ids, "has no identities"),
+        (SPEC.fqn, b"123", "3 bytes of identities"),
+        (SPEC.fqn, bytes(8 * 4000), "4000 identities are too many for one reply"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            find(endpoint.address, fqn, data)
+
+
+def digest_request(spec: TableSpec, **options: Any) -> Any:
+    fields = {"first_row": 0, "end_row": 2**63 - 1, "column_offset": 0, "width": spec.dim, "max_buckets": 9}
+    flags = {"with_presence": True, "only_weights": True}
+    return idl.DigestRowsRequest(fqn=spec.fqn, **fields | flags | options)
+
+
+@pytest.mark.parametrize("spec", [SPEC, HALF])
+def test_digests_of_weights_are_the_servers(server: ServerProcess, endpoint: Endpoint, spec: TableSpec) -> None:
+    """Digests by bucket equal the server's, with presence, for whole tables and parts."""
+    for span in ({}, {"first_row": 1, "end_row": 40}, {"first_row": 3, "end_row": 4}, {"with_presence": False}):
+        asked = digest_request(spec, **span)
+        mine, theirs = (call(address, "digest_rows", asked) for address in (endpoint.address, server.address))
+        assert (bytes(mine.buckets), bytes(mine.digests)) == (bytes(theirs.buckets), bytes(theirs.digests))
+        assert (bytes(mine.counts), mine.presence) == (bytes(theirs.counts), theirs.presence)
+        assert (mine.next_row, mine.seq) == (min(span.get("end_row", spec.num_rows), spec.num_rows), theirs.seq)
+    assert np.frombuffer(mine.counts, "<i8").sum() == (IDS.size if spec is SPEC else 4)
+
+
+def test_digests_of_what_a_replica_has_not_are_refused(endpoint: Endpoint) -> None:
+    """Digests of states, of some columns, of wrong ranges and of unknown tables are refused."""
+    for error, spec, options, words in (
+        (RequestError, SPEC, {"only_weights": None}, "keeps no optimizer states; ask for weights only"),
+        (RequestError, SPEC, {"width": 2}, "digests whole rows, of 3 columns"),
+        (RequestError, SPEC, {"column_offset": 1}, "digests whole rows"),
+        (RequestError, SPEC, {"first_row": -1}, "rows from -1 on in 9 buckets: out of range"),
+        (RequestError, SPEC, {"max_buckets": 0}, "in 0 buckets: out of range"),
+        (UnknownTableError, OTHER, {}, "no table 'no.such' in this replica"),
+    ):
+        with pytest.raises(error, match=words):
+            call(endpoint.address, "digest_rows", digest_request(spec, **options))
+
+
+def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
+    """Trainers, administrators and other protocol versions are refused with the reason."""
+    for role, name in ((idl.Role.WRITER, "writer"), (idl.Role.ADMIN, "admin")):
+        with pytest.raises(
+            UnauthorizedError, match=f"this is a replica: it answers readers, and you say hello as {name}"
+        ):
+            call(endpoint.address, "", greeting=hello_of_nobody(role))
+    with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
+        call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
+    batch = idl.SetEmbeddingsRequest(
+        run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
+    )
+    with pytest.raises(UnauthorizedError):
+        call(endpoint.address, "set_embeddings", batch)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("fetch_updates", {"server_id": "s", "from_seq": 1, "wait_ms": 0, "max_bytes": 1}),
+        ("create_snapshot", {"name": "one", "epoch": 0, "min_step": -1, "wait_ms": 0}),
+        ("finish_snapshot", {"name": "one"}),
+        ("fetch_snapshot", {"name": "one", "path": "", "offset": 0, "max_bytes": 1}),
+        ("expire_rows", {"fqn": "", "is_dry_run": True, "wait_ms": 0}),
+    ],
+)
+async def test_what_only_a_server_does_is_refused(endpoint: Endpoint, method: str, fields: dict[str, Any]) -> None:
+    """Server methods are refused with the reason, not as unknown methods."""
+    kind = getattr(idl, f"{method.title().replace('_', '')}Request")
+    async with await connected(endpoint.address) as client:
+        with pytest.raises(UnauthorizedError, match=r"^this is a replica: [a-zA-Z]+ is for the parameter server"):
+            await getattr(client, method)(kind(**fields), timeout_s=WAIT_S)
+
+
+def test_a_replica_s_address_in_a_server_s_place(
+    endpoint: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that needs a server ends with one line that names the replica."""
+    assert cli.main(["snapshot", "fetch", endpoint.address, "--to", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "this is a replica: fetchSnapshot is for the parameter server" in told and told.count("\n") == 1
+
+
+def test_hello_shows_a_server_of_one_shard(server: ServerProcess, endpoint: Endpoint) -> None:
+    """The shard map is the replica itself, and tables lack what it does not keep."""
+    mine, theirs = call(endpoint.address, ""), call(server.address, "")
+    assert mine.server_id == theirs.server_id
+    assert [(s.shard, f"{s.host}:{s.port}") for s in mine.shards] == [(0, endpoint.address)]
+    assert {(t.fqn, t.num_rows, t.dim, len(t.states), t.has_identities) for t in mine.tables} == {
+        (SPEC.fqn, 1000, 3, 0, False),
+        (HALF.fqn, 50, 2, 0, False),
+    }

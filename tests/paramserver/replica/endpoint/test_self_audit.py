@@ -1,0 +1,188 @@
+"""A replica that compares itself with its server: what it counts, remembers and says, and when it looks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replica_answers import IDS, told, write
+from replica_endpoint import replica_endpoint
+from rich.console import Console
+from watched_server import scrape, wait_until
+
+from headrace.cli import main
+from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, ReplicaTableAudit
+from headrace.paramserver.replica.endpoint import self_audit
+from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.idl import idl
+from headrace.scripts.commands.status import _describe_audit
+
+EQUAL = ReplicaAuditReport(tables=(ReplicaTableAudit(fqn="a", num_rows=70),), left_out={})
+DIFFERENT = ReplicaAuditReport(
+    tables=tuple(
+        ReplicaTableAudit(fqn=f"t{number}", num_rows=9, differing_buckets=[2], differing_row_ids=[131_073])
+        for number in range(6)
+    ),
+    left_out={},
+)
+
+
+class FakeReplica:
+    """Each audit gives the next of what was put there; the last one lasts until it is let go."""
+
+    def __init__(self, *outcomes: ReplicaAuditReport | Exception) -> None:
+        self.outcomes = list(outcomes)
+        self.timeouts: list[float] = []
+        self.asked: list[list[str] | None] = []
+        self.is_at_last = asyncio.Event()
+        self.let_go = threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def audit(self, *, tables: list[str] | None, timeout_s: float) -> ReplicaAuditReport:
+        self.timeouts.append(timeout_s)
+        self.asked.append(tables)
+        if not self.outcomes:
+            self._loop.call_soon_threadsafe(self.is_at_last.set)
+            self.let_go.wait()
+            raise UnavailableError("the replica is closed")
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_audit, "_CONFIRM_PAUSE_S", 0.0)
+
+
+async def after(*outcomes: ReplicaAuditReport | Exception) -> tuple[SelfAudit, FakeReplica]:
+    """Return an audit that has had some outcomes, and is cancelled amid the next."""
+    replica = FakeReplica(*outcomes)
+    audit = SelfAudit(replica, interval_s=1e-9)  # type: ignore[arg-type]
+    running = asyncio.create_task(audit.run())
+    await replica.is_at_last.wait()
+    running.cancel()
+    replica.let_go.set()
+    await asyncio.wait([running])
+    return audit, replica
+
+
+async def test_outcomes_are_counted_and_the_last_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Equal, different and failed ones; what differed stays known while the server is away, and why it is not asked."""
+    caplog.set_level(logging.INFO, logger=self_audit.__name__)
+    audit, replica = await after(EQUAL, EQUAL, DIFFERENT, DIFFERENT, UnavailableError("a shard is away"))
+    assert (audit.num_equal, audit.num_different, audit.num_failed) == (2, 1, 1)
+    assert (audit.report, audit.failure) == (DIFFERENT, "a shard is away")
+    assert set(replica.timeouts) == {3600.0}
+    levels = [record.levelno for record in caplog.records if record.name == self_audit.__name__]
+    assert levels == [logging.INFO, logging.INFO, logging.ERROR, logging.WARNING]
+    audit, _ = await after(UnavailableError("a shard is away"), EQUAL)
+    assert (audit.report, audit.failure, audit.num_failed) == (EQUAL, None, 1)
+
+
+async def test_a_difference_is_named_in_brief() -> None:
+    """Four tables with bucket and row, and how many more: a line of a log, and a text on the wire, have an end."""
+    audit, _ = await after(DIFFERENT, DIFFERENT)
+    assert audit.report is not None
+    text = audit.report.difference
+    assert text.startswith("t0: 9 rows, digest 0000000000000000; DIFFERENT in buckets 2: rows 131073; t1: ")
+    assert text.endswith("; and 2 more tables") and "t4" not in text
+    assert (audit.report.num_differing_buckets, EQUAL.difference) == (6, "")
+
+
+async def test_a_difference_is_looked_at_again_before_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One that passes is none; those that stay are told, also where the server is away by then."""
+    now = dataclasses.replace(EQUAL, tables=(*(dataclasses.replace(EQUAL.tables[0], fqn=f"t{n}") for n in range(6)),))
+    audit, replica = await after(DIFFERENT, now)
+    assert (audit.num_equal, audit.num_different, replica.asked[:2]) == (1, 0, [None, [f"t{n}" for n in range(6)]])
+    partly = dataclasses.replace(now, tables=(*now.tables[:5], DIFFERENT.tables[5]))
+    audit, _ = await after(DIFFERENT, partly)
+    assert audit.report is not None and audit.report.difference == str(DIFFERENT.tables[5])
+    audit, _ = await after(DIFFERENT, UnavailableError("away by now"))
+    assert (audit.report, audit.num_different) == (DIFFERENT, 1)
+    assert "a difference could not be looked at again" in caplog.text
+
+
+async def test_an_audit_of_nothing_is_no_equality() -> None:
+    """Where every table is left out it has failed, and says why; where some are, they are counted."""
+    nothing = ReplicaAuditReport(tables=(), left_out={"a": "it is kept in int8", "b": "it has virtual ids"})
+    audit, _ = await after(nothing)
+    assert (audit.num_equal, audit.num_failed) == (0, 1)
+    assert audit.failure == "no table can be compared: a: it is kept in int8, b: it has virtual ids"
+
+
+async def test_a_bug_ends_one_audit_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted and logged with its traceback, and the next audit comes all the same."""
+    audit, _ = await after(ZeroDivisionError("in a digest"), EQUAL)
+    assert (audit.num_failed, audit.num_equal) == (1, 1)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError
+
+
+async def test_replicas_look_at_different_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look is at a random moment of the interval, those after it an interval after the one before.
+
+    After a difference the next one comes soon: it may be gone, and the alert with it.
+    """
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 5:
+            raise asyncio.CancelledError
+
+    replica = FakeReplica(EQUAL, DIFFERENT, DIFFERENT, EQUAL)
+    monkeypatch.setattr(self_audit.asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await SelfAudit(replica, interval_s=7200.0, random=lambda: 0.25).run()  # type: ignore[arg-type]
+    assert pauses == [1800.0, 7200.0, 0.0, 60.0, 7200.0]
+    assert set(replica.timeouts) == {7200.0}
+
+
+def test_a_process_tells_its_audits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Metrics, the wire and `headrace status` report a process's audits."""
+    with ServerProcess.start(tmp_path / "data", shards=1) as server:
+        write(server, 1, deleted=np.array([1, 3]))
+        with replica_endpoint(tmp_path, server.address, "--audit-interval-s=1") as endpoint:
+
+            def equal() -> float:
+                return scrape(endpoint.health)["headrace_replica_audits_total"][(("outcome", "equal"),)]
+
+            wait_until(lambda: equal() >= 1)
+            values = scrape(endpoint.health)
+            assert values["headrace_replica_audit_differing_buckets"][()] == 0
+            assert values["headrace_replica_audit_rows"][()] == IDS.size + 4
+            assert values["headrace_replica_audit_interval_seconds"][()] == 1
+            audit = told(endpoint.address).replica.audit
+            assert (audit.num_differing_buckets, audit.difference, audit.failure) == (0, None, None)
+            assert main(["status", endpoint.address]) == 0
+            assert f"{audit.num_rows:,} rows, equal." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("audit", "words"),
+    [
+        ({"ended_us": 0, "difference": None, "failure": None}, "Not compared with the server yet."),
+        ({"ended_us": 0, "difference": None, "failure": "away"}, "server yet. The last audit failed: away"),
+        ({"difference": "t[0]: rows 3", "failure": None}, "01:02:03 UTC: 70 rows, DIFFERENT: t[0]: rows 3."),
+        ({"difference": None, "failure": None, "num_left_out": 2}, "70 rows, equal. 2 tables were skipped."),
+    ],
+    ids=["not yet", "never", "different", "in part"],
+)
+def test_status_says_how_the_last_audit_went(
+    audit: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A difference is named as it is, brackets too."""
+    us = 1_700_010_123_000_000
+    told = idl.ReplicaAudit(**{"ended_us": us, "num_rows": 70, "num_differing_buckets": 1, "num_left_out": 0, **audit})
+    Console(width=200).print(_describe_audit(told))
+    assert words in capsys.readouterr().out

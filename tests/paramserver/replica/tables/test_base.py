@@ -1,0 +1,220 @@
+"""Every kind of replica table against a simple model of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from row_batches import make_delta
+
+from headrace.paramserver.replica.tables.base import ReplicaTable, as_ids
+from headrace.paramserver.replica.tables.disk_stores import DiskStores
+from headrace.paramserver.replica.tables.in_memory import MemoryTable
+from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+
+DENSE = TableSpec(fqn="dense", num_rows=40, dim=4, dtype=DType.FLOAT32)
+SPARSE = TableSpec(fqn="sparse", num_rows=0, dim=3, dtype=DType.BFLOAT16)
+STATES = TableSpec(
+    fqn="states",
+    num_rows=0,
+    dim=5,
+    dtype=DType.FLOAT32,
+    states=(StateSpec(name="momentum1", kind=StateKind.POINTWISE, dtype=DType.FLOAT32),),
+    has_identities=True,
+)
+ALL = pytest.mark.parametrize("spec", [DENSE, SPARSE, STATES], ids=lambda spec: spec.fqn)
+
+MakeTable = Callable[..., ReplicaTable]
+
+
+@pytest.fixture(params=["memory", "disk", "disk-tiny"])
+def make_table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeTable]:
+    """Create a table of one kind; those on disk cache all rows, or eight."""
+    made: list[ReplicaTable] = []
+
+    def make(spec: TableSpec, default: torch.Tensor | None = None) -> ReplicaTable:
+        if request.param == "memory":
+            made.append(MemoryTable(spec, default=default))
+        else:
+            folder = tmp_path / f"copy-{len(made)}"
+            stores = DiskStores.create(folder, memory_bytes=4 << 20, num_threads=2)
+            hot_bytes = 1 << 20 if request.param == "disk" else 1
+            try:
+                made.append(DiskTable(spec, stores, hot_bytes=hot_bytes, default=default))
+            except BaseException:
+                stores.close()
+                raise
+        return made[-1]
+
+    yield make
+    for table in made:
+        table.close()
+    assert not list(tmp_path.glob("copy-*"))
+
+
+def _rows(table: ReplicaTable, ids: Any) -> torch.Tensor:
+    return table.gather(np.asarray(ids, np.int64))[0]
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(torch.uint8).flatten().tolist()
+
+
+@ALL
+def test_rows_come_and_go_as_in_the_store(make_table: MakeTable, spec: TableSpec) -> None:
+    """Random updates, deletions and conditional updates match a dict with versions, bit for bit."""
+    rng = np.random.default_rng(1)
+    table = make_table(spec, torch.arange(spec.dim, dtype=torch.float32))
+    scale = 1 if spec.num_rows else 10**15
+    model: dict[int, tuple[tuple[int, int], bytes | None]] = {}
+    everything = np.arange(40, dtype=np.int64) * scale
+    default = bytes(_bits(torch.arange(spec.dim).to(_rows(table, everything).dtype)))
+    for step in range(200):
+        ids = rng.permutation(40)[: rng.integers(0, 20)] * scale
+        cut = int(rng.integers(0, ids.size + 1))
+        is_conditional = bool(rng.integers(0, 2))
+        version = (1, int(rng.integers(0, step + 1))) if is_conditional else (1, step)
+        delta = make_delta(ids[:cut].tolist(), step, deleted=ids[cut:].tolist(), spec=spec)
+        table.apply(delta, epoch=version[0], step=version[1], is_conditional=is_conditional)
+        width = spec.dim * spec.dtype.size_bytes
+        for i, row in enumerate(ids.tolist()):
+            if not is_conditional or version >= model.get(row, ((0, 0), None))[0]:
+                data = bytes(delta.columns["weights"][i * width : (i + 1) * width]) if i < cut else None
+                model[row] = (version, data)
+        some = rng.choice(everything, 12)  # repeated ones too
+        found, missing = table.gather(some)
+        expected = [model.get(row, ((0, 0), None))[1] for row in some.tolist()]
+        assert bytes(_bits(found)) == b"".join(data or default for data in expected)
+        assert missing.tolist() == [data is None for data in expected]
+    missing = table.gather(everything)[1].tolist()
+    assert missing == [model.get(row, ((0, 0), None))[1] is None for row in everything.tolist()]
+    if isinstance(table, MemoryTable):
+        assert table.num_present == missing.count(False)
+    else:
+        assert table.num_present >= missing.count(False)
+    assert table.size_bytes > 0
+
+
+@ALL
+def test_pools_as_torch_does(make_table: MakeTable, spec: TableSpec) -> None:
+    """Sums, means and weighted sums, also of empty and repeated bags, equal torch's bit for bit."""
+    table, rng = make_table(spec), np.random.default_rng(2)
+    everything = np.arange(40)
+    weights = torch.from_numpy(rng.random((40, spec.dim))).to(_rows(table, everything).dtype)
+    data = weights.view(torch.uint8).numpy().tobytes()
+    ones = np.ones(40, np.int64)
+    table.load(everything, data, np.ones(40, np.uint8), ones, ones, spec.whole)
+    ids = rng.integers(0, 40, 30)
+    offsets = torch.tensor([0, 4, 4, 17, 30])
+    per_sample = torch.from_numpy(rng.random(30)).to(weights.dtype)
+    for mode, by in (("sum", None), ("mean", None), ("sum", per_sample)):
+        expected = torch.nn.functional.embedding_bag(
+            torch.from_numpy(ids), weights, offsets, mode=mode, per_sample_weights=by, include_last_offset=True
+        )
+        pooled, missing = table.pool(ids, offsets, mode, by)  # type: ignore[arg-type]
+        assert _bits(pooled) == _bits(expected) and not missing.any()
+
+
+def test_loads_rows_with_versions_of_their_own(make_table: MakeTable) -> None:
+    """Loaded rows have their own presence and version; older conditional updates do not change them."""
+    table = make_table(DENSE)
+    ids = np.array([7, 3, 5, 9])
+    rows = np.arange(16, dtype="<f4").reshape(4, 4)
+    presence = np.array([1, 2, 0, 1], np.uint8)
+    epochs, steps = np.array([1, 1, 0, 1]), np.array([5, 6, 0, 7])
+    table.load(ids, np.ascontiguousarray(rows), presence, epochs, steps, DENSE.whole)
+    table.apply(make_delta([7, 3, 5, 9], 1, spec=DENSE), epoch=1, step=6, is_conditional=True)
+    new = make_delta([7, 3, 5], 1, spec=DENSE).columns["weights"]
+    found, missing = table.gather(ids)
+    assert bytes(_bits(found)) == bytes(new) + rows[3].tobytes() and not missing.any()
+
+
+def test_column_shards_make_whole_rows(make_table: MakeTable) -> None:
+    """Column shards are written separately; a row is present if any of them is."""
+    table = make_table(DENSE)
+    left, right = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)
+    first, second = make_delta([3, 5], 7, spec=DENSE, shard=left), make_delta([3], 7, spec=DENSE, shard=right)
+    for delta in (first, second):
+        table.apply(delta, epoch=1, step=1, is_conditional=False)
+        _rows(table, [3, 5])
+    rows = _rows(table, [3, 5]).numpy()
+    assert rows[0, :1].tobytes() == bytes(first.columns["weights"][:4])
+    assert rows[0, 1:].tobytes() == bytes(second.columns["weights"])
+    assert rows[1, 1:].tolist() == [0, 0, 0]
+    assert table.gather(np.array([3, 4, 5]))[1].tolist() == [False, True, False]
+
+
+def test_sparse_tables_grow(make_table: MakeTable) -> None:
+    """A grown table keeps its rows, and unknown ids read as the default."""
+    table = make_table(SPARSE)
+    for start in range(0, 5000, 500):
+        table.apply(make_delta(range(start, start + 500), 1, spec=SPARSE), epoch=1, step=1, is_conditional=False)
+    delta = make_delta(range(5000), 1, spec=SPARSE)
+    assert bytes(_bits(_rows(table, np.arange(5000)))) == bytes(delta.columns["weights"])
+    assert _rows(table, [9999]).tolist() == [[0, 0, 0]]
+    assert table.num_present == 5000
+
+
+def test_no_ids_are_no_rows(make_table: MakeTable) -> None:
+    """Empty lookups, updates and loads work."""
+    table = make_table(DENSE)
+    table.apply(make_delta([], 1, spec=DENSE), epoch=1, step=1, is_conditional=False)
+    nothing = np.empty(0, np.int64)
+    table.load(nothing, b"", nothing.astype(np.uint8), nothing, nothing, DENSE.whole)
+    rows, missing = table.gather(nothing)
+    assert rows.shape == (0, 4) and missing.shape == (0,)
+    pooled, _ = table.pool(nothing, torch.tensor([0, 0]), "sum", None)
+    assert pooled.tolist() == [[0, 0, 0, 0]]
+
+
+def test_a_default_must_fit(make_table: MakeTable) -> None:
+    """A default row of another dim is refused by name."""
+    with pytest.raises(ConfigError, match="dense"):
+        make_table(DENSE, torch.zeros(5))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        3,
+        [3, 4],
+        [[3], [4]],
+        [],
+        torch.tensor([]),
+        np.array([3], np.uint8),
+        np.array([3], ">i4"),
+        torch.tensor([3], dtype=torch.int32),
+    ],
+)
+def test_integers_are_ids(ids: Any) -> None:
+    """Integers of any kind and shape are ids, and so is an empty list."""
+    found = as_ids(ids)
+    assert found.dtype == np.int64 and found.flags.c_contiguous
+    assert found.shape == np.shape(ids) and found.tolist() == np.asarray(ids).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([1.5], "float64"),
+        (np.array([1.0], np.float32), "float32"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "bfloat16"),
+        (torch.tensor([True]), "bool"),
+        ([True, False], "bool"),
+        (["3"], "not integers"),
+        (None, "object"),
+        ([2**63], "beyond"),
+        ([2**64], "object"),
+        ([[1], [2, 3]], "not an array"),
+    ],
+)
+def test_what_is_no_integer_is_no_id(ids: Any, says: str) -> None:
+    """Values that are not integers are refused, never truncated."""
+    with pytest.raises(RequestError, match=says):
+        as_ids(ids)

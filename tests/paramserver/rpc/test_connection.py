@@ -1,0 +1,309 @@
+"""A server's connection: malformed and slow peers, the bounds of a client, and peers that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import struct
+
+import pytest
+from fake_service import WAIT_S, batch, hello_request, read, serve
+from loop_clock import ClockAhead
+from raw_peer import LIMITS, MIB, call_frame, dial, frame_of, reframed
+
+from headrace.schemas.errors import OverloadedError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+
+
+async def test_frames_may_arrive_byte_by_byte() -> None:
+    """The borders between TCP segments do not matter."""
+    async with serve() as served, dial(served) as raw:
+        for byte in call_frame("status", 1):
+            await raw.send(bytes([byte]))
+        assert b"fake" in await raw.frame()
+
+
+MALFORMED = {
+    "no length": struct.pack(">I", 0),
+    "length over the limit": struct.pack(">I", 2**31 + 5),
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "garbage in a frame": struct.pack(">I", 20) + b"\xff" * 20,
+    "a reply": call_frame("status", 1).replace(b"\x80\x01\x00\x01", b"\x80\x01\x00\x02"),
+    "no request": frame_of(encode_message("hello", CALL, 1, idl.ParameterServer.hello_args())),
+    "cut struct": reframed(call_frame("hello", 1, hello_request())[4:-10]),
+    "bytes after the struct": reframed(call_frame("status", 1)[4:] + b"\0"),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+async def test_malformed_bytes_close_their_connection_and_no_other(data: bytes) -> None:
+    """Malformed bytes end one connection, are counted, and disturb no other."""
+    async with serve() as served, await served.connect() as client, dial(served) as raw:
+        await raw.send(data)
+        await raw.ended()
+        await client.set_embeddings(batch(1))
+        assert served.server.stats.num_malformed == 1
+
+
+@pytest.mark.parametrize("name", ["garbage in a frame", "a reply", "no request", "cut struct"])
+async def test_a_malformed_frame_keeps_no_room_of_its_client(name: str) -> None:
+    """A malformed frame gives its room back; otherwise the client's share would shrink with each."""
+    async with serve() as served, await served.connect(client="one") as client, dial(served, client="one") as raw:
+        await raw.send(MALFORMED[name])
+        await raw.ended()
+        await client.status()
+        assert (served.server.inflight_requests, served.server.inflight_bytes) == (0, 0)
+
+
+async def test_past_its_bytes_a_client_is_not_read() -> None:
+    """A client's bytes in flight stay within its bound; the rest waits in its own buffers, and all are served."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=4 * MIB)
+    async with serve(limits=limits) as served, await served.connect() as client:
+        served.service.gate.clear()
+        calls = [asyncio.create_task(client.set_embeddings(batch(seq, size_bytes=MIB))) for seq in range(12)]
+        await served.service.wait_running(3)
+        assert served.pool.lent_bytes <= limits.max_client_bytes
+        served.service.gate.set()
+        await asyncio.gather(*calls)
+        assert served.service.begun == list(range(12))
+
+
+async def test_past_its_requests_a_client_is_not_read() -> None:
+    """A client's requests in flight stay within their bound."""
+    limits = dataclasses.replace(LIMITS, max_client_requests=3)
+    async with serve(limits=limits) as served, await served.connect() as client:
+        served.service.gates["t"] = gate = asyncio.Event()
+        calls = [asyncio.create_task(client.get_embeddings(read("t", bytes([n])))) for n in range(20)]
+        await served.service.wait_running(3)
+        assert served.server.inflight_requests == 3
+        gate.set()
+        assert [bytes((await c).weights) for c in calls] == [bytes([n]) for n in range(20)]
+
+
+async def test_a_greedy_client_does_not_starve_another() -> None:
+    """While one client has used up its share and keeps sending, another's batch is served."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=4 * MIB, max_inflight_bytes=8 * MIB)
+    async with serve(limits=limits) as served:
+        served.service.gate.clear()
+        greedy = [await served.connect(client="greedy") for _ in range(4)]
+        pushes = [asyncio.create_task(c.set_embeddings(batch(n, size_bytes=MIB))) for n in range(5) for c in greedy]
+        await served.service.wait_running(3)
+        modest = await served.connect(client="modest")
+        call = asyncio.create_task(modest.set_embeddings(batch(99, size_bytes=MIB)))
+        await served.service.wait_running(4)
+        assert served.service.begun[-1] == 99
+        served.service.gate.set()
+        await asyncio.gather(call, *pushes)
+        for client in [*greedy, modest]:
+            await client.close()
+
+
+async def test_waiting_too_long_for_room() -> None:
+    """A request without room in time gets an overloaded reply; its bytes are skipped, not kept."""
+    limits = dataclasses.replace(
+        LIMITS,
+        max_frame_bytes=2 * MIB,
+        max_client_bytes=2 * MIB,
+        max_inflight_bytes=2 * MIB,
+        admission_timeout_s=0.05,
+        retry_after_s=0.25,
+    )
+    async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
+        served.service.gate.clear()
+        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        with pytest.raises(OverloadedError) as error:
+            await two.set_embeddings(batch(2, size_bytes=MIB))
+        assert error.value.retry_after_s == 0.25
+        assert served.server.stats.num_overloaded == 1
+        served.service.gate.set()
+        await first
+        await two.set_embeddings(batch(3, size_bytes=MIB))
+        assert served.service.begun == [1, 3]
+
+
+async def test_long_frames_before_hello() -> None:
+    """Before its hello a peer may only send frames as long as a hello."""
+    limits = dataclasses.replace(LIMITS, max_hello_bytes=100_000)
+    async with serve(limits=limits) as served:
+        stranger = await served.connect(says_hello=False)
+        await stranger.set_embeddings(batch(1, size_bytes=90_000))
+        with pytest.raises(UnavailableError):
+            await stranger.set_embeddings(batch(2, size_bytes=MIB))
+        await stranger.close()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_unread_replies_are_bounded() -> None:
+    """A client that does not read gets overloaded replies instead of long ones that pile up."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=8 * MIB, max_client_bytes=16 * MIB)
+    async with serve(limits=limits) as served, dial(served, client="") as raw:
+        served.service.reply_bytes = 7 * MIB
+        await raw.send(b"".join(call_frame("getEmbeddings", n, read("t", b"x")) for n in range(1, 11)))
+        answers = [await raw.frame() for _ in range(10)]
+        assert sum(len(a) > MIB for a in answers) >= 2
+        assert any(b"unread" in a for a in answers if len(a) < MIB)
+        assert served.server.inflight_bytes == 0
+
+
+SLOW = {
+    "part of a length": b"\0\0",
+    "part of a small frame": call_frame("status", 1)[:-1],
+    "part of a long frame": struct.pack(">I", MIB) + b"x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", SLOW.values(), ids=SLOW.keys())
+async def test_a_frame_that_does_not_end(data: bytes) -> None:
+    """A sender that drips loses its connection at the frame's deadline, and its buffer is free again."""
+    limits = dataclasses.replace(LIMITS, frame_timeout_s=0.05)
+    async with serve(limits=limits) as served, dial(served) as raw:
+        await raw.send(data)
+        await raw.ended()
+        assert served.server.stats.num_timed_out == 1
+        assert (served.server.inflight_bytes, served.server.inflight_requests, served.pool.lent_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("says_hello", [False, True])
+async def test_idle_connections_are_closed(says_hello: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection without requests ends at its deadline, before and after the hello."""
+    clock = ClockAhead(monkeypatch)
+    timeouts = {"hello_timeout_s": 100.0} if not says_hello else {"idle_timeout_s": 100.0}
+    async with serve(limits=dataclasses.replace(LIMITS, **timeouts)) as served:
+        client = await served.connect(says_hello=says_hello)
+        await client.status()  # the server knows of the connection
+        await clock.pass_by(101)
+        await served.service.wait_gone(1)
+        assert served.server.num_connections == 0
+        with pytest.raises(UnavailableError):
+            await client.status()
+        await client.close()
+
+
+async def test_a_connection_with_a_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle deadline does not run while a request is in flight."""
+    clock = ClockAhead(monkeypatch)
+    async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=100.0)) as served:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        client = await served.connect()
+        call = asyncio.create_task(client.get_embeddings(read("slow", b"1"), timeout_s=1000.0))
+        await served.service.wait_running(1)
+        await clock.pass_by(240)
+        gate.set()
+        assert bytes((await call).weights) == b"1"
+        await client.close()
+
+
+async def test_a_peer_that_does_not_read() -> None:
+    """A reply that is not read by its deadline ends the connection and frees its room."""
+    limits = dataclasses.replace(LIMITS, write_timeout_s=0.05)
+    async with serve(limits=limits) as served:
+        served.service.reply_bytes = 32 * MIB
+        sock = socket.create_connection((served.host, served.port))
+        sock.sendall(call_frame("hello", 0, hello_request()) + call_frame("getEmbeddings", 1, read("t", b"x")))
+        await served.service.wait_gone(1)
+        sock.close()
+        assert served.server.inflight_bytes == 0
+
+
+async def test_half_closed_peer_is_gone() -> None:
+    """A peer that half-closes is disconnected; its requests still run."""
+    async with serve() as served, dial(served) as raw:
+        served.service.gate.clear()
+        await raw.send(call_frame("setEmbeddings", 1, batch(1)))
+        raw.writer.write_eof()
+        await raw.ended()
+        await served.service.wait_running(1)
+        assert len(served.service.gone) == 1
+
+
+async def test_requests_go_on_when_their_peer_is_gone() -> None:
+    """The service learns of a lost connection, and its running request goes on."""
+    async with serve() as served:
+        served.service.gate.clear()
+        client = await served.connect()
+        call = asyncio.create_task(client.set_embeddings(batch(1)))
+        await served.service.wait_running(1)
+        await client.close()
+        with pytest.raises(UnavailableError):
+            await call
+        await served.service.wait_gone(1)
+        (peer,) = served.service.gone
+        assert not peer.is_connected
+        served.service.gate.set()
+        await served.service.wait_running(0)
+
+
+async def test_a_second_hello_while_a_request_waits() -> None:
+    """A request that gives up after a second hello leaves the line that it stood in."""
+    limits = dataclasses.replace(
+        LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=2 * MIB, max_inflight_bytes=2 * MIB, admission_timeout_s=0.05
+    )
+    async with (
+        serve(limits=limits) as served,
+        await served.connect(client="holder") as holder,
+        dial(served, client="before") as raw,
+    ):
+        served.service.gate.clear()
+        first = asyncio.create_task(holder.set_embeddings(batch(1, size_bytes=MIB)))
+        await served.service.wait_running(1)
+        hello, waits = hello_request(client="after"), batch(2, size_bytes=MIB)
+        await raw.send(call_frame("hello", 2, hello) + call_frame("setEmbeddings", 3, waits))
+        await raw.frame()
+        assert b"no room" in await raw.frame()
+        served.service.gate.set()
+        await first
+        await holder.set_embeddings(batch(3, size_bytes=MIB), timeout_s=WAIT_S)
+        assert served.service.begun == [1, 3]
+        assert served.server.inflight_requests == 0
+
+
+async def test_malformed_bytes_behind_a_waiting_request() -> None:
+    """Malformed bytes behind a request that waits for room end the connection in their turn."""
+    async with (
+        serve(limits=dataclasses.replace(LIMITS, max_client_requests=1)) as served,
+        dial(served, client="") as raw,
+    ):
+        served.service.gates["t"] = gate = asyncio.Event()
+        no_frame = struct.pack(">I", 2**31 + 5)
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + call_frame("status", 3) + no_frame)
+        await served.service.wait_running(1)
+        assert served.server.stats.num_malformed == 0
+        gate.set()
+        await raw.ended()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_a_refused_frame_without_a_header() -> None:
+    """A refused frame gets an error reply by its seqid; one without a header ends the connection."""
+    limits = dataclasses.replace(LIMITS, max_client_requests=1, admission_timeout_s=0.05)
+    async with serve(limits=limits) as served, dial(served, client="") as raw:
+        served.service.gates["t"] = gate = asyncio.Event()
+        await raw.send(call_frame("getEmbeddings", 2, read("t", b"1")) + MALFORMED["garbage in a frame"])
+        await served.service.wait_running(1)
+        await raw.ended()
+        gate.set()
+        assert served.server.stats.num_malformed == 1
+
+
+async def test_a_refused_request_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection whose request was refused is idle again, and ends at its deadline."""
+    clock = ClockAhead(monkeypatch)
+    bounds = {"max_frame_bytes": 2 * MIB, "max_client_bytes": 2 * MIB, "max_inflight_bytes": 2 * MIB}
+    limits = dataclasses.replace(LIMITS, **bounds, admission_timeout_s=0.05, idle_timeout_s=100.0)
+    async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
+        served.service.gate.clear()
+        first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB), timeout_s=1000.0))
+        await served.service.wait_running(1)
+        with pytest.raises(OverloadedError):
+            await two.set_embeddings(batch(2, size_bytes=MIB))
+        async with asyncio.timeout(WAIT_S):  # until the server has read past all of it
+            while any(each._reader.is_mid_frame for each in served.server._context.connections):  # noqa: ASYNC110 (its)
+                await asyncio.sleep(0)
+        await clock.pass_by(101)
+        await served.service.wait_gone(1)
+        assert not first.done()
+        served.service.gate.set()
+        await first

@@ -1,0 +1,144 @@
+"""What becomes of a request: its order, its answer, the errors it may end in, and the frame that it came in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+from fake_service import POISON, FakeService, batch, read, serve
+from raw_peer import LIMITS, MIB, call_frame, dial, frame_of
+
+from headrace.schemas.errors import (
+    CorruptionError,
+    HeadraceError,
+    OverloadedError,
+    RequestError,
+    SequenceGapError,
+    UnknownTableError,
+)
+from headrace.schemas.idl import idl
+from headrace.schemas.messages import CALL, encode_message
+
+
+async def test_calls_are_answered_in_any_order() -> None:
+    """A read that waits does not hold up the ones behind it on its connection."""
+    async with serve() as served, await served.connect() as client:
+        served.service.gates["slow"] = gate = asyncio.Event()
+        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
+        await served.service.wait_running(1)
+        assert bytes((await client.get_embeddings(read("fast", b"2"))).weights) == b"2"
+        gate.set()
+        assert bytes((await slow).weights) == b"1"
+
+
+async def test_requests_of_a_connection_begin_in_their_order() -> None:
+    """What a method does before it waits happens in the order in which the requests were sent."""
+    async with serve() as served, await served.connect() as client:
+        sizes = [10, MIB, 10, 20_000, 100_000, 10] * 4
+        await asyncio.gather(*(client.set_embeddings(batch(seq, size_bytes=n)) for seq, n in enumerate(sizes)))
+        assert served.service.begun == list(range(len(sizes)))
+
+
+async def test_declared_errors_arrive_with_what_they_carry() -> None:
+    """An error of the service is raised at the client as its class, with its fields."""
+    async with serve() as served, await served.connect() as client:
+        served.service.errors.update(
+            gap=SequenceGapError("gap", expected_seq=7),
+            full=OverloadedError("full", retry_after_s=1.5),
+            table=UnknownTableError("no table"),
+        )
+        with pytest.raises(SequenceGapError) as gap:
+            await client.get_embeddings(read("gap"))
+        assert gap.value.expected_seq == 7
+        with pytest.raises(OverloadedError) as full:
+            await client.get_embeddings(read("full"))
+        assert full.value.retry_after_s == 1.5
+        with pytest.raises(UnknownTableError, match=r"^no table$"):
+            await client.get_embeddings(read("table"))
+
+
+async def test_damage_that_a_read_meets_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever runs the server is told of it, and not its reader alone."""
+    async with serve() as served, await served.connect() as client:
+        served.service.errors["rows"] = CorruptionError("store s is damaged: block checksum mismatch")
+        with pytest.raises(HeadraceError, match="is damaged"):
+            await client.get_embeddings(read("rows"))
+        assert (served.server.stats.num_storage, served.server.num_refused) == (1, 1)
+    assert "storage: getEmbeddings: store s is damaged: block checksum mismatch" in caplog.text
+
+
+async def test_a_bug_is_one_failed_call(caplog: pytest.LogCaptureFixture) -> None:
+    """Any other exception is an INTERNAL answer and a traceback in the log; the connection goes on."""
+    async with serve() as served, await served.connect() as client:
+        served.service.errors["bug"] = ZeroDivisionError("secret detail")
+        with pytest.raises(HeadraceError, match="ZeroDivisionError") as error:
+            await client.get_embeddings(read("bug"))
+        assert type(error.value) is HeadraceError
+        assert "secret detail" not in str(error.value)
+        await client.status()
+        assert served.server.stats.num_failed == 1
+    (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("headrace.")]
+    assert record.exc_info is not None
+
+
+async def test_a_reply_that_cannot_be_encoded_is_a_failed_call() -> None:
+    """A service that returns the wrong thing costs one INTERNAL answer."""
+
+    class Wrong(FakeService):
+        async def status(self, call: Any) -> Any:
+            return idl.StatusReply(server_id="only")
+
+    async with serve(Wrong()) as served, await served.connect() as client:
+        with pytest.raises(HeadraceError, match="failed inside the server"):
+            await client.status()
+        await client.get_embeddings(read("t"))
+
+
+async def test_unknown_method_is_answered_as_thrift_does() -> None:
+    """A method that the IDL lacks gets a TApplicationException and the connection goes on."""
+    async with serve() as served, dial(served) as raw:
+        await raw.send(frame_of(encode_message("noSuch", CALL, 5, idl.ParameterServer.status_args())))
+        answer = await raw.frame()
+        assert answer[:4] == b"\x80\x01\x00\x03"
+        assert b"noSuch" in answer
+        await raw.send(call_frame("status", 6))
+        assert (await raw.frame())[:4] == b"\x80\x01\x00\x02"
+
+
+async def test_held_frames_stay_and_count_as_in_flight() -> None:
+    """A buffer that the service holds is not reused, and its bytes are counted until it is released."""
+    async with serve() as served, await served.connect() as client:
+        served.service.holds = True
+        for seq in (1, 2):
+            await client.set_embeddings(batch(seq, size_bytes=MIB))
+        assert served.server.inflight_requests == 0
+        assert served.server.inflight_bytes == served.pool.lent_bytes > 2 * MIB
+        (first, release), (second, _) = served.service.held
+        assert (bytes(first).count(1), bytes(second).count(2)) > (MIB, MIB)
+        release()
+        release()
+        assert bytes(first[-100:]) == bytes([POISON]) * 100
+        assert bytes(second).count(2) > MIB
+        served.service.release_all()
+        assert served.server.inflight_bytes == served.pool.lent_bytes == 0
+
+
+async def test_frame_is_gone_when_the_method_has_returned() -> None:
+    """Without `hold` the buffer is given back when the method returns."""
+    async with serve() as served, await served.connect() as client:
+        await client.set_embeddings(batch(1, size_bytes=MIB))
+        assert (served.server.inflight_bytes, served.pool.lent_bytes) == (0, 0)
+
+
+async def test_a_reply_over_the_frame_limit_is_an_error() -> None:
+    """The service may return more than a frame holds: the client is told to ask for less."""
+    limits = dataclasses.replace(LIMITS, max_frame_bytes=MIB)
+    async with serve(limits=limits) as served, await served.connect() as client:
+        served.service.reply_bytes = 2 * MIB
+        with pytest.raises(RequestError, match="ask for less"):
+            await client.get_embeddings(read("t", b"x"))
+        served.service.reply_bytes = MIB // 2
+        assert len((await client.get_embeddings(read("t", b"x"))).weights) == MIB // 2

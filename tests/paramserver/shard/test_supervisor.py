@@ -1,0 +1,241 @@
+"""The supervisor, with fake shard processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from fact_log import FactLog, collect_facts
+
+from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.rpc.sockets import bind_listeners
+from headrace.paramserver.shard.child import ShardChild
+from headrace.paramserver.shard.supervisor import Supervisor
+from headrace.paramserver.system.ready_file import ReadyFile
+
+FAKE = Path(__file__).parents[2] / "support" / "fake_shard_process.py"
+WAIT_S = 60.0
+
+
+@pytest.fixture
+async def facts() -> AsyncIterator[FactLog]:
+    with contextlib.contextmanager(collect_facts)("headrace.paramserver.shard.supervisor") as log:
+        yield log
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    tmp_path: Path,
+    *behaviour: str,
+    num_shards: int = 2,
+    program: Sequence[str] = (sys.executable, str(FAKE)),
+    **settings: object,
+) -> AsyncIterator[tuple[Supervisor, asyncio.Task[int]]]:
+    """Run a supervisor of fake shards; at the end check that it leaves no process behind."""
+    config = ServerConfig(data=tmp_path / "data", **{"drain_s": 20.0, **settings})  # type: ignore[arg-type]
+    others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests' libraries
+    with (
+        DataDir.claim(config.data, num_shards=num_shards) as data_dir,
+        bind_listeners(config.host, 0, num_shards) as sockets,
+    ):
+        data_dir.prepare()
+        ready, command = ReadyFile(tmp_path / "ready.json"), (*program, *behaviour)
+        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready, command=command)
+        running = asyncio.create_task(supervisor.run())
+        try:
+            yield supervisor, running
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
+            assert {process.pid for process in psutil.Process().children(recursive=True)} <= others
+
+
+async def _pid_at(address: str) -> int:
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        line = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    return int(line)
+
+
+async def test_serves_and_drains(tmp_path: Path, facts: FactLog) -> None:
+    """Each shard answers at the address in the ready file, and SIGTERM ends the server with 0."""
+    async with _running(tmp_path, "serve") as (supervisor, running):
+        ready = await facts.next("server is ready")
+        ready_file = json.loads((tmp_path / "ready.json").read_text())
+        assert ready_file["address"] == ready["address"] == supervisor.address
+        assert ready_file["pid"] == os.getpid()
+        for shard in ready_file["shards"]:
+            assert await _pid_at(shard["address"]) == shard["pid"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
+        assert not (tmp_path / "ready.json").exists()
+        host, _, port = supervisor.address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=10)
+
+
+async def test_restarts_a_killed_shard_on_the_same_port(tmp_path: Path, facts: FactLog) -> None:
+    """A killed shard is replaced; a connection made meanwhile waits and is answered."""
+    async with _running(tmp_path, "serve"):
+        await facts.next("server is ready")
+        shard = json.loads((tmp_path / "ready.json").read_text())["shards"][1]
+        os.kill(shard["pid"], signal.SIGKILL)
+        died = await facts.next("shard has died and is restarted")
+        assert died == {"shard": 1, "ended_by": "killed by SIGKILL", "pause_s": 0.1}
+        # Nobody serves the port now.
+        assert await _pid_at(shard["address"]) not in (shard["pid"], 0)
+        again = await facts.next("shard is ready again")
+        assert (again["shard"], again["address"]) == (1, shard["address"])
+        assert facts.messages().count("server is ready") == 1
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return the process ids of shards that may count as hanging: others may not run for long either, if busy."""
+    pids: set[int] = set()
+    nudge = ShardChild.nudge
+    monkeypatch.setattr(ShardChild, "nudge", lambda child: nudge(child) or child.pid not in pids)
+    return pids
+
+
+async def test_kills_and_restarts_a_shard_that_hangs(tmp_path: Path, facts: FactLog, hung: set[int]) -> None:
+    """A shard that does not run is killed after its timeout and replaced; the other continues."""
+    async with _running(tmp_path, "serve", hang_timeout_s=0.5):
+        await facts.next("server is ready")
+        other, shard = json.loads((tmp_path / "ready.json").read_text())["shards"]
+        hung.add(shard["pid"])
+        os.kill(shard["pid"], signal.SIGSTOP)
+        killed = await facts.next("shard hangs and is killed")
+        assert killed == {"shard": 1, "pid": shard["pid"], "after_s": 0.5}
+        died = await facts.next("shard has died and is restarted")
+        assert died["ended_by"] == "killed by SIGKILL"
+        assert died["error"] == "it hung: its event loop had not run for 0.5 s"
+        assert (await facts.next("shard is ready again"))["shard"] == 1
+        assert await _pid_at(shard["address"]) not in (shard["pid"], 0)
+        assert await _pid_at(other["address"]) == other["pid"]
+
+
+async def test_a_shard_that_hangs_while_it_drains(
+    tmp_path: Path, facts: FactLog, hung: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draining shard has only the drain's deadline, and is not restarted."""
+    monkeypatch.setattr("headrace.paramserver.shard.supervisor._CLOSE_GRACE_S", 0.5)
+    async with _running(tmp_path, "stubborn", num_shards=1, hang_timeout_s=0.05, drain_s=0.0) as (supervisor, running):
+        await facts.next("server is ready")
+        pid = await _pid_at(supervisor.address)
+        hung.add(pid)
+        os.kill(pid, signal.SIGSTOP)
+        supervisor.stop()
+        await facts.next("shard has not drained in time and is killed")
+        assert await running == 1
+        assert "shard hangs and is killed" not in facts.messages()
+
+
+async def test_retries_a_failed_start(tmp_path: Path, facts: FactLog) -> None:
+    """A shard that ends before it is ready is restarted."""
+    async with _running(tmp_path, "once", str(tmp_path / "tried"), num_shards=1):
+        died = await facts.next("shard has died and is restarted")
+        assert died["error"] == "the wheel is stuck"
+        await facts.next("server is ready")
+
+
+async def test_gives_up(tmp_path: Path, facts: FactLog) -> None:
+    """After too many quick deaths, with growing pauses, the server ends with 1 and the last error."""
+    async with _running(tmp_path, "broken", num_shards=1, max_quick_deaths=4) as (_, running):
+        pauses = [(await facts.next("shard has died and is restarted"))["pause_s"] for _ in range(3)]
+        assert pauses == [0.1, 0.2, 0.4]
+        last = await facts.next("shard keeps dying; the server gives up")
+        assert last == {"shard": 0, "ended_by": "exit code 1", "error": "the wheel is stuck", "quick_deaths": 4}
+        assert await running == 1
+
+
+async def test_does_not_count_slow_deaths(tmp_path: Path, facts: FactLog) -> None:
+    """A shard that lived long enough is always restarted."""
+    async with _running(tmp_path, "serve", num_shards=1, max_quick_deaths=2, quick_death_s=0.0) as (supervisor, _):
+        await facts.next("server is ready")
+        for _ in range(3):
+            os.kill(await _pid_at(supervisor.address), signal.SIGKILL)
+            assert (await facts.next("shard has died and is restarted"))["pause_s"] == 0.1
+            await facts.next("shard is ready again")
+
+
+async def test_storage_error_stops_all(tmp_path: Path, facts: FactLog) -> None:
+    """A storage error is not retried; the server ends with its code."""
+    async with _running(tmp_path, "storage") as (_, running):
+        stopped = await facts.next("shard cannot go on; the server stops")
+        assert stopped["error"] == "log record 7 is rotten"
+        assert await running == 3
+        assert "shard has died and is restarted" not in facts.messages()
+
+
+async def test_kills_after_the_deadline(tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that does not drain is killed at the deadline, and the exit code is 1."""
+    monkeypatch.setattr("headrace.paramserver.shard.supervisor._CLOSE_GRACE_S", 0.2)
+    async with _running(tmp_path, "stubborn", num_shards=1, drain_s=0.0) as (supervisor, running):
+        await facts.next("server is ready")
+        supervisor.stop()
+        await facts.next("shard has not drained in time and is killed")
+        assert await running == 1
+
+
+async def test_second_signal_kills(tmp_path: Path, facts: FactLog) -> None:
+    """The second SIGINT does not wait for the drain."""
+    async with _running(tmp_path, "stubborn", drain_s=3600.0) as (_, running):
+        await facts.next("server is ready")
+        os.kill(os.getpid(), signal.SIGINT)
+        await facts.next("server stops")
+        assert not running.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await running == 130
+
+
+async def test_cancelled(tmp_path: Path, facts: FactLog) -> None:
+    """A cancelled supervisor leaves no process, which `_running` checks."""
+    async with _running(tmp_path, "stubborn"):
+        await facts.next("server is ready")
+
+
+async def test_babbling_child(tmp_path: Path, facts: FactLog) -> None:
+    """A child that reports nonsense is killed and counts as dead."""
+    async with _running(tmp_path, "babble", num_shards=1, max_quick_deaths=1) as (_, running):
+        last = await facts.next("shard keeps dying; the server gives up")
+        assert last["error"] == "not a report of a shard process: b'hello\\n'"
+        assert await running == 1
+
+
+async def test_command_that_is_not_there(tmp_path: Path, facts: FactLog) -> None:
+    """A process that cannot be started counts as dead."""
+    async with _running(tmp_path, num_shards=1, max_quick_deaths=2, program=(str(tmp_path / "absent"),)) as (
+        _,
+        running,
+    ):
+        last = await facts.next("shard keeps dying; the server gives up")
+        assert last["error"] == "the process cannot be started: No such file or directory"
+        assert await running == 1
+
+
+async def test_children_share_the_lock(tmp_path: Path, facts: FactLog) -> None:
+    """The directory stays locked until the last shard process is gone, even without the supervisor's descriptor."""
+    from headrace.schemas.errors import ConfigError
+
+    async with _running(tmp_path, "serve", num_shards=1) as (supervisor, running):
+        await facts.next("server is ready")
+        supervisor._data_dir.close()
+        with pytest.raises(ConfigError, match="in use by another server"):
+            DataDir.claim(tmp_path / "data", num_shards=None)
+        supervisor.stop()
+        assert await running == 0
+        DataDir.claim(tmp_path / "data", num_shards=None).close()

@@ -1,0 +1,187 @@
+"""Coalescing against a dict, and the keys and values of runs."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from row_batches import (
+    LAYOUT,
+    ROWS,
+    SHARDS,
+    SPEC,
+    SPLIT,
+    UPDATES,
+    FakeStore,
+    Model,
+    make_batch,
+    make_delta,
+    make_update,
+    parts_of,
+    read,
+    split,
+)
+
+from headrace.paramserver.store import coalescing
+from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun, coalesce, coalesce_all, entries_of
+from headrace.paramserver.store.deltas import Part
+from headrace.paramserver.store.memtable import PendingRows
+from headrace.paramserver.store.row_reader import settle
+from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
+
+
+def test_coalescing_keeps_the_newest_of_each_row_sorted() -> None:
+    """Only the last of many updates to a row is left, ids ascending, whatever is deleted meanwhile."""
+    batches = [make_batch(1, [5, 1, 9]), make_batch(2, [1], deleted=[9, 3]), make_batch(3, [3, 7])]
+    run = coalesce(1, parts_of(*batches)).copied()
+    assert run.row_ids.tolist() == [1, 3, 5, 7, 9]
+    assert run.records["step"].tolist() == [2, 3, 1, 3, 2]
+    assert run.records["flags"].tolist() == [0, 0, 0, 0, 1]
+    assert run.is_conditional is None
+
+
+def test_copied_runs_do_not_share_memory_with_frames() -> None:
+    """A coalesced run reads from the frames; after `copied` the frames may be reused."""
+    frame = bytearray(64)
+    delta = make_delta([1], 1)
+    delta.columns["weights"] = memoryview(frame)[:16]
+    batch = make_batch(1, deltas=(delta,))
+    coalesced = coalesce(1, parts_of(batch))
+    run = coalesced.copied()
+    before = run.records.tobytes()
+    assert coalesced.records_at(slice(None)).tobytes() == before
+    frame[:] = b"\xff" * 64
+    assert run.records.tobytes() == before
+    assert coalesced.records_at(np.array([0])).tobytes() != before
+
+
+@given(st.lists(UPDATES, max_size=12), st.data())
+def test_any_split_into_windows_ends_in_the_same_rows(drawn: Any, data: st.DataObject) -> None:
+    """Batches coalesced in windows of any sizes give the rows that they give one by one."""
+    batches = [make_update(seq, update) for seq, update in enumerate(drawn, 1)]
+    store, model = FakeStore(), Model()
+    left = batches
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        run = coalesce(1, parts_of(*left[:size]))
+        assert run.size_bytes == run.row_ids.size * (LAYOUT.size_bytes + 8)
+        store.write(settle(run, store.read))
+        left = left[size:]
+    for batch in batches:
+        model.apply(batch)
+    model.check(ROWS, read(PendingRows(1, LAYOUT), store))
+
+
+@given(st.lists(UPDATES, max_size=12), st.data())
+def test_replaying_any_suffix_changes_nothing(drawn: Any, data: st.DataObject) -> None:
+    """Batches that are in the store already may be applied once more, as after a crash."""
+    batches = [make_update(seq, update) for seq, update in enumerate(drawn, 1)]
+    store, model = FakeStore(), Model()
+    start = data.draw(st.integers(0, len(batches)))
+    for batch in [*batches, *batches[start:]]:
+        store.write(settle(coalesce(1, parts_of(batch)), store.read))
+    for batch in batches:
+        model.apply(batch)
+    model.check(ROWS, read(PendingRows(1, LAYOUT), store))
+
+
+COLUMN_SHARDS = [(1, SPEC, SPEC.whole), (2, SPEC, SPEC.whole), *((3, SPLIT, shard) for shard in SHARDS[1:])]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(range(len(COLUMN_SHARDS))),
+            st.dictionaries(st.sampled_from(ROWS), st.booleans(), min_size=1, max_size=6),
+            st.booleans(),
+        ),
+        max_size=16,
+    ),
+    st.sampled_from([1, 4, 8, 1024]),
+)
+def test_column_shards_coalesced_together_are_what_each_is_by_itself(
+    drawn: list[tuple[int, dict[int, bool], bool]], few_entries: int
+) -> None:
+    """Coalescing column shards together gives what each gives alone."""
+    pending = [PendingRows(table_id, RecordLayout(spec, shard)) for table_id, spec, shard in COLUMN_SHARDS]
+    parts: dict[PendingRows, list[Part]] = {}
+    for seq, (number, rows, is_conditional) in enumerate(drawn, 1):
+        table_id, spec, shard = COLUMN_SHARDS[number]
+        delta = make_delta(tag=seq, **split(rows), spec=spec, shard=shard, table_id=table_id)
+        batch = make_batch(seq, deltas=(delta,), is_conditional=is_conditional)
+        parts.setdefault(pending[number], []).append(Part.of_delta(delta, batch))
+    with mock.patch.object(coalescing, "_FEW_ENTRIES", few_entries):
+        found = {
+            (run.table_id, run.layout.shard): run.copied()
+            for run in coalesce_all((of.table_id, some) for of, some in parts.items())
+        }
+    assert len(found) == len(parts)
+    for rows_of, of_rows in parts.items():
+        run, wanted = found[rows_of.table_id, rows_of.layout.shard], coalesce(rows_of.table_id, of_rows).copied()
+        assert run.row_ids.tolist() == wanted.row_ids.tolist()
+        assert run.records.tobytes() == wanted.records.tobytes()
+        flags = [None if of.is_conditional is None else of.is_conditional.tolist() for of in (run, wanted)]
+        assert flags[0] == flags[1]
+
+
+def test_a_row_is_not_taken_for_the_next_tables_row_of_the_same_id() -> None:
+    """The last row of one column shard and the first of the next stay two rows when coalesced together."""
+    pending = []
+    for table_id in (1, 2):
+        delta = make_delta([7], table_id, table_id=table_id)
+        pending.append((table_id, [Part.of_delta(delta, make_batch(table_id, deltas=(delta,)))]))
+    runs = coalesce_all(pending)
+    assert [(run.table_id, run.row_ids.tolist(), run.copied().records["step"].tolist()) for run in runs] == [
+        (1, [7], [1]),
+        (2, [7], [2]),
+    ]
+
+
+OTHER = TableSpec(fqn="other", num_rows=0, dim=3, dtype=DType.FLOAT16)
+
+
+LAYOUTS = [RecordLayout(SPEC, SPEC.whole), RecordLayout(OTHER, OTHER.whole)]
+
+
+LEFT = ColumnShard(offset=0, width=2)
+
+
+sizes = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 3)), max_size=8)
+
+
+@given(sizes, st.integers(1, 12), st.booleans())
+def test_each_row_of_each_run_is_there_once(tables: list[tuple[int, int, int]], num_rows: int, is_copied: bool) -> None:
+    """Keys and values come in the order of the runs, `num_rows` at a time, for alike, mixed and deleted rows."""
+    pending = {}
+    for table_id, (number, num_present, num_deleted) in enumerate(tables, 1):
+        spec = LAYOUTS[number], [SPEC, OTHER][number]
+        deleted = range(num_present, num_present + num_deleted)
+        delta = make_delta(range(num_present), table_id, deleted=deleted, spec=spec[1], table_id=table_id)
+        if num_present + num_deleted:
+            part = Part.of_delta(delta, make_batch(table_id, deltas=(delta,)))
+            pending[table_id] = [part]
+    runs: list[SortedRun | CoalescedRows] = sorted(coalesce_all(pending.items()), key=lambda run: run.table_id)
+    copies = [run.copied() for run in runs if isinstance(run, CoalescedRows)]
+    if is_copied:
+        runs[::2] = copies[::2]
+    written = list(entries_of(runs, num_rows))
+    assert [len(keys) for keys, _ in written[:-1]] == [num_rows] * (len(written) - 1)
+    assert all(0 < len(keys) <= num_rows for keys, _ in written)
+    wanted_keys = [key for run in copies for key in encode_keys(run.table_id, run.layout.shard, run.row_ids)]
+    assert [key for keys, _ in written for key in keys] == wanted_keys
+    wanted_values = [value for run in copies for value in run.layout.values_of(run.records)]
+    assert [value for _, values in written for value in values] == wanted_values
+
+
+def test_runs_in_another_order_of_rows() -> None:
+    """A run of some rows in another order gives its own keys and values, as claims need."""
+    delta = make_delta([1, 2, 3, 4], 1, spec=OTHER, shard=LEFT, table_id=5)
+    run = coalesce(5, [Part.of_delta(delta, make_batch(1, deltas=(delta,)))])
+    ((keys, values),) = entries_of([run.take(np.array([3, 0]))], 10)
+    assert keys == encode_keys(5, LEFT, np.array([4, 1]))
+    assert values == [run.layout.values_of(run.records_at(slice(None)))[at] for at in (3, 0)]

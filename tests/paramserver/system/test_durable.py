@@ -1,0 +1,88 @@
+"""Files and directories are whole or absent after a crash."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from headrace.paramserver.system.durable import fsync_tree, move_into_place, write_file
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Record each sync and rename, with the name of its file or target."""
+    calls: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(fd: int) -> None:
+        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def record_replace(source: Path, target: Path) -> None:
+        calls.append(("rename", target.name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    return calls
+
+
+@pytest.mark.parametrize("content", [b"new", lambda file: file.write(b"new")])
+@pytest.mark.parametrize("aside", [None, "b.new"])
+def test_write_file_syncs_before_and_after_the_rename(
+    tmp_path: Path,
+    calls: list[tuple[str, str]],
+    content: bytes | Callable[[BinaryIO], object],
+    aside: str | None,
+) -> None:
+    """The content is on disk before the file has its name, and the name before the call returns."""
+    path = tmp_path / "b"
+    path.write_bytes(b"the old content")
+    (tmp_path / (aside or "b.tmp")).write_bytes(b"the longer rest of a write that was killed")
+    write_file(path, content, aside=None if aside is None else tmp_path / aside)
+    assert calls == [("fsync", aside or "b.tmp"), ("rename", "b"), ("fsync", tmp_path.name)]
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_write_file_without_durability_syncs_nothing(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    """A file that means nothing after a power loss is renamed without a sync."""
+    write_file(tmp_path / "a", b"1", is_durable=False)
+    assert calls == [("rename", "a")]
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("step", ["content", "fsync", "replace"])
+def test_write_file_that_fails_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """After an error the file is as before, and nothing lies beside it."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if step != "content":
+        monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, fail if step == "content" else b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_directory_is_synced_whole_and_moved(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    """Everything in a directory is synced before the directory itself, and the new name last."""
+    made = tmp_path / "made"
+    (made / "below").mkdir(parents=True)
+    (made / "below" / "file").write_bytes(b"1")
+    fsync_tree(made)
+    move_into_place(made, tmp_path / "there")
+    synced = [("fsync", name) for name in ("file", "below", "made")]
+    assert calls == [*synced, ("rename", "there"), ("fsync", tmp_path.name)]
+    assert (tmp_path / "there" / "below" / "file").read_bytes() == b"1"

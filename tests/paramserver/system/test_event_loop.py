@@ -1,0 +1,262 @@
+"""Task groups with one error, threads that are never left behind, and short pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.system.event_loop import NICENESS, LoopProbe, run_in_thread_to_end, task_group
+from headrace.schemas.errors import StorageError, UnavailableError
+
+
+async def _fail() -> None:
+    raise UnavailableError("away")
+
+
+async def _wait() -> None:
+    await asyncio.Event().wait()
+
+
+async def _fail_when_cancelled() -> None:
+    try:
+        await _wait()
+    except asyncio.CancelledError:
+        raise UnavailableError("away") from None
+
+
+async def _run(*works: Callable[[], Awaitable[None]]) -> None:
+    async with task_group() as group:
+        for work in works:
+            group.create_task(work())  # type: ignore[arg-type]
+        await _wait()
+
+
+async def test_the_group_waits_for_all_tasks() -> None:
+    """The block ends when its tasks and those that they started have ended."""
+    done: list[str] = []
+
+    async def work(name: str, more: str = "") -> None:
+        await asyncio.sleep(0)
+        if more:
+            group.create_task(work(more))
+        done.append(name)
+
+    async with task_group() as group:
+        group.create_task(work("first", more="second"))
+        group.create_task(work("third"))
+    assert sorted(done) == ["first", "second", "third"]
+
+
+async def test_an_error_of_a_task() -> None:
+    """A task's error is raised as it is, without a group in its traceback."""
+    with pytest.raises(UnavailableError, match="away") as caught:
+        await _run(_wait, _fail)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+async def test_an_error_after_the_block() -> None:
+    """An error of a task that outlives the block cancels the others and leaves no cancellation behind."""
+    with pytest.raises(UnavailableError, match="away"):
+        async with task_group() as group:
+            group.create_task(_fail())
+            waiting = group.create_task(_wait())
+    assert waiting.cancelled()
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+
+async def test_an_error_of_the_block() -> None:
+    """An error of the block itself is raised as it is."""
+    with pytest.raises(StorageError, match="newer"):
+        async with task_group() as group:
+            group.create_task(_wait())
+            raise StorageError("newer")
+
+
+async def test_several_errors() -> None:
+    """Of several errors the first is raised, unless the caller chooses another."""
+
+    async def fail_otherwise() -> None:
+        raise StorageError("the disk is full")
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        await _run(_fail_when_cancelled, fail_otherwise)
+    with pytest.raises(StorageError):
+        async with task_group(lambda errors: next(e for e in errors if isinstance(e, StorageError))) as group:
+            group.create_task(_fail_when_cancelled())
+            await asyncio.sleep(0)
+            raise StorageError("newer")
+
+
+@pytest.mark.parametrize("block_waits", [False, True])
+async def test_a_cancellation_stays_one(block_waits: bool) -> None:
+    """A task that fails while it is cancelled does not hide the cancellation of its owner."""
+
+    async def run() -> None:
+        async with task_group() as group:
+            group.create_task(_fail_when_cancelled())
+            if block_waits:
+                await _wait()
+
+    running = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+
+
+async def test_a_deadline_stays_one() -> None:
+    """A deadline around the group raises `TimeoutError`, whatever the tasks raise then."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await _run(_fail_when_cancelled)
+
+
+async def test_an_error_amid_an_older_cancellation() -> None:
+    """Code that cleans up after a cancellation still gets errors."""
+    caught: list[BaseException] = []
+
+    async def clean_up() -> None:
+        try:
+            await _wait()
+        finally:
+            try:
+                await _run(_fail)
+            except UnavailableError as exc:
+                caught.append(exc)
+
+    running = asyncio.create_task(clean_up())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    assert len(caught) == 1
+
+
+async def test_results_and_errors_of_a_thread() -> None:
+    """The caller gets what the work returns or raises."""
+    here = threading.get_ident()
+    assert await run_in_thread_to_end(threading.get_ident) != here
+    with pytest.raises(ZeroDivisionError):
+        await run_in_thread_to_end(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancelled_caller_waits_for_the_thread(fails: bool) -> None:
+    """However often the caller is cancelled, it goes on only when the work has ended."""
+    loop, begun, may_end, has_ended = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), False
+
+    def work() -> None:
+        nonlocal has_ended
+        loop.call_soon_threadsafe(begun.set)
+        may_end.wait()
+        has_ended = True
+        if fails:
+            raise OSError("of no use to anybody")
+
+    async def call() -> None:
+        try:
+            await run_in_thread_to_end(work)
+        finally:
+            assert has_ended
+
+    calling = asyncio.create_task(call())
+    try:
+        await begun.wait()
+        for _ in range(3):
+            calling.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not calling.done()
+    finally:
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (the timer is what the test is about)
+            await asyncio.sleep(0)
+
+
+async def test_a_callback_that_blocks_is_a_pause_of_its_length() -> None:
+    """A loop blocked for 50 ms reports a pause of nearly that length."""
+    async with LoopProbe() as probe:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.05:
+            pass
+        await _until(lambda: probe.worst_pause_s > 0.04)
+
+
+async def test_a_pause_is_forgotten_after_the_window() -> None:
+    """A pause older than the window does not count."""
+    async with LoopProbe(window_s=0.12) as probe:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.3:
+            pass
+        await _until(lambda: probe.worst_pause_s > 0.2)
+        await _until(lambda: probe.worst_pause_s < 0.2)
+
+
+async def test_it_leaves_no_timer_behind() -> None:
+    """After its `async with` the probe has no timer."""
+    async with LoopProbe() as probe:
+        pass
+    assert probe._timer is not None
+    assert probe._timer.cancelled()
+
+
+_PROGRAM = """
+import gc, sys
+from headrace.paramserver.system.event_loop import shorten_gc_pauses
+shorten_gc_pauses()
+print(gc.get_freeze_count() > 1000, gc.get_threshold()[0] > 700, sys.getswitchinterval() < 0.005, gc.isenabled())
+"""
+
+
+def test_collections_and_switches_are_set() -> None:
+    """Existing objects are frozen, and collections are rare but enabled."""
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 4
+
+
+def test_background_threads_have_low_priority(tmp_path: Path) -> None:
+    """RocksDB's threads yield a busy core to the shard's event loop."""
+    server = ServerProcess.start(tmp_path / "data", shards=1)
+    try:
+        process = server.shard_pids[0]
+        niceness = {}
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # others may end meanwhile
+                if (task / "comm").read_text().startswith("rocksdb"):
+                    niceness[task.name] = os.getpriority(os.PRIO_PROCESS, int(task.name))
+        assert niceness
+        assert set(niceness.values()) == {os.getpriority(os.PRIO_PROCESS, process) + NICENESS}
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1 + NICENESS), (17, 19)])
+def test_niceness_is_relative(before: int, after: int) -> None:
+    """A process started with some niceness adds to it, which needs no rights."""
+    program = (
+        "import os\n"
+        "from headrace.paramserver.system.event_loop import lower_thread_priority\n"
+        "lower_thread_priority()\n"
+        "print(os.nice(0))"
+    )
+    command = ["nice", "-n", str(before - os.nice(0)), sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == after

@@ -1,0 +1,193 @@
+"""Log lines: one per fact, as text or JSON; repeated warnings are counted instead of written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from headrace.paramserver.system.log_lines import (
+    RepeatFilter,
+    WarningThrottle,
+    configure_logging,
+    fact,
+    limit_repeats,
+    resolve_log_format,
+)
+
+LOGGER = logging.getLogger("test_log_format")
+
+
+@pytest.fixture(autouse=True)
+def _restore_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+
+
+def _configure(log_format: str, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    configure_logging(level=level, log_format=log_format, stream=stream, always={"shard": 3})
+    return stream
+
+
+def test_json() -> None:
+    """A JSON line has time, level, logger, message and the fields; no field replaces the first four."""
+    stream = _configure("json")
+    fact(LOGGER, logging.WARNING, "gate is open", height=1.5, path="a\nb", level="mine")
+    line = json.loads(stream.getvalue())
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "warning",
+        "logger": "test_log_format",
+        "message": "gate is open",
+        "shard": 3,
+        "height": 1.5,
+        "path": "a\nb",
+    }
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_text() -> None:
+    """A text line is one line, whatever the fields hold."""
+    stream = _configure("text")
+    fact(LOGGER, logging.INFO, "gate is\nopen", height=1.23456, path="a\nb", name="", plain="x/y")
+    line = stream.getvalue()
+    assert line.endswith(' info    gate is open  shard=3  height=1.23  path="a\\nb"  name=""  plain=x/y\n')
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_plain_records_and_tracebacks(log_format: str) -> None:
+    """Records of plain logging calls look the same, with their traceback."""
+    stream = _configure(log_format)
+    try:
+        raise ValueError("stuck")
+    except ValueError:
+        LOGGER.exception("gate %d failed", 7)
+    text = stream.getvalue()
+    assert "gate 7 failed" in text
+    assert "ValueError: stuck" in text
+    assert (text.count("\n") == 1) == (log_format == "json")
+
+
+def test_levels_formats_and_percent_signs() -> None:
+    """A fact's message is no format string, records below the level are dropped, and `auto` depends on the stream."""
+    stream = _configure("json")
+    fact(LOGGER, logging.INFO, "100 %s full")
+    assert json.loads(stream.getvalue())["message"] == "100 %s full"
+    stream = _configure("text", level="error")
+    fact(LOGGER, logging.WARNING, "gate creaks")
+    assert stream.getvalue() == ""
+    assert resolve_log_format("auto", stream) == "json"
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    assert resolve_log_format("auto", stream) == "text"
+    assert resolve_log_format("json", stream) == "json"
+
+
+_log = logging.getLogger("headrace.test")
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    written = io.StringIO()
+    configure_logging(level="info", log_format="json", stream=written)
+    return written
+
+
+def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    return [line for line in lines if line["logger"].startswith("headrace.")]  # asyncio's own may come at any time
+
+
+def test_burst_passes_and_the_rest_is_counted(stream: io.StringIO) -> None:
+    """Three of ten equal warnings are written; the next window begins with the number of the others."""
+    now_s = 0.0
+    logging.getLogger().handlers[0].addFilter(RepeatFilter(burst=3, window_s=10, clock_s=lambda: now_s))
+    for i in range(10):
+        fact(_log, logging.WARNING, "refused", peer=i)
+    fact(_log, logging.WARNING, "another", peer=0)
+    now_s = 10.0
+    fact(_log, logging.INFO, "goes on")
+    lines = [(line["message"], line.get("peer"), line.get("times")) for line in _lines(stream)]
+    assert lines[:4] == [("refused", 0, None), ("refused", 1, None), ("refused", 2, None), ("another", 0, None)]
+    assert lines[4:] == [("repeated", None, 7), ("goes on", None, None)]
+    assert _lines(stream)[4] | {"time": ""} == {
+        "time": "",
+        "level": "warning",
+        "logger": "headrace.paramserver.system.log_lines",
+        "message": "repeated",
+        "what": "refused",
+        "of": "headrace.test",
+        "times": 7,
+        "within_s": 10.0,
+    }
+
+
+def test_info_and_critical_are_never_dropped(stream: io.StringIO) -> None:
+    """Facts at info are events of their own, and a fatal error is always logged."""
+    limit_repeats()
+    for level in (logging.INFO, logging.CRITICAL):
+        for _ in range(100):
+            fact(_log, level, "said")
+    assert len(_lines(stream)) == 200
+
+
+def test_kinds_take_bounded_memory(stream: io.StringIO) -> None:
+    """Many different messages end the window early, so that few are remembered."""
+    repeats = RepeatFilter(burst=1, window_s=1e9, clock_s=lambda: 0.0)
+    logging.getLogger().handlers[0].addFilter(repeats)
+    for i in range(1000):
+        fact(_log, logging.ERROR, f"message {i}")
+    assert len(repeats._counts) <= 256
+    assert len(_lines(stream)) == 1000
+
+
+def test_threads_share_one_count() -> None:
+    """Of equal records from many threads exactly a burst passes, and no call fails while windows end."""
+    same = RepeatFilter(burst=1_000, window_s=1e9)
+    others = RepeatFilter(burst=1, window_s=1e9)
+
+    def say(thread: int) -> int:
+        passed = 0
+        for number in range(6_000):
+            passed += same.filter(_record("the same"))
+            others.filter(_record(f"{thread} {number}"))
+        return passed
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            passed = sum(pool.map(say, range(8)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert passed == 1_000
+
+
+def _record(message: str) -> logging.LogRecord:
+    return logging.LogRecord("headrace.test", logging.WARNING, __file__, 1, message, None, None)
+
+
+def test_warnings_about_peers_are_throttled(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning per kind and interval is written; the next one has the number of the others."""
+    now_s = 0.0
+    throttle = WarningThrottle(_log, clock_s=lambda: now_s)
+    for peer in ("a:1", "b:2", "c:3"):
+        throttle.warn("slow", peer, "no frame")
+    throttle.warn("malformed", "a:1", "no call")
+    now_s = 1.0
+    throttle.warn("slow", "d:4", "no frame")
+    assert caplog.messages == [
+        "a:1: slow: no frame",
+        "a:1: malformed: no call",
+        "d:4: slow: no frame (2 more since the last such line)",
+    ]

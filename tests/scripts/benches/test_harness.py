@@ -1,0 +1,52 @@
+"""What all benches share: options, medians and lines for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace import cli
+from headrace.scripts.benches.harness import Rounds, say
+from headrace.scripts.benches.peers import REDIS_HINT
+
+
+def test_ratios_are_of_medians_and_null_without_a_peer() -> None:
+    """A ratio is one median over another; without its peer it is None."""
+    rounds = Rounds()
+    for seconds in (1.0, 2.0, 40.0):
+        rounds.add("ours", 600 / seconds)
+        rounds.add("peer", 300 / seconds)
+    assert rounds.ratio("ours", "peer") == 2.0
+    assert rounds.medians() == {"ours": 300, "peer": 150}
+    assert rounds.medians(2)["peer"] == 300
+    assert rounds.ratio("ours", "absent") is None and rounds.ratio("absent", "ours") is None
+
+
+def test_hints_are_printed_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The extra in brackets is not markup of the console's."""
+    say(REDIS_HINT)
+    assert capsys.readouterr().err == f"{REDIS_HINT}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ingest", "json folder rounds batches"),
+        ("recovery", "json folder rounds mebibytes"),
+        ("wire", "json rounds writes reads idle"),
+        ("lookup", "json folder rounds rows dim rows-per-s redis-rows disk-rows lookups"),
+        ("overhead", "json folder rounds steps set"),
+        ("freshness", "json folder rounds steps rows-per-s rows-per-step rows dim consistency flush-percent"),
+        ("backfill", "json folder rows rounds"),
+        ("export", "json folder rows format rounds"),
+        ("kernels", "json rounds small"),
+        ("all", "report scale only rounds folder"),
+    ],
+)
+@pytest.mark.torchrec
+def test_options_of_every_bench(name: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each bench has its options, and a help of plain sentences."""
+    assert cli.main(["bench", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    found = {word.strip("│[],.") for word in shown.split() if word.startswith("--")}
+    assert found == {f"--{option}" for option in (*options.split(), "help")} | (found & {"--no-small"})
+    assert ("Raises" not in shown and "Measure" in shown) or name == "all"

@@ -1,0 +1,109 @@
+"""`headrace bench overhead`, with a tiny model and few steps: that it measures, not what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from headrace.schemas.errors import ConfigError
+from headrace.scripts.benches import overhead
+from headrace.scripts.benches.overhead import ModelConfig, OverheadConfig, make_figures, measure
+from headrace.scripts.benches.targets import judge
+
+TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
+
+
+def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every figure is there; rows were sent, our time was seen, and rows stayed dirty while the server was stopped.
+
+    The trainer does not warn that the store has tables from the blocks before: that is how the bench is made.
+    """
+    settings = ["staging_bytes=65536", "flush_percent=100"]
+    config = OverheadConfig(model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings=settings)
+    figures = measure(config, lambda stage: None)
+    assert "before this run" not in capfd.readouterr().err
+    assert figures["extra_bytes_bound"] == 15_000 // 8 + 2 * 2**16
+    assert figures["num_rows_sent"] > 100
+    assert 0 < figures["training_thread_share"] < 1
+    assert 0 < figures["outage_training_thread_share"] < 1
+    # Two buffers are full and stay so; the remaining steps only mark.
+    assert figures["outage_num_dirty_rows"] > 0
+    assert [len(figures["block_step_ms"][kind]) for kind in ("off", "on", "outage")] == [2, 1, 1]
+    memory = figures["block_memory_bytes"]
+    assert [len(memory[kind]) for kind in ("off", "on", "outage", "default_heap_off")] == [1, 1, 1, 2]
+    assert figures["extra_bytes"] == memory["on"][0] - memory["off"][0]
+    assert figures["outage_extra_bytes"] == memory["outage"][0] - memory["off"][0]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C kills a trainer that has stopped the server's processes; the bench lets them run again."""
+    stopped: list[int] = []
+
+    class Interrupted(contextlib.nullcontext[Any]):
+        def ask(self, *, stopped_pids: list[int], **order: Any) -> dict[str, Any]:
+            for pid in stopped_pids:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+            if stopped:
+                raise KeyboardInterrupt
+            return {}
+
+        def __enter__(self) -> Self:
+            return self
+
+    monkeypatch.setattr(overhead, "Child", lambda *_, **__: Interrupted())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            measure(OverheadConfig(model=TINY, folder=tmp_path), lambda stage: None)
+    finally:
+        left = [pid for pid in stopped if _is_stopped(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGCONT)
+    assert len(stopped) == 2 and not left
+
+
+@pytest.mark.parametrize(("setting", "message"), [("flush_percent=0", r"flush.percent"), ("flush_percent=x", "'x'")])
+def test_settings_are_checked_before_anything_starts(setting: str, message: str) -> None:
+    """A wrong streamer setting is refused at once."""
+    with pytest.raises(ConfigError, match=message):
+        measure(OverheadConfig(model=TINY, settings=[setting]), pytest.fail)
+
+
+def _block(step_s: float, ours_s: float, memory_bytes: int) -> dict[str, Any]:
+    return {
+        "step_s": [step_s] * 4,
+        "ours_s": [ours_s] * 4,
+        "ours_cpu_s": 4 * ours_s,
+        "thread_cpu_s": 4 * step_s,
+        "cpu_s": 4 * step_s,
+        "memory_bytes": memory_bytes,
+        "num_rows_sent": 10,
+        "num_dirty_rows": 0,
+    }
+
+
+def test_figures_and_bounds() -> None:
+    """Times are of the steps, memory of the second trainer; each figure is judged against its bound."""
+    timed = {"off": [_block(1.0, 0, 0)], "on": [_block(1.04, 0.03, 0)], "outage": [_block(1.0, 0.01, 0)]}
+    memory = {"off": [_block(1, 0, 500)], "on": [_block(2, 1, 900)], "outage": [_block(2, 1, 1000)]}
+    figures = make_figures(timed, memory, 1000)
+    assert figures["step_time_ratio"] == 1.04
+    assert figures["training_thread_share"] == pytest.approx(0.03 / 1.04)
+    assert (figures["extra_bytes"], figures["outage_growth_bytes"]) == (400, 100)
+    assert [verdict.is_met for verdict in judge("overhead", figures)] == [True] * 5
+    timed["outage"], memory["outage"] = [_block(1.06, 0.01, 0)], [_block(1, 0, 2000)]
+    verdicts = judge("overhead", make_figures(timed, memory, 1000))
+    missed = [verdict.name for verdict in verdicts if not verdict.is_met]
+    assert missed == ["outage_step_time_ratio", "outage_extra_bytes"]

@@ -1,0 +1,328 @@
+"""The command `headrace backfill`: rows of files in a server and in a new directory, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
+
+from headrace import cli
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
+from headrace.scripts.table_io.sending import RowPace
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A running server of two shards with nothing in it."""
+    with ServerProcess.start(tmp_path / "server", shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """Files of three tables, with versions of epoch 3 and steps 0 to 6, and deleted rows."""
+    hashed = np.unique(np.random.default_rng(0).integers(0, 2**60, 100))
+    rows = {
+        ITEMS: chunk_of(ITEMS, np.arange(0, 500, 2), deleted=[8, 100]),
+        USERS: chunk_of(USERS, np.arange(300)),
+        VIRTUAL: chunk_of(VIRTUAL, hashed),
+    }
+    folder = snapshot(tmp_path, rows)
+    arguments = ["--format", "parquet", "--with-states", "--with-deleted"]
+    assert cli.main(["export", "--snapshot", str(folder), "--to", str(tmp_path / "files"), *arguments]) == 0
+    return tmp_path / "files"
+
+
+def _read(server: ServerProcess, fqn: str, ids: Any) -> Rows:
+    async def read() -> Rows:
+        async with await EmbeddingReader.connect(server.address) as reader:
+            return await reader.get(fqn, ids, with_states=True, with_versions=True)
+
+    return asyncio.run(read())
+
+
+def _report(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["backfill", *map(str, arguments), "--json"]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return {table.pop("fqn"): table for table in report["tables"]} | {"report": report}
+
+
+def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row arrives with values, version and identity, deletes as deletes; the same again sends nothing."""
+    report = _report(capsys, parquet, "--server", server.address)
+    assert report[ITEMS.fqn] | {"from": ""} == {
+        **{"from": "", "num_rows": 250, "num_written": 250, "num_kept": 0, "num_refused": 0, "num_earlier": 0}
+    }
+    ids = np.array([row for row in range(0, 500, 2) if row not in (8, 100)])
+    rows = _read(server, ITEMS.fqn, ids)
+    assert rows.weights.tobytes() == values_of(ITEMS, ids)["weights"].tobytes()
+    assert rows.states["exp_avg"].tobytes() == values_of(ITEMS, ids)["state:exp_avg"].tobytes()
+    assert rows.epochs is not None
+    assert rows.steps is not None
+    assert rows.times_us is not None
+    assert set(rows.epochs.tolist()) == {3}
+    assert rows.steps.tolist() == (ids % 7).tolist()
+    assert rows.times_us.tolist() == (ids * 1000).tolist()
+    assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
+    assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
+    again = _report(capsys, parquet, "--server", server.address)
+    assert again[ITEMS.fqn]["num_earlier"] == 250
+    forced = _report(capsys, parquet, "--server", server.address, "--again")
+    assert (forced[ITEMS.fqn]["num_earlier"], forced[ITEMS.fqn]["num_kept"]) == (0, 0)
+
+
+def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """Rows that are newer in the server are counted and stay, whatever the order in which the versions came."""
+    fresh = values_of(ITEMS, np.arange(500))["weights"] + 1
+    save_file({ITEMS.fqn: fresh}, tmp_path / "new.safetensors")
+    maps = ("--table", ITEMS.fqn, "--server", server.address)
+    _report(capsys, parquet, *maps)
+    report = _report(capsys, tmp_path / "new.safetensors", *maps, "--zero-states", "--epoch", 3, "--step", 4)
+    newer = [row for row in range(0, 500, 2) if row % 7 > 4]
+    assert (report[ITEMS.fqn]["num_kept"], report[ITEMS.fqn]["num_written"]) == (len(newer), 500 - len(newer))
+    rows = _read(server, ITEMS.fqn, np.arange(500))
+    assert rows.steps is not None
+    for row in range(500):
+        is_kept = row in newer
+        assert rows.steps[row] == (row % 7 if is_kept else 4)
+        if row not in (8, 100) or not is_kept:
+            assert rows.weights[row].tobytes() == (fresh[row] - (1 if is_kept else 0)).tobytes()
+
+
+def test_tables_that_the_server_does_not_have_are_told(
+    parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside others a table that is new to the server may be one whose name is misspelled: it is named."""
+    arguments = ["backfill", str(parquet), "--server", server.address]
+    assert cli.main([*arguments, "--table", ITEMS.fqn]) == 0
+    assert "new to the server" not in capsys.readouterr().err
+    assert cli.main([*arguments, "--map", f"{ITEMS.fqn}=sparse.itms.weight", "--table", "sparse.itms.weight"]) == 0
+    assert "headrace: new to the server: sparse.itms.weight\n" in capsys.readouterr().err
+
+
+async def _acked(address: str) -> int:
+    async with await EmbeddingReader.connect(address) as reader:
+        return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)
+
+
+def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backfill that is killed with kill -9 goes on where it was, and in the end every row is there."""
+    values = np.arange(400_000 * 4, dtype="<f4").reshape(-1, 4)
+    save_file(dict(table=values), tmp_path / "t.safetensors")
+    arguments = [str(tmp_path / "t.safetensors"), "--table", "table", "--server", server.address]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "backfill", *arguments, "--rows-per-s", "30000"],
+        stdout=subprocess.DEVNULL,
+    )
+
+    async def wait() -> None:
+        async with asyncio.timeout(60):
+            while await _acked(server.address) < 3:
+                assert process.poll() is None
+
+    try:
+        asyncio.run(wait())
+    finally:
+        process.kill()
+        process.wait()
+    report = _report(capsys, *arguments)
+    assert 0 < report["table"]["num_earlier"] < 400_000
+    ids = np.arange(0, 400_000, 13)
+    assert _read(server, "table", ids).weights.tobytes() == values[ids].tobytes()
+
+
+def test_another_file_of_that_name_is_sent(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """A file of the same name, length and time in another directory is another source, not one that is there."""
+    for number in (1, 2):
+        path = tmp_path / str(number) / "t.safetensors"
+        path.parent.mkdir()
+        save_file(dict(table=np.full((10, 3), number, "<f4")), path)
+        os.utime(path, ns=(0, 0))
+        report = _report(capsys, path, "--server", server.address, "--table", "table")
+        assert (report["table"]["num_written"], report["table"]["num_earlier"]) == (10, 0)
+    assert (_read(server, "table", np.arange(10)).weights == 2).all()
+
+
+def test_a_dry_run_changes_nothing(
+    parquet: Path, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run says what would go where, finds what is wrong, and writes nothing."""
+    report = _report(capsys, parquet, "--server", server.address, "--dry-run")
+    assert report["report"]["is_dry_run"]
+    assert report[ITEMS.fqn]["num_rows"] == 250
+    assert asyncio.run(_acked(server.address)) == 0
+    assert cli.main(["backfill", str(parquet), "--data", str(tmp_path / "new"), "--dry-run"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert "exp_avg:float32" in capsys.readouterr().out
+
+
+def test_a_directory_that_does_not_fit_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not when the disk is full of the part that fits."""
+    save_file(dict(table=np.ones((1000, 3), np.float32)), tmp_path / "t.safetensors")
+    arguments = ["backfill", str(tmp_path / "t.safetensors"), "--table", "table", "--data", str(tmp_path / "new")]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * (24 + 12) - 1))
+    assert cli.main(arguments) == 1
+    assert f"{tmp_path}: the store takes 35.2 KiB, and 35.2 KiB are free" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A NaN is refused before anything is written, or its row left out and counted, or kept: as one says."""
+    values = np.ones((50, 3), np.float32)
+    values[7, 1], values[9, 0] = np.nan, np.inf
+    save_file(dict(table=values), tmp_path / "t.safetensors")
+
+    def arguments(number: int) -> list[str]:
+        place = ["--data", str(tmp_path / f"new-{number}")] if offline else ["--server", server.address]
+        return [str(tmp_path / "t.safetensors"), "--table", "table", *place]
+
+    assert cli.main(["backfill", *arguments(0)]) == 1
+    assert "row 7 has a NaN" in capsys.readouterr().err
+    assert not (tmp_path / "new-0").exists()
+    assert asyncio.run(_acked(server.address)) == 0
+    report = _report(capsys, *arguments(1), "--non-finite", "skip")
+    assert (report["table"]["num_refused"], report["table"]["num_written"]) == (2, 48)
+    report = _report(capsys, *arguments(2), "--non-finite", "keep")
+    assert (report["table"]["num_refused"], report["table"]["num_written"]) == (0, 50)
+    if not offline:
+        assert _read(server, "table", np.arange(50)).weights.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "say where to"),
+        (["--data", "{new}", "--server", "127.0.0.1:1"], "say where to"),
+        (["--server", "127.0.0.1:1", "--shards", "2"], "--shards goes with --data"),
+        (["--data", "{new}", "--rows-per-s", "5"], "--rows-per-s goes with --server"),
+        (["--data", "{new}", "--again"], "--again goes with --server"),
+        (["--data", "{new}", "--no-count"], "--no-count goes with --server"),
+        (["--data", "{new}", "--timeout-s", "5"], "--timeout-s goes with --server"),
+        (["--data", "{new}", "--tls"], "--tls goes with --server"),
+        (["--data", "{new}", "--epoch", "0"], "--epoch 0"),
+        (["--data", "{new}", "--step", "-1"], "--step -1"),
+        (["--data", "{new}", "--map", "x"], "--map 'x'"),
+        (["--data", "{new}", "--table", "nowhere"], "--table 'nowhere'"),
+        (["--data", "{new}", "--non-finite", "maybe"], "--non-finite 'maybe'"),
+        (["--data", "{full}"], "not empty"),
+        (["--server", "127.0.0.1:1", "--timeout-s", "1"], "no connection to 127.0.0.1:1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    parquet: Path, tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong flag is one line that names it, and nothing is made."""
+    before = sorted(os.listdir(tmp_path))
+    filled = [argument.format(new=tmp_path / "new", full=tmp_path) for argument in arguments]
+    capsys.readouterr()
+    assert cli.main(["backfill", str(parquet), *filled]) == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("name", ["nothing.pt", "odd.csv", "empty"])
+def test_sources_that_are_none(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there, of an unknown kind, and an empty directory are one line each."""
+    (tmp_path / "odd.csv").write_text("1,2")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["backfill", str(tmp_path / name), "--data", str(tmp_path / "new")]) == 1
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+
+
+def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+    """A table that the server knows otherwise is refused with what differs, before anything is sent."""
+    save_file(dict(table=np.zeros((10, 3), "<f4")), tmp_path / "a.safetensors")
+    save_file(dict(table=np.zeros((11, 3), "<f4")), tmp_path / "b.safetensors")
+    _report(capsys, tmp_path / "a.safetensors", "--server", server.address, "--table", "table")
+    assert cli.main(["backfill", str(tmp_path / "b.safetensors"), "--server", server.address]) == 1
+    assert "num_rows 10 ≠ 11" in capsys.readouterr().err
+
+
+async def test_a_pace_is_even() -> None:
+    """Rows go at the rate that was asked for, the first ones too: their time is waited for, and no longer."""
+    now, slept = 100.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(round(seconds, 6))
+        now += seconds
+
+    pace = RowPace(1000, clock=lambda: now, sleep=sleep)
+    for _ in range(3):
+        await pace.wait(500)
+        now += 0.1
+    assert slept == [0.5, 0.4, 0.4]
+    now += 10
+    await pace.wait(500)
+    assert slept == [0.5, 0.4, 0.4]
+    await pace.wait(500)
+    assert slept == [0.5, 0.4, 0.4, 0.5]
+    await RowPace(None, sleep=sleep).wait(10**9)
+
+
+def test_an_unfinished_directory_is_none(tmp_path: Path) -> None:
+    """What a killed backfill has left is no directory that can be exported or served, and stays out of the way."""
+    build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, range(5))})
+    (tmp_path / "data" / "headrace.json").unlink()
+    with pytest.raises(Exception, match="not a directory of Headrace's"):
+        ServerProcess.start(tmp_path / "data")
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A source that is written to while it is read makes no directory."""
+    path = tmp_path / "t.safetensors"
+    save_file(dict(table=np.zeros((10, 3), "<f4")), path)
+    original = StoreBuilder.add
+
+    def add(self: StoreBuilder, *arguments: Any) -> None:
+        os.utime(path, ns=(1, 1))
+        original(self, *arguments)
+
+    monkeypatch.setattr(StoreBuilder, "add", add)
+    assert cli.main(["backfill", str(path), "--data", str(tmp_path / "new"), "--table", "table"]) == 1
+    assert "changed while it was read" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["t.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("library", "command", "extra"),
+    [
+        ("pyarrow", ["backfill", "{0}/x.parquet", "--data", "{0}/new"], "tools"),
+        ("safetensors", ["backfill", "{0}/x.safetensors", "--data", "{0}/new"], "tools"),
+        ("torch", ["backfill", "{0}/x.pt", "--data", "{0}/new"], "torch"),
+        ("pyarrow", ["export", "--snapshot", "{0}", "--to", "{0}/out", "--format", "parquet"], "tools"),
+        ("torch", ["export", "--snapshot", "{0}", "--to", "{0}/out", "--format", "dcp"], "torch"),
+    ],
+)
+def test_a_missing_library_is_one_line(tmp_path: Path, library: str, command: list[str], extra: str) -> None:
+    """Libraries of formats are loaded when they are needed, and the line says which extra brings one."""
+    for ending in ("parquet", "safetensors", "pt"):
+        (tmp_path / f"x.{ending}").touch()
+    script = f"import sys; sys.modules[{library!r}] = None; from headrace import cli; sys.exit(cli.main(sys.argv[1:]))"
+    arguments = [argument.format(tmp_path) for argument in command]
+    process = subprocess.run([sys.executable, "-c", script, *arguments], check=False, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert f"needs {library}: pip install 'headrace[{extra}]'" in process.stderr

@@ -1,0 +1,120 @@
+"""The command `headrace log inspect`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace import cli
+from headrace.paramserver.log.files import FileUpdateLog
+from headrace.paramserver.log.interface import UpdateLogConfig
+
+_ENTRIES = (cli._Entry(name="log", target="headrace.scripts.commands.log:log", help="Look into update logs."),)
+
+
+def _run(*arguments: str) -> int:
+    return cli.main(["log", *arguments], _entries=_ENTRIES)
+
+
+async def _fill(path: Path) -> None:
+    log = FileUpdateLog.open(path, config=UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096))
+    appends = [
+        log.append(epoch=2, header={"step": 40 + seq, "time_us": 1_700_000_000_000_000}, body=[bytes(300)])
+        for seq in range(1, 31)
+    ]
+    await asyncio.gather(*(append.durable for append in appends))
+    await log.close()
+
+
+@pytest.fixture
+def server_dir(tmp_path: Path) -> Path:
+    """The directory of a server with two shards that stand still."""
+    for shard in range(2):
+        asyncio.run(_fill(tmp_path / f"shard-{shard:04d}" / "log"))
+    return tmp_path
+
+
+def test_table_shows_ranges_and_verdict(
+    server_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each log is a table with its segments' ranges and a line that says that all is right."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert _run("inspect", str(server_dir)) == 0
+    out = capsys.readouterr().out
+    assert out.count("30 records") == 2
+    assert out.count("all checksums are right") == 2
+    for words in ("shard-0000/log", "shard-0001/log", "41–", "2023-11-14 22:13:20", "sealed"):
+        assert words in out
+
+
+def test_nothing_is_cut_in_80_columns(
+    server_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the output goes to no terminal, or to a narrow one, every number and time is whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert _run("inspect", str(server_dir / "shard-0000" / "log")) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out.replace(str(server_dir), "")
+    for words in ("seqs", "records", "1–", "41–", " KiB ", "2023-11-14", "22:13:20", "sealed"):
+        assert words in out
+
+
+def test_json_is_one_object(server_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one object with every segment of every log, and nothing else."""
+    assert _run("inspect", str(server_dir / "shard-0001"), "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    (log,) = json.loads(captured.out)["logs"]
+    assert log["is_whole"] is True
+    assert log["segments"][0]["first_seq"] == 1
+    assert log["segments"][0]["steps"][0] == 41
+    assert log["segments"][-1]["last_seq"] == 30
+    assert sum(segment["num_records"] for segment in log["segments"]) == 30
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_damage_is_shown_and_exits_1(
+    server_dir: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Damage is in the output, the first of it with file and offset is the line on stderr, and the exit code is 1."""
+    segment = min((server_dir / "shard-0001" / "log").glob("*.hrlog"))
+    data = bytearray(segment.read_bytes())
+    data[200] ^= 1
+    data[800] ^= 1
+    segment.write_bytes(data)
+    assert _run("inspect", str(server_dir), *options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"headrace: error: {segment}: damaged at offset 64: the checksum of record 1")
+    assert captured.err.endswith("; and 1 more\n")
+    assert captured.out.count("checksum of record") == (2 if not options else 4)
+    if options:
+        whole, damaged = json.loads(captured.out)["logs"]
+        assert (whole["is_whole"], damaged["is_whole"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("inspect", "nowhere"), 1, "nowhere: not a directory"),
+        (("inspect", "."), 1, "holds no update log; name the directory of a server, of a shard or of its log"),
+        (("inspect",), 2, "DIR"),
+        (("repair", "."), 2, "repair"),
+    ],
+)
+def test_mistake_is_one_line(
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong directory or word is one line on stderr."""
+    monkeypatch.chdir(tmp_path)
+    assert _run(*arguments) == code
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert words in captured.err

@@ -1,0 +1,153 @@
+"""`headrace status`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hellos import hello_of_writer
+
+from headrace.cli import main
+from headrace.paramserver.observe.sample import ShardSample, WriterSample, merge_tables
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.idl import idl, spec_to_idl
+from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+
+WAIT_S = 60.0
+SPEC = TableSpec(
+    fqn="user[red].weight",
+    num_rows=1_000_000,
+    dim=8,
+    dtype=DType.FLOAT16,
+    states=(StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("status") / "data", shards=2) as running:
+        asyncio.run(_say_hello_as_writer(running.address))
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
+
+
+async def _say_hello_as_writer(address: str) -> None:
+    request = hello_of_writer(SPEC, run="ctr-v7", epoch=3)
+    async with await ParamServerClient.connect(*parse_address(address, default_port=0), timeout_s=WAIT_S) as client:
+        shards = (await client.hello(request, timeout_s=WAIT_S)).shards
+    for shard in shards:
+        async with await ParamServerClient.connect(shard.host, shard.port, timeout_s=WAIT_S) as client:
+            await client.hello(request, timeout_s=WAIT_S)
+
+
+def _status_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    exit_code = main(["status", *arguments, "--json"])
+    return exit_code, json.loads(capfd.readouterr().out)
+
+
+def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """The JSON object has every shard, table and writer."""
+    exit_code, status = _status_json(capfd, server.address)
+    assert exit_code == 0
+    assert [shard["pid"] for shard in status["shards"]] == server.shard_pids
+    assert all(shard["error"] is None and shard["log_seq"] == 1 for shard in status["shards"])
+    assert status["tables"] == [
+        {
+            "fqn": SPEC.fqn,
+            "num_rows": 1_000_000,
+            "dim": 8,
+            "dtype": "float16",
+            "states": [{"name": "momentum1", "kind": "rowwise", "dtype": "float32", "width": 1}],
+            "has_identities": False,
+            "num_rows_estimate": 0,
+        }
+    ]
+    (writer,) = status["writers"]
+    assert (writer["run"], writer["client"], writer["epoch"], writer["step"]) == ("ctr-v7", "rank0", 3, -1)
+    assert writer.keys() == {field.name for field in dataclasses.fields(WriterSample)}  # as on the status page
+
+
+def test_screen(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """The screen shows shards, tables with their specs, and writers; names are shown unchanged."""
+    assert main(["status", server.address]) == 0
+    text = capfd.readouterr().out
+    for pid in server.shard_pids:
+        assert str(pid) in text
+    for word in ("user[red].weight", "1,000,000", "float16", "momentum1 float32[1]", "ctr-v7", "rank0", "2 shards"):
+        assert word in text
+
+
+def _patient_but_with(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every call a long timeout, except a hello at one port: the others may be slow on a busy machine."""
+    connect, status = Dial.connect, ParamServerClient.status
+
+    async def dial(self: Dial, host: str, at: int) -> Any:
+        return await connect(self if at == port else dataclasses.replace(self, timeout_s=WAIT_S), host, at)
+
+    monkeypatch.setattr(Dial, "connect", dial)
+    monkeypatch.setattr(ParamServerClient, "status", lambda client, **_: status(client, timeout_s=WAIT_S))
+
+
+def test_shard_that_does_not_answer(
+    server: ServerProcess, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that hangs is shown in time, the others normally, and the exit code is 1."""
+    _, status = _status_json(capfd, server.address)
+    _patient_but_with(parse_address(status["shards"][1]["address"], default_port=0)[1], monkeypatch)
+    hanging = psutil.Process(server.shard_pids[1])
+    hanging.suspend()
+    try:
+        exit_code, status = _status_json(capfd, server.address, "--timeout-s", "0.5")
+        assert exit_code == 1
+        assert status["shards"][0]["error"] is None
+        assert "no answer within 0.5 s" in status["shards"][1]["error"]
+        assert status["shards"][1]["pid"] is None
+        assert main(["status", server.address, "--timeout-s", "0.5"]) == 1
+        assert "shard 1 does not answer: hello to" in capfd.readouterr().out
+    finally:
+        hanging.resume()
+
+
+def test_no_more_rows_than_a_table_has() -> None:
+    """Rows that are counted twice never exceed the table's size; virtual ids have no limit."""
+    virtual = dataclasses.replace(SPEC, fqn="virtual", num_rows=0)
+    tables = [idl.TableStatus(spec=spec_to_idl(spec), num_rows_estimate=600_000) for spec in (SPEC, virtual)]
+    samples = [ShardSample.of_reply(idl.StatusReply(tables=tables, clients=[])) for _ in range(2)]
+    assert [table.num_rows_estimate for table in merge_tables(samples)] == [1_000_000, 1_200_000]
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("127.0.0.1:1", "no connection to 127.0.0.1:1"), ("nonsense:port", "'nonsense:port' is not an address")],
+)
+def test_nobody_there(address: str, problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """An address without a server is one line and exit code 1."""
+    assert main(["status", address]) == 1
+    captured = capfd.readouterr()
+    assert problem in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_token(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A server with a token refuses a client without it, in one line."""
+    file = tmp_path / "token"
+    file.write_text("a-token-of-some-length\n")
+    file.chmod(0o600)
+    with ServerProcess.start(tmp_path / "data", token_file=file) as server:
+        assert main(["status", server.address]) == 1
+        assert "token is required" in capfd.readouterr().err
+        assert main(["status", server.address, "--token-file", str(file)]) == 0

@@ -1,0 +1,374 @@
+"""`headrace verify` against real servers: equal ones, different ones, and saved digests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import pytest
+from held_ports import hold_ports
+from hellos import hello_of_writer
+from replica_endpoint import replica_endpoint
+
+from headrace.cli import main
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.system import durable
+from headrace.schemas.errors import RequestError
+from headrace.schemas.idl import idl
+from headrace.schemas.row_digest import digest_rows
+from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.scripts.commands import verify as verify_module
+from headrace.scripts.commands.progress_bar import ProgressBar
+
+SPEC = TableSpec(
+    fqn="items.weight",
+    num_rows=300_000,
+    dim=6,
+    dtype=DType.FLOAT32,
+    states=(
+        StateSpec(name="exp_avg", kind=StateKind.POINTWISE, dtype=DType.FLOAT16),
+        StateSpec(name="sum", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1),
+    ),
+)
+IDS = np.unique(np.random.default_rng(0).integers(0, 300_000, 9000))
+
+
+def values(ids: np.ndarray, columns: ColumnShard) -> dict[str, np.ndarray]:
+    """Return the same values for the same rows."""
+    whole = (ids[:, None] % 1000 * 10 + np.arange(6)).astype("<f4")
+    weights = whole[:, columns.offset : columns.offset + columns.width]
+    return {"weights": weights, "exp_avg": (weights / 7).astype("<f2"), "sum": ids[:, None].astype("<f4")}
+
+
+async def write(
+    address: str,
+    ids: np.ndarray,
+    columns: ColumnShard,
+    *,
+    client: str = "rank0",
+    deleted: tuple[int, ...] = (),
+    spec: TableSpec = SPEC,
+) -> None:
+    """Write rows of some columns to a server of one shard."""
+    made = values(ids, columns)
+    delta = idl.TableDelta(
+        fqn=spec.fqn,
+        fingerprint=spec.fingerprint,
+        column_offset=columns.offset,
+        width=columns.width,
+        row_ids=ids.astype("<i8").tobytes(),
+        weights=np.ascontiguousarray(made["weights"]).tobytes(),
+        states=[
+            idl.StateColumn(
+                name=state.name,
+                dtype=int(state.dtype),
+                width=state.width_in(columns),
+                data=np.ascontiguousarray(made[state.name]).tobytes(),
+            )
+            for state in SPEC.states
+        ],
+        deleted_row_ids=np.array(deleted, "<i8").tobytes() if deleted else None,
+    )
+    async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
+        await writer.hello(hello_of_writer(spec, run=client, client=client))
+        await writer.set_embeddings(
+            idl.SetEmbeddingsRequest(
+                run=client,
+                client=client,
+                epoch=1,
+                client_seq=1,
+                step=1,
+                time_us=1,
+                ends_step=True,
+                is_exact_cut=True,
+                deltas=[delta],
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two servers with the same rows, one of them in column shards, and a third with one row less and another one."""
+    folder = tmp_path_factory.mktemp("verify")
+    with (
+        ServerProcess.start(folder / "whole", shards=1) as whole,
+        ServerProcess.start(folder / "split", shards=1) as split,
+        ServerProcess.start(folder / "other", shards=1) as other,
+    ):
+        asyncio.run(write(whole.address, IDS, SPEC.whole, deleted=(299_999,)))
+        asyncio.run(write(split.address, IDS, ColumnShard(offset=0, width=4)))
+        asyncio.run(write(split.address, IDS, ColumnShard(offset=4, width=2), client="rank1"))
+        asyncio.run(write(other.address, np.append(IDS[1:], 299_998), SPEC.whole))
+        yield [whole.address, split.address, other.address]
+
+
+async def test_digests_are_those_of_the_rows(servers: list[str]) -> None:
+    """The server's digest is that of the rows written, deleted ones left out, whatever column shards they came in."""
+    made = values(IDS, SPEC.whole)
+    expected = int(digest_rows(IDS, [made["weights"], made["exp_avg"], made["sum"]]).sum())
+    for address in servers[:2]:
+        async with await EmbeddingReader.connect(address) as reader:
+            digest = await reader.digest(SPEC.fqn, with_presence=True)
+            assert (digest.num_rows, digest.total) == (IDS.size, expected)
+            assert digest.is_steady
+            present = np.concatenate([digest.present_rows(bucket) for bucket in sorted(digest.buckets)])
+            assert np.array_equal(present, IDS)
+
+
+async def test_parts_of_rows_and_columns(servers: list[str]) -> None:
+    """A digest of some columns is that of a trainer that has these, and ranges of rows add up to all."""
+    part = ColumnShard(offset=4, width=2)
+    made = values(IDS, part)
+    expected = int(digest_rows(IDS, [made["weights"], made["exp_avg"]]).sum())
+    for address in servers[:2]:
+        async with await EmbeddingReader.connect(address) as reader:
+            assert (await reader.digest(SPEC.fqn, columns=part)).total == expected
+            ends = [0, 1, 65_536, 100_000, 300_000]
+            parts = [
+                await reader.digest(SPEC.fqn, columns=part, first_row=first, end_row=end)
+                for first, end in itertools.pairwise(ends)
+            ]
+            assert sum(digest.total for digest in parts) % 2**64 == expected
+            assert sum(digest.num_rows for digest in parts) == IDS.size
+
+
+async def test_replies_are_bounded(servers: list[str]) -> None:
+    """A shard sends as many buckets as are asked for, and says where to go on."""
+    async with await ParamServerClient.connect(*parse_address(servers[1], default_port=0)) as client:
+        buckets, first_row = [], 0
+        while first_row < 300_000:
+            request = idl.DigestRowsRequest(
+                fqn=SPEC.fqn,
+                first_row=first_row,
+                end_row=2**63 - 1,
+                column_offset=0,
+                width=6,
+                max_buckets=1,
+                with_presence=False,
+            )
+            reply = await client.digest_rows(request)
+            buckets += np.frombuffer(reply.buckets, "<i8").tolist()
+            assert reply.next_row > first_row
+            first_row = reply.next_row
+        assert buckets == [0, 1, 2, 3, 4]
+        request.width = 7
+        with pytest.raises(RequestError, match="6 columns"):
+            await client.digest_rows(request)
+        request.width, request.max_buckets = 6, 0
+        with pytest.raises(RequestError, match="out of range"):
+            await client.digest_rows(request)
+
+
+def test_equal_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Two servers with the same rows are equal, however the rows were sharded: exit code 0."""
+    assert main(["verify", servers[0], "--against", servers[1]]) == 0
+    assert f"items.weight: {IDS.size} rows" in (out := capsys.readouterr().out)
+    assert "; equal" in out
+
+
+def test_different_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that one server lacks are named: exit code 1."""
+    assert main(["verify", servers[0], "--against", servers[2], "--json"]) == 1
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert table["differing_buckets"] == [0, 4]
+    assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+
+
+def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By weights alone, on either side; rows that differ are named, and saved digests are those of weights."""
+    (tmp_path / "of").mkdir()
+    saved = tmp_path / "digests"
+    with replica_endpoint(tmp_path / "of", servers[0]) as replica:
+        for pair in ((servers[1], replica.address), (replica.address, servers[0])):
+            assert main(["verify", pair[0], "--against", pair[1]]) == 0
+            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in (out := capsys.readouterr().out) and "; equal" in out
+        assert main(["verify", servers[2], "--against", replica.address, "--json"]) == 1
+        (table,) = json.loads(capsys.readouterr().out)["tables"]
+        assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+        assert main(["verify", replica.address, "--save", str(saved)]) == 0
+        assert main(["verify", replica.address, "--against", str(saved)]) == 0
+        capsys.readouterr()
+        assert main(["verify", servers[0], "--against", str(saved)]) == 1
+        assert "DIFFERENT: another shape, type or set of states than in the file" in capsys.readouterr().out
+
+
+def test_rows_that_are_missing_are_named_whatever_a_replica_says_of_them(
+    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one that answers a lookup of a missing row with an error."""
+    (tmp_path / "of").mkdir()
+    with replica_endpoint(tmp_path / "of", servers[0], "--missing=error") as replica:
+        for pair in ((servers[2], replica.address), (replica.address, servers[2])):
+            assert main(["verify", pair[0], "--against", pair[1], "--json"]) == 1
+            (table,) = json.loads(capsys.readouterr().out)["tables"]
+            assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
+            assert table["is_steady"] is True
+
+
+def test_what_a_replica_has_not_is_left_out(
+    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table in another precision, or not kept: a line says why, and it is no difference; one that is named is."""
+    (tmp_path / "of").mkdir()
+    with replica_endpoint(tmp_path / "of", servers[0], "--precision=int8") as replica:
+        for more, words in (([], "are kept in int8 here"), (["--against", servers[0]], "are kept in int8 here")):
+            assert main(["verify", replica.address, *more]) == 1
+            said = capsys.readouterr()
+            assert f"{SPEC.fqn}: left out: " in said.out and words in said.out
+            assert "nothing was compared: every table was left out" in said.err
+            assert main(["verify", replica.address, *more, "--table", SPEC.fqn]) == 1
+            assert words in capsys.readouterr().err
+    with ServerProcess.start(tmp_path / "data", shards=1) as more:
+        asyncio.run(write(more.address, IDS, SPEC.whole))
+        other = dataclasses.replace(SPEC, fqn="users.weight")
+        asyncio.run(write(more.address, IDS, SPEC.whole, client="second", spec=other))
+        (tmp_path / "some").mkdir()
+        with replica_endpoint(tmp_path / "some", more.address, f"--tables={SPEC.fqn}") as replica:
+            assert main(["verify", more.address, "--against", replica.address]) == 0
+            assert "users.weight: left out: the replica does not keep it" in capsys.readouterr().out
+            assert main(["verify", more.address, "--against", replica.address, "--table", other.fqn]) == 1
+            assert "users.weight: no digest; DIFFERENT: not on the second server" in capsys.readouterr().out
+            assert main(["verify", servers[0], "--against", replica.address]) == 0
+
+
+def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved digests compare with a server later; a file that is none is refused in one line."""
+    file = tmp_path / "digests.json"
+    assert main(["verify", servers[0], "--save", str(file)]) == 0
+    assert main(["verify", servers[1], "--against", str(file)]) == 0
+    assert main(["verify", servers[2], "--against", str(file)]) == 1
+    assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in capsys.readouterr().out
+    for text in ("[]", "[" * 100_000):
+        file.write_text(text)
+        assert main(["verify", servers[0], "--against", str(file)]) == 1
+        assert "no file that --save has made" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--table", SPEC.fqn[:-1]]) == 1
+    assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in capsys.readouterr().err
+
+
+def test_digests_are_saved_whole_or_not_at_all(
+    servers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk leaves the digests that were saved before; a link is followed, a device is written to."""
+    file, link = tmp_path / "digests.json", tmp_path / "link"
+    link.symlink_to(file)
+    assert main(["verify", servers[0], "--save", str(link)]) == 0
+    before = file.read_bytes()
+    assert link.is_symlink() and main(["verify", servers[2], "--save", "/dev/null"]) == 0
+
+    def fail(_: int) -> None:
+        assert file.read_bytes() == before and (tmp_path / "digests.json.new").read_bytes() != before
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", fail)
+    capsys.readouterr()
+    assert main(["verify", servers[2], "--save", str(link)]) == 1
+    out, err = capsys.readouterr()
+    assert f"--save {link}: No space left on device" in err and SPEC.fqn in out
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("gone/x", "No such file"), ("file/x", "Not a dir"), ("", "Is a dir")])
+def test_a_place_that_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    """Nobody waits for all rows to hear of a wrong `--save`; here there is not even a server."""
+    (tmp_path / "file").touch()
+    assert main(["verify", f"127.0.0.1:{hold_ports()}", "--save", str(tmp_path / name)]) == 1
+    out, err = capsys.readouterr()
+    assert f"--save {tmp_path / name}: {says}" in err and err.count("\n") == 1 and not out
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path) -> None:
+    """A shell's `>(…)` and a piped `/dev/stdout` are names in /proc that lead to no file."""
+    end, other_end = os.pipe()
+    with open(end, encoding="utf-8") as pipe:
+        try:
+            assert main(["verify", servers[0], "--save", f"/dev/fd/{other_end}"]) == 0
+        finally:
+            os.close(other_end)
+        (tmp_path / "digests.json").write_text(pipe.read())
+    assert main(["verify", servers[1], "--against", str(tmp_path / "digests.json")]) == 0
+
+
+def test_the_deadline_is_for_an_answer_and_not_for_all(
+    servers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store of any size gets its time as long as it gets on, and how far it is is shown."""
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(ProgressBar, "update", lambda _, *at: shown.append(at))
+    rescheduled: list[float | None] = []
+    reschedule = asyncio.Timeout.reschedule
+    monkeypatch.setattr(
+        asyncio.Timeout, "reschedule", lambda self, when: (rescheduled.append(when), reschedule(self, when))[1]
+    )
+    assert main(["verify", servers[0], "--against", servers[1], "--timeout-s", "5000"]) == 0
+    assert shown[-1][0] == 2 * IDS.size and all(done <= total for done, total in shown)
+    assert len([when for when in rescheduled if when and when > time.monotonic() + 4000]) >= len(shown)
+    capsys.readouterr()
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EmbeddingReader, "digest", never)
+    assert main(["verify", servers[0], "--timeout-s", "0.2"]) == 1
+    assert "nothing has come for 0.2 s: give it more with --timeout-s" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there(
+    servers: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said at once, in one line, and of `--against` what it was taken for."""
+    assert main(["verify", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["verify", servers[0], "--against", "127.0.0.1:1"]) == 1
+    assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in capsys.readouterr().err
+
+    def resolve(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)  # a real one may take longer than anybody waits
+    assert main(["verify", servers[0], "--against", "no-such-file.invalid"]) == 1
+    assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err
+    assert main(["verify", servers[0], "--against", "no/such/file"]) == 1
+    assert "--against no/such/file: no such file, nor a server of that name" in capsys.readouterr().err
+
+
+async def test_rows_that_were_written_between_two_looks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica counts its server's records: where the two are at different ones, what differs may differ rightly."""
+
+    seqs: dict[bool, dict[int, int]] = {True: {0: 11}}
+
+    class Side(verify_module._Side):
+        async def digest(self, result: Any, **_: Any) -> TableDigest:
+            digest = TableDigest(spec=SPEC, columns=SPEC.whole)
+            digest.seqs = seqs[self.is_replica]
+            return digest
+
+    def side(server_id: str, *, is_replica: bool) -> Any:
+        links = [SimpleNamespace(hello=SimpleNamespace(server_id=server_id))]
+        reader = SimpleNamespace(tables={SPEC.fqn: SPEC}, links=links)
+        return Side(reader=cast("Any", reader), is_replica=is_replica, may_leave_out=True)
+
+    for last_seq, replica_of, is_steady in ((2, "s", True), (3, "s", False), (3, "another", True)):
+        seqs[False] = {0: 9, 1: last_seq}
+        sides = side("s", is_replica=False), side(replica_of, is_replica=True)
+        (result,) = await verify_module._compare_servers(*sides, None, cast("Any", None))
+        assert (result.is_steady, result.is_equal) == (is_steady, True)

@@ -1,0 +1,398 @@
+"""The public class, with real models and optimizers, against a fake store over loopback."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_shard import WAIT_S, FakeStore, hosted
+from spent_deadline import spent_deadline
+from streamed_training import FAST, Training, attached, compare, sender_threads, streaming
+from torch import nn
+from watched_server import wait_until
+
+from headrace.schemas.errors import (
+    ConfigError,
+    NonFiniteError,
+    SpecMismatchError,
+    UnavailableError,
+    UnsupportedModelError,
+)
+from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
+from headrace.streamer.compare import compare_with_store
+
+
+def test_store_equals_trainer_after_flush(store: FakeStore, training: Training) -> None:
+    """After `flush` the store has every updated row, with the trainer's weights and state."""
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    with streaming(store, training) as streamer:
+        for _ in range(30):
+            training.step()
+        streamer.flush()
+        result = compare(streamer, store)
+        changed = sum(
+            int((value != before[name]).any(dim=1).sum()) for name, value in training.model.state_dict().items()
+        )
+        assert result.is_equal
+        assert result.num_compared == changed > 300
+        stats = streamer.stats()
+        assert (stats.step, stats.acked_step, stats.num_dirty_rows, stats.num_connected) == (30, 30, 0, 3)
+        assert stats.last_error is None
+        for shard in store.shards:
+            assert shard.received[-1].is_exact_cut
+            assert shard.received[-1].step == 30
+
+
+def test_publish_all_sends_every_row(store: FakeStore, training: Training) -> None:
+    """With `publish="all"` the first flush sends whole tables, before any training."""
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="all")
+        streamer.flush()
+        result = compare_with_store(streamer.tables, store.address)
+    assert result.is_equal
+    assert result.num_compared == 500
+
+
+def test_a_port_that_never_answers_is_told() -> None:
+    """A server that does not answer is an error within the timeout, with possible causes."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(
+            UnavailableError, match=rf"no parameter server at {address} within 0\.1 s \(the server hangs"
+        ):
+            RawEmbeddingStreamer(address, run="test", connect_timeout_s=0.1)
+
+
+def test_no_server_leaves_no_thread() -> None:
+    """Without a server the constructor fails in time, says what to do, and leaves no thread."""
+    with hosted(FakeStore()) as store:
+        address = store.address
+    told = f"no parameter server at {address} within 30 s .*headrace serve"
+    with spent_deadline(), pytest.raises(UnavailableError, match=told):
+        RawEmbeddingStreamer(address, run="test", connect_timeout_s=30)
+    assert not sender_threads()
+
+
+def test_explicit_steps_number_the_boundaries(store: FakeStore, training: Training) -> None:
+    """`step(n)` numbers a step; later steps count on from there, and numbers never fall."""
+    with streaming(store, training) as streamer:
+        training.step()
+        streamer.step(1000)
+        training.step()
+        streamer.flush()
+        assert streamer.stats().acked_step == 1001
+        with pytest.raises(ConfigError, match="step 7 after step 1001"):
+            streamer.step(7)
+        streamer.step()
+        assert streamer.stats().step == 1002
+
+
+def test_non_finite_is_refused_before_it_is_sent(store: FakeStore, training: Training) -> None:
+    """Under `reject` a NaN fails the step and names table and row; without it streaming goes on."""
+    with streaming(store, training, non_finite="reject") as streamer:
+        with torch.no_grad():
+            training.model.user.weight[7, 2] = float("nan")
+        with pytest.raises(NonFiniteError, match=r"'user\.weight': weights of row 7 "):
+            training.step(users=[7])
+        with torch.no_grad():
+            training.model.user.weight[7] = 0
+            training.optimizer.state[training.model.user.weight]["sum"][7] = 0
+        training.step(users=[8])
+        streamer.flush()
+        assert compare(streamer, store).is_equal
+
+
+def test_settings_come_one_way(store: FakeStore) -> None:
+    """`config` and single settings together are refused."""
+    with pytest.raises(ConfigError, match="not both: policy"):
+        RawEmbeddingStreamer(store.address, run="test", config=StreamerConfig(), policy="block")
+
+
+def test_mismatch_at_attach_leaves_nothing_attached(store: FakeStore, training: Training) -> None:
+    """A table with another shape on the server fails `attach`, which leaves nothing attached."""
+    with streaming(store, training) as first:
+        first.flush()
+    changed = Training()
+    changed.model.user = nn.Embedding(300, 9, sparse=True)
+    changed.optimizer = torch.optim.Adagrad(changed.model.parameters(), lr=0.1)
+    streamer = RawEmbeddingStreamer(store.address, run="other", **FAST)
+    with pytest.raises(SpecMismatchError, match=r"'user\.weight': dim 8 ≠ 9"):
+        streamer.attach(changed.model, changed.optimizer)
+    assert streamer.tables == []
+    changed.step()
+    streamer.flush()
+    assert not any(batch.rows for batch in store.received)
+    streamer.attach(training.model, training.optimizer)
+    streamer.close()
+
+
+def test_model_without_tables_is_refused(store: FakeStore) -> None:
+    """A model without tables is refused, and so is a wrong `publish`."""
+    model = nn.Linear(2, 2)
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        with pytest.raises(UnsupportedModelError):
+            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match="publish"):
+            streamer.attach(model, None, publish="some")  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_and_no_optimizer_is_refused(store: FakeStore, training: Training) -> None:
+    """Arguments in the wrong order or of a wrong type are one-line errors that say what to give."""
+    model, optimizer = training.model, training.optimizer
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        attach: Any = streamer.attach
+        for arguments, message in [
+            ((optimizer, model), "optimizer: a Model is not one; give the torch.optim.Optimizer"),
+            ((optimizer,), "model is a Adagrad: give the nn.Module"),
+            ((model.state_dict(), optimizer), "model is a OrderedDict"),
+            ((model, model.parameters()), "optimizer: a Parameter is not one"),
+            ((model, {"tables": optimizer}), "optimizer: a dict is not one"),
+            ((model, 0.1), "optimizer: a float is not one"),
+        ]:
+            with pytest.raises(ConfigError, match=message) as caught:
+                attach(*arguments)
+            assert "\n" not in str(caught.value)
+        assert streamer.tables == []
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (lambda model: model.to(torch.bfloat16), r"bfloat16\[300, 8\]"),
+        (lambda model: setattr(model.user.weight, "data", torch.zeros(400, 8)), r"float32\[400, 8\]"),
+    ],
+)
+def test_table_that_is_another_now_is_refused(
+    store: FakeStore, training: Training, change: Callable[[nn.Module], object], now: str
+) -> None:
+    """A table whose type or shape has changed is an error that names both, and nothing is sent."""
+    streamer = attached(store.address, training, run="test", **FAST)
+    change(training.model)
+    with pytest.raises(UnsupportedModelError, match=rf"'user\.weight' was float32\[300, 8\] .* {now} now"):
+        streamer.flush()
+    streamer.close(flush=False)
+    assert not any(batch.rows for batch in store.received)
+
+
+def test_rows_of_a_former_run_are_told_once(
+    store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the store has a table from an earlier run, the first step warns, unless all rows are sent."""
+    with streaming(store, training) as first:
+        training.step()
+        first.flush()
+    assert "before this run" not in caplog.text
+    again = Training(seed=1)
+    with streaming(store, again):
+        again.step()
+        again.step()
+    assert caplog.text.count("the store had items.weight, user.weight before this run") == 1
+    caplog.clear()
+    with RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer, publish="all")
+        training.step()
+        state = streamer.state_dict()
+    resumed = Training()
+    with attached(store.address, resumed, run="test", **FAST) as streamer:
+        streamer.load_state_dict({**state, "server_ids": ["another"]})  # sends every row
+        resumed.step()
+    assert "before this run" not in caplog.text
+
+
+def test_second_table_of_a_name_is_refused(store: FakeStore, training: Training) -> None:
+    """A second model with the same table names is refused: they would overwrite each other's rows."""
+    with streaming(store, training) as streamer:
+        other = Training(seed=1)
+        with pytest.raises(UnsupportedModelError, match=r"'user\.weight' of another model is streamed already"):
+            streamer.attach(other.model, other.optimizer)
+        wrapped = nn.ModuleDict({"other": other.model})
+        streamer.attach(wrapped, other.optimizer)
+        training.step()
+        other.step()
+        streamer.flush()
+        result = compare(streamer, store)
+        assert result.is_equal
+        assert len(result.tables) == 4
+
+
+def test_attach_waits_for_a_shard_that_restarts(store: FakeStore, training: Training) -> None:
+    """`attach` waits for a shard that restarts, and fails for one that stays away, with nothing attached."""
+    hasty = RawEmbeddingStreamer(store.address, run="hasty", **{**FAST, "connect_timeout_s": 30.0})
+    streamer = RawEmbeddingStreamer(store.address, run="test", **FAST)
+    store.do(store.shards[2].stop)
+    with spent_deadline(), pytest.raises(UnavailableError, match=r"a shard does not answer within 30 s"):
+        hasty.attach(training.model, training.optimizer)
+    assert hasty.tables == []
+    hasty.close(flush=False)
+    starter = threading.Thread(target=lambda: store.do(store.shards[2].start))
+    starter.start()
+    streamer.attach(training.model, training.optimizer)
+    starter.join()
+    training.step()
+    streamer.close()
+    assert compare(streamer, store).is_equal
+
+
+def test_close_is_idempotent_and_removes_everything(store: FakeStore, training: Training) -> None:
+    """`close` flushes, ends the thread and removes the hooks; later calls of other methods raise."""
+    streamer = attached(store.address, training, run="test", **FAST)
+    training.step()
+    streamer.close()
+    streamer.close()
+    assert not sender_threads()
+    assert compare(streamer, store).is_equal
+    num_batches = len(store.received)
+    training.step()
+    assert len(store.received) == num_batches
+    calls = (streamer.flush, streamer.step, streamer.pause, streamer.resume)
+    for call in (*calls, lambda: streamer.attach(training.model, training.optimizer)):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
+    assert streamer.stats().acked_step == 1
+
+
+def test_close_that_cannot_flush_still_closes(store: FakeStore, training: Training) -> None:
+    """If the last flush times out, `close` raises, and removes hooks and thread all the same."""
+    streamer = attached(store.address, training, run="test", **FAST)
+    store.do(store.shards[0].gate.clear)
+    training.step()
+    wait_until(lambda: store.shards[0].num_inflight == 1, "what the shard does not ack")
+    with pytest.raises(UnavailableError, match="shard 0"):
+        streamer.close(timeout_s=0.05)
+    assert not sender_threads()
+    training.step()
+
+
+def test_context_manager_flushes(store: FakeStore, training: Training) -> None:
+    """Leaving the `with` block without an error flushes and closes."""
+    with attached(store.address, training, run="test", **FAST) as streamer:
+        training.step()
+    assert compare(streamer, store).is_equal
+    assert not sender_threads()
+
+
+def test_context_manager_does_not_hide_the_exception(store: FakeStore, training: Training) -> None:
+    """An exception in the `with` block is raised at once, and everything is closed."""
+    with pytest.raises(ZeroDivisionError), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        store.do(store.shards[0].gate.clear)
+        training.step()
+        raise ZeroDivisionError
+    assert not sender_threads()
+
+
+def test_rows_that_are_left_behind_are_told(
+    store: FakeStore, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing without a flush logs how many changed rows were not sent, once."""
+    with attached(store.address, training, run="test", **FAST) as streamer:
+        training.step()
+    assert "were not sent" not in caplog.text
+    with pytest.raises(KeyboardInterrupt), RawEmbeddingStreamer(store.address, run="test", **FAST) as streamer:
+        streamer.attach(training.model, training.optimizer)
+        streamer.pause()
+        training.step(users=[1, 2, 3])
+        num_rows = streamer.stats().num_dirty_rows
+        raise KeyboardInterrupt
+    streamer.close()
+    assert num_rows > 3
+    assert (
+        caplog.text.count(f"the streamer of run 'test' was closed: {num_rows} rows that had changed were not sent") == 1
+    )
+
+
+def test_forked_child_has_no_streamer(store: FakeStore, training: Training) -> None:
+    """In a forked child steps do nothing, methods raise and `close` is silent; the parent goes on."""
+    with streaming(store, training) as streamer:
+        training.step()
+        streamer.flush()
+        num_batches = len(store.received)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                streamer._on_step()
+                try:
+                    streamer.flush()
+                except ConfigError as exc:
+                    code = 0 if "forked child" in str(exc) else 2
+                streamer.close()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert len(store.received) == num_batches
+        training.step()
+        streamer.flush()
+        assert compare(streamer, store).is_equal
+
+
+def test_no_pickle_is_made(store: FakeStore, training: Training) -> None:
+    """Pickling a streamer is an error that says why; streaming goes on."""
+    with streaming(store, training) as streamer:
+        with pytest.raises(TypeError, match="a streamer belongs to the process that made it"):
+            pickle.dumps({"callbacks": [streamer]})
+        training.step()
+        streamer.flush()
+        assert compare(streamer, store).is_equal
+
+
+def test_forgotten_streamer_ends_its_thread(store: FakeStore, training: Training) -> None:
+    """A streamer dropped with its model, and never closed, leaves no thread."""
+    streamer: RawEmbeddingStreamer | None = RawEmbeddingStreamer(store.address, run="test", **FAST)
+    assert streamer is not None
+    streamer.attach(training.model, training.optimizer)
+    training.step()
+    gone = weakref.ref(streamer)
+    del streamer
+    gc.collect()
+    assert gone() is not None  # the model's hooks stream on
+    del training.model, training.optimizer
+    deadline_s = time.monotonic() + WAIT_S
+    while gone() is not None:
+        gc.collect()  # does nothing while another thread is collecting
+        assert time.monotonic() < deadline_s
+    for thread in sender_threads():
+        thread.join(deadline_s - time.monotonic())
+    assert not sender_threads()
+
+
+_PROGRAM = """
+import sys, torch
+from headrace.streamer import RawEmbeddingStreamer
+model = torch.nn.Embedding(100, 4, sparse=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+streamer = RawEmbeddingStreamer(sys.argv[1], run="test", flush_percent=100)
+streamer.attach(model, optimizer)
+for _ in range(5):
+    model(torch.arange(50)).sum().backward()
+    optimizer.step()
+streamer.pause()
+optimizer.step()
+print("done", flush=True)
+"""
+
+
+def test_exit_without_close_does_not_hang(store: FakeStore, tmp_path: Path) -> None:
+    """A program that ends without `close`, while the server does not answer, exits and logs what is lost."""
+    for shard in store.shards:
+        store.do(shard.gate.clear)
+    program = tmp_path / "train.py"
+    program.write_text(_PROGRAM)
+    done = subprocess.run([sys.executable, str(program), store.address], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "50 rows that had changed were not sent, 2 flushes" in done.stderr
+    assert "may not have been delivered" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,164 @@
+"""Training loops of many kinds stream each change once, and pauses delay it; with a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from streamed_training import attached
+from torch import nn
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.streamer.compare import compare_with_store
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as server:
+        yield server
+
+
+class Loop:
+    """A training loop over two tables, and the number of rows that it should have streamed."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(1)
+        self.users = nn.EmbeddingBag(60, 4, mode="sum", sparse=True)
+        self.films = nn.EmbeddingBag(40, 4, mode="sum", sparse=True)
+        self.dense = nn.Linear(8, 1)
+        self.core = Towers(self)
+        self.model = nn.ModuleDict({name: self.core})
+        self.optimizer = torch.optim.Adagrad([self.users.weight, self.films.weight], lr=0.1)
+        self.num_rows = 0
+
+    def backward(self, *ids: int) -> None:
+        self.core(torch.tensor([ids])).backward()
+
+    def step(self, *ids: int) -> None:
+        """Train on the given ids, and on the gradients so far."""
+        if ids:
+            self.backward(*ids)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Towers(nn.Module):
+    """The loop's model."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.users, self.films, self.dense = loop.users, loop.films, loop.dense
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.dense(torch.cat([self.users(ids), self.films(ids % 40)], dim=1))
+        return output.pow(2).sum()
+
+
+def rows_written(server: ServerProcess) -> int:
+    """Return how many rows all shards have taken since the server's start."""
+
+    async def ask() -> int:
+        async with await EmbeddingReader.connect(server.address) as reader:
+            return sum(shard.num_rows_written for shard in await reader.status())
+
+    return asyncio.run(ask())
+
+
+def test_rows_that_change_in_a_pause_go_out_after_it(server: ServerProcess) -> None:
+    """During a pause steps are counted and nothing is sent; after it everything that changed is."""
+    loop = Loop("paused")
+    with attached(server.address, loop, run="paused") as streamer:
+        loop.step(1, 2)
+        streamer.flush()
+        before = rows_written(server)
+        streamer.pause()
+        assert streamer.is_paused
+        for turn in range(5):
+            loop.step(2, 10 + turn)
+        assert streamer.stats().step == 6
+        assert streamer.stats().num_dirty_rows == 2 * 6
+        assert rows_written(server) == before
+        assert compare_with_store(streamer.tables, server.address, only_present=True).num_different == 2
+        streamer.resume()
+        loop.step(3)
+        streamer.flush()
+        assert rows_written(server) == before + 2 * 7
+        assert compare_with_store(streamer.tables, server.address, only_present=True).is_equal
+
+
+def plain(loop: Loop) -> None:
+    loop.step(1, 1, 2)
+    loop.num_rows += 4
+
+
+def evaluation(loop: Loop) -> None:
+    loop.model.eval()
+    loop.core(torch.tensor([[5, 6]]))
+    loop.model.train()
+    plain(loop)
+
+
+def without_gradients(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.core(torch.tensor([[7]]))
+    with torch.inference_mode():
+        loop.core(torch.tensor([[8]]))
+    plain(loop)
+
+
+def accumulation(loop: Loop) -> None:
+    loop.backward(1, 2)
+    loop.step(2, 3)
+    loop.num_rows += 6
+
+
+def scaler_that_skips(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf")):
+        scaler.scale(loop.core(torch.tensor([[1, 2]])) * factor).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+    loop.num_rows += 4
+
+
+def compiled_dense_part(loop: Loop) -> None:
+    loop.dense.compile(backend="eager")
+    plain(loop)
+
+
+def compiled_model(loop: Loop) -> None:
+    torch.compile(loop.core, backend="eager")(torch.tensor([[1, 1, 2]])).backward()
+    loop.step()
+    loop.num_rows += 4
+
+
+def compiled_optimizer(loop: Loop) -> None:
+    loop.backward(1, 1, 2)
+    torch.compile(loop.optimizer.step, backend="eager")()
+    loop.optimizer.zero_grad()
+    loop.num_rows += 4
+
+
+MODES = [plain, evaluation, without_gradients, accumulation, scaler_that_skips]
+MODES += [compiled_dense_part, compiled_model, compiled_optimizer]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_training_loop_does_streams_each_change_once(
+    server: ServerProcess, mode: Callable[[Loop], None]
+) -> None:
+    """Each kind of training loop sends each row that it changes once, and the store equals the tables."""
+    loop = Loop(mode.__name__)
+    with attached(server.address, loop, run=mode.__name__) as streamer:
+        before = rows_written(server)
+        for _ in range(3):
+            mode(loop)
+            streamer.flush()
+        assert rows_written(server) - before == loop.num_rows
+        comparison = compare_with_store(streamer.tables, server.address, only_present=True)
+    assert comparison.is_equal, str(comparison)
+    assert comparison.num_compared > 0
