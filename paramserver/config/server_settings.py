@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 
 from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, problem_of_host
+from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.paramserver.system.settings import (
     REQUIRED,
     Kind,
-    check,
     count_setting,
     merge,
     path_setting,
@@ -43,7 +42,7 @@ _MIN_AUTO_CACHE_BYTES = 32 * _MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardSettings:
+class ShardSettings(ThriftSettings):
     """Settings of each shard; budgets are per shard, so N shards may use N times as much.
 
     Memory of a shard, at most: `block_cache_bytes` + `memtable_bytes` + 2 × `max_inflight_bytes` (requests, and
@@ -54,22 +53,6 @@ class ShardSettings:
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
 
-    max_frame_bytes: int = size_setting(
-        64 * _MIB, 64 * _KIB, _GIB, "Longest request or reply. A connection may hold a buffer of this size."
-    )
-    max_client_bytes: int = size_setting(
-        256 * _MIB, 64 * _KIB, _MAX_BYTES, "Bytes of requests that one client may have unanswered."
-    )
-    max_client_requests: int = count_setting(256, 1, 8192, "Requests that one client may have unanswered.")
-    max_connections: int = count_setting(
-        12_000, 1, 1_000_000, "Open connections a shard. An idle one costs a file descriptor and some KiB."
-    )
-    max_inflight_bytes: int = size_setting(
-        _GIB, 64 * _KIB, _MAX_BYTES, "Memory a shard for requests of all clients that are read and not answered."
-    )
-    idle_timeout_s: float = seconds_setting(
-        600.0, 0, 30 * _DAY_S, "Close a connection that has been without a request this long; 0 never does."
-    )
     max_log_pending_bytes: int = size_setting(
         256 * _MIB,
         64 * _KIB,
@@ -134,20 +117,7 @@ class ShardSettings:
         1_000_000_000,
         "Rows that expiry looks at in a second. Each costs about 2 µs of a core. 0 sets no bound.",
     )
-    drain_s: float = seconds_setting(
-        10.0, 0, 3600, "How long a stopping server goes on answering the requests that it has begun."
-    )
 
-    tls_certificate: Path | None = path_setting(
-        None, "PEM file with the server's certificate chain; with it, the server speaks only TLS."
-    )
-    tls_key: Path | None = path_setting(None, "PEM file with the certificate's private key.")
-    tls_client_authority: Path | None = path_setting(
-        None, "PEM file with authorities; every client must show a certificate of theirs (mutual TLS)."
-    )
-    token_file: Path | None = path_setting(
-        None, "File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN."
-    )
     writer_token_file: Path | None = path_setting(
         None, "File with a second token, for trainers and readers: a client that shows it may not snapshot or expire."
     )
@@ -161,14 +131,12 @@ class ShardSettings:
         return self.non_finite == "reject"
 
     def __post_init__(self) -> None:
-        check(self)
+        # By name: with slots the class is made anew, and `super()` without arguments fails.
+        ThriftSettings.__post_init__(self)
         ExpiryRules.parse(self.expiry or "")
         if 0 < self.block_cache_bytes < _MIB:
             raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
-        ordered = ("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")
-        for smaller, larger in (*itertools.pairwise(ordered), ("max_frame_bytes", "max_log_pending_bytes")):
-            if getattr(self, smaller) > getattr(self, larger):
-                raise ConfigError(f"{larger} is less than {smaller}: no request of the largest size would fit")
+        self._check_order("max_frame_bytes", "max_log_pending_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +206,6 @@ class ServerConfig(ShardSettings):
     )
 
     def __post_init__(self) -> None:
-        # By name: with slots the class is made anew, and `super()` without arguments fails.
         ShardSettings.__post_init__(self)
         last_port = self.port + (self.shards or 1) - 1
         if self.port and last_port > 65535:

@@ -99,7 +99,7 @@ class _ShardProcess:
         from headrace.paramserver.config.protection import Protection
         from headrace.paramserver.observe.sample_channel import send_samples
         from headrace.paramserver.rpc.server import ThriftServer
-        from headrace.paramserver.shard.service import limits_of, open_shard
+        from headrace.paramserver.shard.service import open_shard
 
         shorten_gc_pauses()
         config = self._order.config
@@ -107,7 +107,7 @@ class _ShardProcess:
         with socket.socket(fileno=self._order.socket_fd) as sock:
             async with open_shard(config) as shard, contextlib.AsyncExitStack() as stack:
                 server = ThriftServer(
-                    shard, limits=limits_of(config), ssl_context=protection.ssl_context, access=protection.access
+                    shard, limits=config.limits, ssl_context=protection.ssl_context, access=protection.access
                 )
                 shard.sampler.server = server
                 await server.start(sock)

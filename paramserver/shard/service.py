@@ -22,7 +22,6 @@ from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
-from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler
@@ -51,7 +50,7 @@ from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_i
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["Shard", "limits_of", "open_shard"]
+__all__ = ["Shard", "open_shard"]
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class Shard:
             server_id=config.server_id,
             shard=config.shard,
             shards=[idl.ShardAddress(shard=n, host=host, port=port) for n, (host, port) in enumerate(config.addresses)],
-            limits=limits_of(config).to_idl(),
+            limits=config.limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
@@ -277,18 +276,6 @@ def _row_columns(spec: TableSpec, rows: RowsRead, with_states: bool, with_versio
     if spec.has_identities:
         columns["identities"] = rows.identities
     return columns
-
-
-def limits_of(config: ShardConfig) -> ServerLimits:
-    """Return the limits of a shard's connections."""
-    return ServerLimits(
-        max_frame_bytes=config.max_frame_bytes,
-        max_client_bytes=config.max_client_bytes,
-        max_client_requests=config.max_client_requests,
-        max_inflight_bytes=config.max_inflight_bytes,
-        max_connections=config.max_connections,
-        idle_timeout_s=config.idle_timeout_s,
-    )
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import itertools
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
 from headrace.paramserver.rpc.address import check_hosts, parse_address
-from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.security import client_tls_context
+from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
     Kind,
-    check,
     count_setting,
     merge,
     path_setting,
@@ -38,7 +36,7 @@ __all__ = ["DEFAULT_REPLICA_PORT", "ENV_PREFIX", "EndpointConfig"]
 
 DEFAULT_REPLICA_PORT = 7701
 ENV_PREFIX = "HEADRACE_REPLICA_"
-_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_MIB = 2**20
 _MAX_BYTES = 2**50
 _DAY_S = 86400.0
 
@@ -56,7 +54,7 @@ def _choice(default: str | None, choices: tuple[str, ...], help: str, **more: An
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointConfig:
+class EndpointConfig(ThriftSettings):
     """Everything that `headrace replica` can be configured with.
 
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
@@ -155,46 +153,14 @@ class EndpointConfig:
     )
     server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
     server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
-    max_frame_bytes: int = size_setting(
-        64 * _MIB, 64 * _KIB, _GIB, "Longest request or reply. A connection may hold a buffer of this size."
-    )
-    max_client_bytes: int = size_setting(
-        256 * _MIB, 64 * _KIB, _MAX_BYTES, "Bytes of requests that one client may have unanswered."
-    )
-    max_client_requests: int = count_setting(256, 1, 8192, "Requests that one client may have unanswered.")
-    max_connections: int = count_setting(
-        12_000, 1, 1_000_000, "Open connections. An idle one costs a file descriptor and some KiB."
-    )
-    max_inflight_bytes: int = size_setting(
-        _GIB, 64 * _KIB, _MAX_BYTES, "Memory for requests of all clients that are read and not answered."
-    )
-    idle_timeout_s: float = seconds_setting(
-        600.0, 0, 30 * _DAY_S, "Close a connection that has been without a request this long; 0 never does."
-    )
-    drain_s: float = seconds_setting(
-        10.0, 0, 3600, "How long a stopping replica goes on answering the requests that it has begun."
-    )
-    tls_certificate: Path | None = path_setting(
-        None, "PEM file with the replica's certificate chain; with it, the replica speaks only TLS."
-    )
-    tls_key: Path | None = path_setting(None, "PEM file with the certificate's private key.")
-    tls_client_authority: Path | None = path_setting(
-        None, "PEM file with authorities; every client must show a certificate of theirs (mutual TLS)."
-    )
-    token_file: Path | None = path_setting(
-        None, "File with the token that clients must show, readable by its owner alone. Also HEADRACE_TOKEN."
-    )
     log_level: str = _choice("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
     log_format: str = _choice(
         "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
     )
 
-    # No settings: a replica's readers have one token.
-    writer_token_file: Path | None = None
-    reader_token_file: Path | None = None
-
     def __post_init__(self) -> None:
-        check(self)
+        # By name: with slots the class is made anew, and `super()` without arguments fails.
+        ThriftSettings.__post_init__(self)
         try:
             parse_address(self.server)
         except ConfigError as exc:
@@ -209,27 +175,12 @@ class EndpointConfig:
         for name in ("tables", "disk_tables"):
             if not all(_names_in(getattr(self, name))):
                 raise ConfigError(f"{name}: {getattr(self, name)!r} has an empty name between its commas")
-        for smaller, larger in itertools.pairwise(("max_frame_bytes", "max_client_bytes", "max_inflight_bytes")):
-            if getattr(self, smaller) > getattr(self, larger):
-                raise ConfigError(f"{larger} is less than {smaller}: no request of the largest size would fit")
         check_hosts(self.host, self.advertise_host)
 
     @property
     def client_host(self) -> str:
         """Host by which clients reach this replica."""
         return self.advertise_host or self.host
-
-    @property
-    def limits(self) -> ServerLimits:
-        """Limits of the Thrift server."""
-        return ServerLimits(
-            max_frame_bytes=self.max_frame_bytes,
-            max_client_bytes=self.max_client_bytes,
-            max_client_requests=self.max_client_requests,
-            max_inflight_bytes=self.max_inflight_bytes,
-            max_connections=self.max_connections,
-            idle_timeout_s=self.idle_timeout_s,
-        )
 
     @property
     def replica_config(self) -> ReplicaConfig:
