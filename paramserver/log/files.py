@@ -34,10 +34,16 @@ from headrace.paramserver.log.interface import (
     check_record,
 )
 from headrace.paramserver.log.segment_reader import SegmentReader, check_chain, damage, load_sealed, read_records
-from headrace.paramserver.log.segments import UNFINISHED_SUFFIX, LogSegment, SegmentList, list_segments, storage_errors
+from headrace.paramserver.log.segments import (
+    UNFINISHED_SUFFIX,
+    FileOps,
+    LogSegment,
+    SegmentList,
+    list_segments,
+    storage_errors,
+)
 from headrace.paramserver.log.writer import LogWriter, PendingRecord
 from headrace.paramserver.system.file_lock import FileLock
-from headrace.paramserver.system.file_ops import FileOps
 from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, Seal, encode_seal, pack_header
 from headrace.schemas.messages import Segment

@@ -15,9 +15,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from headrace.paramserver.log.interface import DurableFuture, LogMetrics, UpdateLogConfig
-from headrace.paramserver.log.segments import SegmentList, SegmentWriter
+from headrace.paramserver.log.segments import FileOps, SegmentList, SegmentWriter
 from headrace.paramserver.log.tail import LogTail
-from headrace.paramserver.system.file_ops import FileOps
 from headrace.schemas.errors import StorageError
 from headrace.schemas.log_records import SegmentHeader, encode_record
 from headrace.schemas.messages import Segment

@@ -23,8 +23,14 @@ from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.families import server_families
 from headrace.paramserver.observe.problems import find_problems
-from headrace.paramserver.observe.sample import ShardState, TableSample, merge_tables, merge_writers
-from headrace.paramserver.observe.sample_channel import SampleReceiver, receive_samples
+from headrace.paramserver.observe.sample import (
+    SampleReceiver,
+    ShardState,
+    TableSample,
+    merge_tables,
+    merge_writers,
+    receive_samples,
+)
 from headrace.paramserver.observe.status_page import PAGE_FILES
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.system.event_loop import background_task

@@ -1,8 +1,8 @@
 """Serve one shard on an inherited socket, as a process of its own.
 
-The supervisor starts it as `python -m headrace.paramserver.shard.process`; see `control_channel.py` for their messages.
+The supervisor starts it as `python -m headrace.paramserver.shard.process`; see `child.py` for their messages.
 It drains and ends on SIGTERM, and when its stdin ends because the supervisor is gone. With `--metrics-fd N` it also
-sends samples over an inherited socket; see `observe/sample_channel.py`.
+sends samples over an inherited socket; see `observe/sample.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.paramserver.shard.control_channel import (
+from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
     EXIT_OK,
@@ -97,7 +97,7 @@ class _ShardProcess:
     async def _serve(self) -> None:
         # Imported late, so that an import error is reported like any other.
         from headrace.paramserver.config.protection import Protection
-        from headrace.paramserver.observe.sample_channel import send_samples
+        from headrace.paramserver.observe.sample import send_samples
         from headrace.paramserver.rpc.server import ThriftServer
         from headrace.paramserver.shard.service import open_shard
 

@@ -25,17 +25,21 @@ from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ServerConfig, ShardConfig
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.rpc.address import format_address
-from headrace.paramserver.shard.child import SHARD_COMMAND, HangDetector, ShardChild, describe_exit, run_child
-from headrace.paramserver.shard.control_channel import (
+from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STORAGE,
+    SHARD_COMMAND,
+    HangDetector,
+    ShardChild,
     ShardOrder,
+    describe_exit,
+    run_child,
 )
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import fact, resolve_log_format
-from headrace.paramserver.system.ready_file import ReadyFile
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, ProtocolError, StorageError
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from headrace.paramserver.replica.endpoint.process_config import ENV_PREFIX, EndpointConfig
 from headrace.paramserver.replica.endpoint.replica_process import ReplicaProcess
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.event_loop import shorten_gc_pauses
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
@@ -20,7 +21,6 @@ from headrace.paramserver.system.flags import (
 )
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
-from headrace.paramserver.system.ready_file import ReadyFile
 
 __all__ = ["replica"]
 

@@ -15,8 +15,9 @@ from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.rpc.sockets import bind_listener, bind_listeners
-from headrace.paramserver.shard.control_channel import EXIT_STORAGE
+from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.shard.supervisor import Supervisor
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.flags import (
     ReadyFileFlag,
     WatchStdinFlag,
@@ -25,7 +26,6 @@ from headrace.paramserver.system.flags import (
     with_setting_flags,
 )
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
-from headrace.paramserver.system.ready_file import ReadyFile
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import StorageError
 

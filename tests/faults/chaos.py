@@ -38,7 +38,7 @@ from headrace.paramserver.log.inspection import find_logs, inspect_log
 from headrace.paramserver.log.segment_reader import SegmentReader
 from headrace.paramserver.log.segments import list_segments
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.shard.control_channel import EXIT_STORAGE
+from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.log_records import RecordKind
 

@@ -21,8 +21,8 @@ from headrace.paramserver.config.data_dir import DataDir, is_in_use
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.rpc.sockets import bind_listeners
 from headrace.paramserver.shard.supervisor import Supervisor
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import configure_logging
-from headrace.paramserver.system.ready_file import ReadyFile
 
 HOST = "127.0.0.1"
 PROXY_HOST = "127.0.0.2"

@@ -30,6 +30,7 @@ from headrace.paramserver.ingest import pipeline
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import Append, DurableFuture
+from headrace.paramserver.log.segments import FileOps
 from headrace.paramserver.rpc import connection as rpc_connection
 from headrace.paramserver.rpc import server
 from headrace.paramserver.rpc.buffer_pool import BufferPool
@@ -37,7 +38,6 @@ from headrace.paramserver.rpc.frames import FrameReader
 from headrace.paramserver.shard import process, retention, service
 from headrace.paramserver.store import applier
 from headrace.paramserver.store.applier import ApplierConfig
-from headrace.paramserver.system.file_ops import FileOps
 from headrace.schemas.messages import Segment
 
 _SYNCED = struct.Struct("<QQ")

@@ -19,7 +19,7 @@ import socket
 import sys
 from pathlib import Path
 
-from headrace.paramserver.shard.control_channel import EXIT_ERROR, EXIT_STORAGE, ShardOrder, ShardReport
+from headrace.paramserver.shard.child import EXIT_ERROR, EXIT_STORAGE, ShardOrder, ShardReport
 
 
 async def _serve(order: ShardOrder, *, is_stubborn: bool) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.paramserver.system.file_ops import FileOps
+from headrace.paramserver.log.segments import FileOps
 from headrace.schemas.messages import Segment
 
 __all__ = ["FaultyFileOps"]

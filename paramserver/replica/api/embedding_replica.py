@@ -26,7 +26,7 @@ from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Token
-from headrace.paramserver.system.loop_thread import LoopThread
+from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.table_digest import TableDigest

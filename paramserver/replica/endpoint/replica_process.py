@@ -35,10 +35,10 @@ from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.rpc.sockets import bind_listener
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.http_server import HttpServer, Page, Reply, Request
 from headrace.paramserver.system.log_lines import fact
-from headrace.paramserver.system.ready_file import ReadyFile
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, UnavailableError
 

@@ -17,8 +17,7 @@ from watched_server import get, get_json, say_hello, scrape, wait_until, watched
 
 from headrace.cli import main
 from headrace.paramserver.observe.monitor import History, ServerMonitor
-from headrace.paramserver.observe.sample import ShardSample, ShardState
-from headrace.paramserver.observe.sample_channel import send_samples
+from headrace.paramserver.observe.sample import ShardSample, ShardState, send_samples
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
 

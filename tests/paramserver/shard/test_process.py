@@ -17,7 +17,7 @@ import pytest
 from held_ports import hold_ports
 
 from headrace.paramserver.config.server_settings import ServerConfig, ShardConfig
-from headrace.paramserver.shard.control_channel import (
+from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
     EXIT_OK,

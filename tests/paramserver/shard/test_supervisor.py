@@ -21,7 +21,7 @@ from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.rpc.sockets import bind_listeners
 from headrace.paramserver.shard.child import ShardChild
 from headrace.paramserver.shard.supervisor import Supervisor
-from headrace.paramserver.system.ready_file import ReadyFile
+from headrace.paramserver.system.durable import ReadyFile
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_shard_process.py"
 WAIT_S = 60.0

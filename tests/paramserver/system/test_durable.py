@@ -1,16 +1,19 @@
-"""Files and directories are whole or absent after a crash."""
+"""Files and directories are whole or absent after a crash; a ready file is there while its process is ready."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from headrace.paramserver.system.durable import fsync_tree, move_into_place, write_file
+from headrace.paramserver.system.durable import ReadyFile, fsync_tree, move_into_place, write_file
+from headrace.schemas.errors import ConfigError, StorageError
 
 
 @pytest.fixture
@@ -86,3 +89,57 @@ def test_a_directory_is_synced_whole_and_moved(tmp_path: Path, calls: list[tuple
     synced = [("fsync", name) for name in ("file", "below", "made")]
     assert calls == [*synced, ("rename", "there"), ("fsync", tmp_path.name)]
     assert (tmp_path / "there" / "below" / "file").read_bytes() == b"1"
+
+
+def test_a_ready_file_is_there_while_ready(tmp_path: Path) -> None:
+    """What an earlier run has left goes at once; facts are written whole, over and over, and removed, also twice."""
+    path = tmp_path / "ready"
+    path.write_text("a lie")
+    file = ReadyFile(path)
+    assert not path.exists()
+    for pid in (1, 2):
+        file.write({"pid": pid})
+        assert json.loads(path.read_text()) == {"pid": pid}
+    assert [found.name for found in tmp_path.iterdir()] == ["ready"]
+    file.remove()
+    file.remove()
+    file.write({"pid": 3})  # a thread that was late
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ready_file_whose_write_is_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a disk holds up one write, another begins only behind it: both are whole, and the later one stays."""
+    path, rename, others = tmp_path / "ready", os.replace, list[threading.Thread]()
+    file = ReadyFile(path)
+
+    def slow_rename(source: Path, target: Path) -> None:
+        if not others:
+            others.append(threading.Thread(target=file.write, args=({"pid": 2},)))
+            others[0].start()
+            others[0].join(0.2)  # without the rest of this one it does not end
+            assert others[0].is_alive()
+            assert json.loads(source.read_text()) == {"pid": 1}
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", slow_rename)
+    file.write({"pid": 1})
+    others[0].join(20)
+    assert json.loads(path.read_text()) == {"pid": 2}
+
+
+@pytest.mark.parametrize("name", ["absent/ready", "folder", "file/ready"])
+def test_a_ready_file_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+    """It is one line that names the flag, before anything is started."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"--ready-file {tmp_path}/{name}: "):
+        ReadyFile(tmp_path / name)
+
+
+def test_a_ready_file_whose_place_goes(tmp_path: Path) -> None:
+    """A directory that is gone by the time is the disk's error, in one line."""
+    (tmp_path / "folder").mkdir()
+    file = ReadyFile(tmp_path / "folder" / "ready")
+    (tmp_path / "folder").rmdir()
+    with pytest.raises(StorageError, match=r"--ready-file .* cannot be written: No such file"):
+        file.write({})

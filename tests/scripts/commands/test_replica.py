@@ -23,8 +23,8 @@ from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.replica.endpoint.replica_process import ReplicaProcess
 from headrace.paramserver.rpc.security import Token, client_tls_context
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import RepeatFilter
-from headrace.paramserver.system.ready_file import ReadyFile
 from headrace.paramserver.system.settings import flag_of, settings_of, show_default
 from headrace.schemas.errors import UnauthorizedError, UnavailableError, UnknownTableError
 from headrace.schemas.tables import TableSpec

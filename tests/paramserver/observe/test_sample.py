@@ -9,8 +9,7 @@ import socket
 import pytest
 from metric_samples import SAMPLE
 
-from headrace.paramserver.observe.sample import ShardSample
-from headrace.paramserver.observe.sample_channel import receive_samples, send_samples
+from headrace.paramserver.observe.sample import ShardSample, receive_samples, send_samples
 from headrace.schemas.errors import ProtocolError, StorageError, UnavailableError
 
 
