@@ -24,7 +24,7 @@ from rich.console import Console
 
 from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.targets import judge
+from headrace.scripts.benches.report import judge
 
 __all__ = ["FolderOption", "JsonOption", "OnStage", "Rounds", "RoundsOption", "bench_command", "bench_folder"]
 __all__ += ["check_folder", "check_json", "conclude", "machine_facts", "one_torch_thread", "say", "show_progress"]

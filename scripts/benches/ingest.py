@@ -1,15 +1,22 @@
-"""`headrace bench ingest`: how fast a shard takes rows, next to the disk, RocksDB and Redis with the same rows."""
+"""`headrace bench ingest` and `headrace bench recovery`: how fast a shard takes rows, and applies its log after a kill.
+
+Ingest is compared with the disk, RocksDB and Redis with the same rows.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +26,20 @@ from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.benches.child import peak_memory_bytes
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
-from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig
-from headrace.scripts.benches.writer import WriteResult, WriterProcess
+from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig, WriteResult, WriterProcess
 
-__all__ = ["SHARD_STORE", "IngestConfig", "admin_dial", "ingest", "measure", "serve"]
+__all__ = ["SHARD_STORE", "IngestConfig", "RecoveryConfig", "admin_dial", "ingest", "measure_ingest"]
+__all__ += ["measure_recovery", "recovery", "serve"]
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _MEMTABLE_BYTES = 192 << 20
-_TIMEOUT_S, _POLL_S = 60.0, 0.02
+_TIMEOUT_S, _POLL_S = 60.0, 0.01
+_BATCH_BYTES = 4095 * WIRE_ROW_BYTES  # of uniform ids, about
 
 SHARD_STORE = StoreConfig(block_cache_bytes=_BLOCK_CACHE_BYTES, write_buffer_bytes=_MEMTABLE_BYTES // 3)
 """Options of the store of a shard of `serve`, for RocksDB alone."""
@@ -50,7 +59,7 @@ class IngestConfig:
     folder: FolderOption = None
 
 
-def measure(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
+def measure_ingest(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
     """Measure how fast a shard takes rows of 128 floats and an optimizer state.
 
     Acked rows are compared with writev and fdatasync of the same bytes without a server; applied rows, with the backlog
@@ -126,7 +135,75 @@ def measure(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
     }
 
 
-ingest = bench_command("ingest", IngestConfig, measure, hints=lambda: [] if has_redis() else [REDIS_HINT])
+ingest = bench_command("ingest", IngestConfig, measure_ingest, hints=lambda: [] if has_redis() else [REDIS_HINT])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """How much `headrace bench recovery` measures."""
+
+    mebibytes: Annotated[int, typer.Option(min=1, help="Unapplied log at the start of the server, MiB.")] = 1024
+    num_rounds: RoundsOption = 3
+    folder: FolderOption = None
+
+    @property
+    def rows(self) -> RowsConfig:
+        """The rows that make a log of that size."""
+        return RowsConfig(ids="uniform", num_batches=max(1, (self.mebibytes << 20) // _BATCH_BYTES))
+
+
+def measure_recovery(config: RecoveryConfig, on_stage: OnStage) -> dict[str, Any]:
+    """Measure how fast a shard that was killed applies its log to an empty store.
+
+    The rate is compared with that at which the same rows came in: sent, on disk and applied. The store is removed while
+    the server is down, so the whole log is unapplied.
+    """
+    rates, log_bytes, num_batches = Rounds(), 0, config.rows.num_batches
+    with bench_folder(config.folder) as folder, WriterProcess(config.rows) as writer:
+        for number in range(config.num_rounds):
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                data_dir = Path(place) / "data"
+                on_stage(f"{config.mebibytes} MiB, round {number + 1}: writing")
+                with serve(data_dir) as server:
+                    written = writer.write(server.address, num_batches=num_batches)
+                    server.kill()
+                log_bytes = written.wire_bytes
+                rates.add("sustained", written.num_rows / written.applied_s)
+                for store in data_dir.glob("shard-*/store"):
+                    shutil.rmtree(store)
+                on_stage(f"{config.mebibytes} MiB, round {number + 1}: recovering")
+                with serve(data_dir, timeout_s=600.0) as server:
+                    rates.add("recovered", written.num_rows / _recovery_s(server))
+                    server.kill()
+    return {
+        "ratio_recovery_vs_sustained": rates.ratio("recovered", "sustained"),
+        "log_bytes": log_bytes,
+        "recovery_s": median([log_bytes / WIRE_ROW_BYTES / rate for rate in rates["recovered"]]),
+        "median_rows_per_s": rates.medians(),
+        "median_bytes_per_s": rates.medians(WIRE_ROW_BYTES),
+        "rows_per_s": rates,
+    }
+
+
+recovery = bench_command("recovery", RecoveryConfig, measure_recovery)
+
+
+def _recovery_s(server: ServerProcess) -> float:
+    """Return the seconds from opening the log until the store has all of it."""
+    asyncio.run(_wait_applied(server.address))
+    end = time.time()
+    for fact in server.read_log():
+        if fact.get("message") == "recovered":
+            # The server serves as soon as all is in memory, and applies the rest meanwhile.
+            return end - datetime.fromisoformat(fact["time"]).timestamp() + float(fact["seconds"])
+    raise HeadraceError("the server found nothing to recover; its log has no line about it")
+
+
+async def _wait_applied(address: str) -> None:
+    client, _ = await admin_dial(_TIMEOUT_S).connect(*parse_address(address))
+    async with client:
+        while (status := await client.status()).applied_seq < status.log_seq:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(_POLL_S)
 
 
 def admin_dial(timeout_s: float) -> Dial:

@@ -1,109 +1,132 @@
-"""The report of `headrace bench all`: results.json, written anew after each part, and report.md made from it.
+"""The targets of all benches, and the page that `headrace bench all` makes of its results.
 
-A second run with the same directory continues where the first one stopped. It must measure the same amounts: figures of
-two scales do not belong into one report.
+The targets are here and in the table in docs/benchmarks.md, and nowhere else.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.harness import machine_facts
-from headrace.scripts.benches.targets import judge
-
-__all__ = ["FAILED", "MEASURED", "NOT_MEASURED", "Results", "load_average", "render_page"]
+__all__ = ["FAILED", "MEASURED", "NOT_MEASURED", "TARGETS", "Target", "Verdict", "judge", "render_page"]
 
 MEASURED, FAILED, NOT_MEASURED = "measured", "failed", "not measured"
-_RESULTS_NAME, _VERSION = "results.json", 1
-_PACKAGES = "headrace torch torchrec fbgemm-gpu-cpu numpy rocksdict thriftpy2 grpcio redis hiredis matplotlib"
+
+_Figures = dict[str, Any]
 
 
-class Results:
-    """What was measured so far, and the file that keeps it; `content` is the whole JSON."""
+class Target(NamedTuple):
+    """A figure of a bench, and what it should be."""
 
-    def __init__(self, folder: Path, *, scale: float, rounds: int | None) -> None:
-        """Read the results in a report's directory, or begin new ones; without `rounds`, with each part's own.
-
-        Raises:
-            ConfigError: The results there have other settings or come from another machine, or are not results.
-        """
-        self._path = folder / _RESULTS_NAME
-        wanted = {"version": _VERSION, "scale": scale, "rounds": rounds, "machine": machine_facts()}
-        if not self._path.exists():
-            facts = {"processor": _processor(), "packages": _packages(), "begun": _now()}
-            self.content: dict[str, Any] = {**wanted, **facts, "load_at_start": load_average(), "parts": {}}
-            return
-        try:
-            self.content = json.loads(self._path.read_text("utf-8"))
-            found = {name: self.content[name] for name in wanted}
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ConfigError(
-                f"--report {folder}: {_RESULTS_NAME} there is not of this bench: choose another directory"
-            ) from exc
-        for name, value in wanted.items():
-            if found[name] != value:
-                raise ConfigError(
-                    f"--report {folder}: has figures of {name} {found[name]}, not {value}: choose another directory, "
-                    f"or remove its {_RESULTS_NAME}"
-                )
-
-    def has(self, name: str) -> bool:
-        """Return whether a part is measured."""
-        return bool(self.content["parts"].get(name, {}).get("status") == MEASURED)
-
-    @property
-    def failed(self) -> list[str]:
-        """Parts that failed."""
-        return [name for name, part in self.content["parts"].items() if part["status"] == FAILED]
-
-    def add(self, name: str, status: str, *, begun: float, load_before: list[float], **facts: Any) -> None:
-        """Add the outcome of a part that began at `begun`, seconds since 1970, and write the file.
-
-        `facts` are `figures` of a `MEASURED` part, otherwise the `reason`.
-        """
-        load = load_average()
-        part = {"status": status, "seconds": time.time() - begun, "load_before": load_before, "load_after": load}
-        self.content["parts"][name] = part | facts
-        self.content["ended"], self.content["load_at_end"] = _now(), load
-        new = self._path.with_suffix(".new")
-        try:
-            new.write_text(json.dumps(self.content, indent=1) + "\n", "utf-8")
-            os.replace(new, self._path)
-        except OSError as exc:
-            raise ConfigError(f"--report: {self._path} cannot be written: {exc.strerror}") from exc
+    name: str  # as in the bench's JSON, or a new name with `of`
+    limit: float | str | None = None  # a number, or the name of the figure that is the bound
+    is_least: bool = True  # the figure should be at least the limit; otherwise at most
+    ratio_of: tuple[str, str, str] | None = None  # the two figures whose ratio it is, and their unit
+    of: Callable[[_Figures], float | None] | None = None  # computes a figure that the JSON does not have
 
 
-def load_average() -> list[float]:
-    """Return the load average of the last 1, 5 and 15 minutes."""
-    return [round(value, 2) for value in os.getloadavg()]
+class Verdict(NamedTuple):
+    """A measured figure next to its target, as text."""
+
+    name: str
+    value: str
+    target: str
+    is_met: bool | None  # None without a target or a value
+    ratio_of: str
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+def judge(part: str, figures: _Figures) -> list[Verdict]:
+    """Compare a bench's figures with its targets, in the order of the table."""
+    return [_judge(target, figures) for target in TARGETS.get(part, ())]
 
 
-def _packages() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES.split():
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # of an extra that is not installed
-    return versions
+def _judge(target: Target, figures: _Figures) -> Verdict:
+    value = target.of(figures) if target.of else _find(figures, target.name)
+    limit = _find(figures, target.limit) if isinstance(target.limit, str) else target.limit
+    is_met = None
+    if value is not None and limit is not None:
+        is_met = value >= limit if target.is_least else value <= limit
+    sides = [_find(figures, name) for name in target.ratio_of[:2]] if target.ratio_of else [None]
+    return Verdict(
+        target.name,
+        "not measured" if value is None else _show(value),
+        "" if limit is None else f"{'≥' if target.is_least else '≤'} {_show(limit)}",
+        is_met,
+        "" if None in sides or target.ratio_of is None else f"{' of '.join(map(_show, sides))} {target.ratio_of[2]}",
+    )
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
+def _show(value: Any) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _find(figures: _Figures, name: str) -> float | None:
+    found: Any = figures
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, int | float) else None
+
+
+def _memory_growth(figures: _Figures) -> float | None:
+    few, many = sorted(figures["peak_rss_bytes"].items(), key=lambda item: int(item[0]))
+    return float(many[1]) / float(few[1])
+
+
+def _least_kernel_ratio(figures: _Figures) -> float | None:
+    return min(figures["cpu"]["ratios"].values(), default=None)
+
+
+def _least(name: str, limit: float | None, key: str, ours: str, peer: str, unit: str = "rows/s") -> Target:
+    return Target(name, limit, ratio_of=(f"{key}.{ours}", f"{key}.{peer}", unit))
+
+
+def _most(name: str, limit: float | str, ratio_of: tuple[str, str, str] | None = None) -> Target:
+    return Target(name, limit, is_least=False, ratio_of=ratio_of)
+
+
+_GROWTH = Target("peak_rss_growth", 1.15, is_least=False, of=_memory_growth)
+_MEDIANS, _WRITES, _READS = "median_rows_per_s", "write_bytes_per_s", "reads_per_s"
+
+TARGETS: dict[str, tuple[Target, ...]] = {
+    "ingest": (
+        _least("ratio_acked_vs_fsync", 0.5, _MEDIANS, "acked", "fsync"),
+        _least("ratio_uniform_vs_rocksdb", 0.85, _MEDIANS, "headrace_uniform", "rocksdb_uniform"),
+        _least("ratio_zipf_vs_rocksdb", 1.5, _MEDIANS, "headrace_zipf", "rocksdb_zipf"),
+        _least("ratio_uniform_vs_redis", 4, _MEDIANS, "headrace_uniform", "redis_uniform"),
+        _least("ratio_zipf_vs_redis", 8, _MEDIANS, "headrace_zipf", "redis_zipf"),
+        _least("ratio_with_snapshot", 0.9, _MEDIANS, "headrace_snapshot", "headrace_uniform"),
+        _most("worst_loop_pause_ms", 20),
+        Target("peak_memory_bytes"),
+    ),
+    "recovery": (Target("ratio_recovery_vs_sustained", 0.8),),
+    "wire": (
+        _least("ratio_vs_loopback", 0.4, _WRITES, "headrace", "loopback", "B/s"),
+        _least("ratio_vs_thriftpy2", 4, _WRITES, "headrace", "thriftpy2", "B/s"),
+        _least("ratio_vs_grpc", 1.8, _WRITES, "headrace", "grpc", "B/s"),
+        _least("ratio_small_vs_thriftpy2", 3, _READS, "headrace", "thriftpy2", "reads/s"),
+        _least("ratio_small_vs_grpc", None, _READS, "headrace", "grpc", "reads/s"),
+        Target("bytes_per_idle_connection"),
+    ),
+    "lookup": (
+        _least("ratio_vs_torch", 0.5, _MEDIANS, "headrace", "torch"),
+        _least("ratio_vs_redis", 10, _MEDIANS, "headrace", "redis"),
+        _most("swap_p99_ratio", 2, ("p99_swap_ms", "p99_before_ms", "ms")),
+        _most("failed_lookups", 0),
+        _least("miss_ratio_vs_rocksdb", 0.85, _MEDIANS, "miss", "rocksdb"),
+    ),
+    "overhead": (
+        _most("step_time_ratio", 1.05, ("step_on_ms", "step_off_ms", "ms")),
+        _most("outage_step_time_ratio", 1.05, ("outage_step_ms", "step_off_ms", "ms")),
+        _most("training_thread_share", 0.04),
+        _most("extra_bytes", "extra_bytes_bound"),
+        _most("outage_extra_bytes", "extra_bytes_bound"),
+    ),
+    "freshness": (_most("p50_vs_floor", 5, ("p50_ms", "floor_p50_ms", "ms")), Target("p99_ms")),
+    "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),
+    "export": (_least("export_vs_disk", 0.5, "bytes_per_s", "export", "disk", "B/s"), _GROWTH),
+    "kernels": (Target("least_ratio_vs_plain", of=_least_kernel_ratio),),
+}
+"""By part, in the order of its table. docs/benchmarks.md explains each."""
 
 
 def render_page(

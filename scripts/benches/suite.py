@@ -1,28 +1,37 @@
-"""`headrace bench all`: run every bench and the sweeps, and write a report with tables and charts."""
+"""`headrace bench all`: run every bench and the sweeps, and write a report with tables and charts.
+
+results.json is written anew after each part, and report.md is made from it. A second run with the same directory
+continues where the first one stopped. It must measure the same amounts: figures of two scales do not belong into one
+report.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import pkgutil
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.scripts.benches.charts import draw_charts
-from headrace.scripts.benches.harness import FolderOption, OnStage, check_folder, say, show_progress
+from headrace.scripts.benches.harness import FolderOption, OnStage, check_folder, machine_facts, say, show_progress
 from headrace.scripts.benches.peers import missing_peers
-from headrace.scripts.benches.report import FAILED, MEASURED, NOT_MEASURED, Results, load_average, render_page
+from headrace.scripts.benches.report import FAILED, MEASURED, NOT_MEASURED, render_page
 
-__all__ = ["PARTS", "Part", "all_benches", "choose_parts"]
+__all__ = ["PARTS", "Part", "Results", "all_benches", "choose_parts", "load_average"]
 
+_RESULTS_NAME, _VERSION = "results.json", 1
+_PACKAGES = "headrace torch torchrec fbgemm-gpu-cpu numpy rocksdict thriftpy2 grpcio redis hiredis matplotlib"
 _TINY_SCALE = 0.05
 _START_S = 10  # processes start at any scale
 # The extra that brings a module which may be missing.
@@ -37,14 +46,13 @@ class Part:
     title: str
     rounds: int  # its own number, without `--rounds`
     full_s: float  # duration at full scale on two cores, correct to half a minute
-    config: str  # `module:class` of its settings, imported late: a report needs no module of a part that it leaves out
+    function: str  # `module:function` that measures; imported late, so a report needs only the modules of its parts
     least: dict[str, int] = field(default_factory=dict)  # settings that shrink with the scale, and their least values
     tiny: dict[str, Any] = field(default_factory=dict)  # settings at a very small scale: a sweep has two points
-    function: str = "measure"  # in the same module
 
     def make_config(self, scale: float, rounds: int | None, folder: Path | None) -> Any:
         """Return the settings at a scale from 0 to 1; without `rounds`, of the part's own rounds."""
-        config_class = pkgutil.resolve_name(f"headrace.scripts.benches.{self.config}")
+        config_class = get_type_hints(self._function)["config"]
         settings = {each.name: each.default for each in fields(config_class)}
         changes: dict[str, Any] = {"num_rounds": rounds or self.rounds} | (self.tiny if scale < _TINY_SCALE else {})
         for name, least in self.least.items():
@@ -53,9 +61,13 @@ class Part:
 
     def measure(self, config: Any, on_stage: OnStage) -> dict[str, Any]:
         """Measure, and return the figures."""
-        module = f"headrace.scripts.benches.{self.config.partition(':')[0]}"
-        figures: dict[str, Any] = pkgutil.resolve_name(f"{module}:{self.function}")(config, on_stage)
-        return figures
+        return self._function(config, on_stage)
+
+    @property
+    def _function(self) -> Callable[[Any, OnStage], dict[str, Any]]:
+        function: Callable[[Any, OnStage], dict[str, Any]]
+        function = pkgutil.resolve_name(f"headrace.scripts.benches.{self.function}")
+        return function
 
     def expected_s(self, scale: float, rounds: int | None) -> float:
         """Return about how long it will take, seconds."""
@@ -80,27 +92,27 @@ _COSTS = "Cost against tables, rows and clients"
 _FILES = {"num_rows": 5000}
 
 PARTS: tuple[Part, ...] = (
-    Part("ingest", "Ingest", 3, 180, "ingest:IngestConfig", _INGEST),
-    Part("recovery", "Recovery", 3, 60, "recovery:RecoveryConfig", {"mebibytes": 4}),
-    Part("wire", "Wire", 9, 100, "wire:WireConfig", {"num_writes": 4, "num_reads": 32, "num_idle": 40}),
-    Part("lookup", "Lookup", 3, 180, "lookup:LookupConfig", _LOOKUP),
-    Part("overhead", "Overhead", 4, 150, "overhead:OverheadConfig", {"num_steps": 2}),
-    Part("freshness", "Freshness", 3, 60, "freshness:FreshnessConfig", {"num_steps": 20}),
-    Part("backfill", "Backfill", 1, 60, "table_files:BackfillConfig", _FILES, function="measure_backfill"),
-    Part("export", "Export", 1, 60, "table_files:ExportBenchConfig", _FILES, function="measure_export"),
-    Part("kernels", "Row kernels", 7, 40, "kernels:KernelsConfig", {"num_rows": 100_000, "step_ids": 1000}),
+    Part("ingest", "Ingest", 3, 180, "ingest:measure_ingest", _INGEST),
+    Part("recovery", "Recovery", 3, 60, "ingest:measure_recovery", {"mebibytes": 4}),
+    Part("wire", "Wire", 9, 100, "wire:measure", {"num_writes": 4, "num_reads": 32, "num_idle": 40}),
+    Part("lookup", "Lookup", 3, 180, "lookup:measure", _LOOKUP),
+    Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
+    Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
+    Part("backfill", "Backfill", 1, 60, "table_files:measure_backfill", _FILES),
+    Part("export", "Export", 1, 60, "table_files:measure_export", _FILES),
+    Part("kernels", "Row kernels", 7, 40, "kernels:measure", {"num_rows": 100_000, "step_ids": 1000}),
     Part(
         "throughput",
         _WIDTHS,
         3,
         420,
-        "throughput:ThroughputConfig",
+        "sweeps:measure_throughput",
         {"run_bytes": 2**20, "max_batches": 4},
         _FEW_WIDTHS,
     ),
-    Part("lag", "Lag against load", 2, 180, "lag:LagConfig", _LAG, {"loads": (0.05, 1.25)}),
-    Part("recovery-size", _SIZES, 2, 120, "recovery:SweepConfig", {"mebibytes": 4}, _FEW_SIZES, "measure_sizes"),
-    Part("cost", _COSTS, 2, 240, "cost:CostConfig", {"num_batches": 8, "num_steps": 2}, _FEW_COSTS),
+    Part("lag", "Lag against load", 2, 180, "sweeps:measure_lag", _LAG, {"loads": (0.05, 1.25)}),
+    Part("recovery-size", _SIZES, 2, 120, "sweeps:measure_sizes", {"mebibytes": 4}, _FEW_SIZES),
+    Part("cost", _COSTS, 2, 240, "sweeps:measure_cost", {"num_batches": 8, "num_steps": 2}, _FEW_COSTS),
 )
 """In the order in which they run."""
 
@@ -189,3 +201,84 @@ def _run(part: Part, scale: float, rounds: int | None, folder: Path | None) -> t
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class Results:
+    """What was measured so far, and the file that keeps it; `content` is the whole JSON."""
+
+    def __init__(self, folder: Path, *, scale: float, rounds: int | None) -> None:
+        """Read the results in a report's directory, or begin new ones; without `rounds`, with each part's own.
+
+        Raises:
+            ConfigError: The results there have other settings or come from another machine, or are not results.
+        """
+        self._path = folder / _RESULTS_NAME
+        wanted = {"version": _VERSION, "scale": scale, "rounds": rounds, "machine": machine_facts()}
+        if not self._path.exists():
+            facts = {"processor": _processor(), "packages": _packages(), "begun": _now()}
+            self.content: dict[str, Any] = {**wanted, **facts, "load_at_start": load_average(), "parts": {}}
+            return
+        try:
+            self.content = json.loads(self._path.read_text("utf-8"))
+            found = {name: self.content[name] for name in wanted}
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ConfigError(
+                f"--report {folder}: {_RESULTS_NAME} there is not of this bench: choose another directory"
+            ) from exc
+        for name, value in wanted.items():
+            if found[name] != value:
+                raise ConfigError(
+                    f"--report {folder}: has figures of {name} {found[name]}, not {value}: choose another directory, "
+                    f"or remove its {_RESULTS_NAME}"
+                )
+
+    def has(self, name: str) -> bool:
+        """Return whether a part is measured."""
+        return bool(self.content["parts"].get(name, {}).get("status") == MEASURED)
+
+    @property
+    def failed(self) -> list[str]:
+        """Parts that failed."""
+        return [name for name, part in self.content["parts"].items() if part["status"] == FAILED]
+
+    def add(self, name: str, status: str, *, begun: float, load_before: list[float], **facts: Any) -> None:
+        """Add the outcome of a part that began at `begun`, seconds since 1970, and write the file.
+
+        `facts` are `figures` of a `MEASURED` part, otherwise the `reason`.
+        """
+        load = load_average()
+        part = {"status": status, "seconds": time.time() - begun, "load_before": load_before, "load_after": load}
+        self.content["parts"][name] = part | facts
+        self.content["ended"], self.content["load_at_end"] = _now(), load
+        new = self._path.with_suffix(".new")
+        try:
+            new.write_text(json.dumps(self.content, indent=1) + "\n", "utf-8")
+            os.replace(new, self._path)
+        except OSError as exc:
+            raise ConfigError(f"--report: {self._path} cannot be written: {exc.strerror}") from exc
+
+
+def load_average() -> list[float]:
+    """Return the load average of the last 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES.split():
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that is not installed
+    return versions
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"

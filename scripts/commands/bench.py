@@ -19,7 +19,7 @@ __all__ = ["bench", "check_checkout"]
 # Name, module and function, help.
 _BENCHES = (
     ("ingest", "ingest:ingest", "How fast a shard takes rows, next to disk, RocksDB and Redis."),
-    ("recovery", "recovery:recovery", "How fast a killed shard applies its log again."),
+    ("recovery", "ingest:recovery", "How fast a killed shard applies its log again."),
     ("wire", "wire:wire", "How fast requests travel, next to gRPC and thriftpy2."),
     ("lookup", "lookup:lookup", "How fast a replica looks up, next to torch, Redis, RocksDB."),
     ("overhead", "overhead:overhead", "What streaming costs a trainer."),

@@ -1,4 +1,4 @@
-"""`headrace bench ingest`, small: that it measures, and that a shard keeps to its memory."""
+"""`headrace bench ingest` and `recovery`, small: that they measure, and that a shard keeps to its memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace import cli
 from headrace.scripts.benches.child import peak_memory_bytes
-from headrace.scripts.benches.ingest import IngestConfig, measure, serve
+from headrace.scripts.benches.ingest import IngestConfig, RecoveryConfig, measure_ingest, serve
 from headrace.scripts.benches.peers import has_redis
-from headrace.scripts.benches.workload import RowsConfig
-from headrace.scripts.benches.writer import WriterProcess
+from headrace.scripts.benches.workload import RowsConfig, WriterProcess
 
 MIB = 2**20
 
@@ -21,7 +21,7 @@ MIB = 2**20
 def test_a_small_ingest_bench(tmp_path: Path) -> None:
     """All keys are there, all figures are positive, and no file is left."""
     config = IngestConfig(num_batches=4, num_acked_batches=2, num_redis_batches=1, num_rounds=1, folder=tmp_path)
-    figures = measure(config, lambda stage: None)
+    figures = measure_ingest(config, lambda stage: None)
     assert not list(tmp_path.iterdir())
     ratios = ["acked_vs_fsync", "uniform_vs_rocksdb", "zipf_vs_rocksdb", "with_snapshot"]
     for name in ("uniform_vs_redis", "zipf_vs_redis"):
@@ -53,3 +53,23 @@ def test_memory_is_bounded_by_the_settings(tmp_path: Path) -> None:
         peak = peak_memory_bytes(server.shard_pids[0])
         server.kill()
     assert 0 < peak < bound
+
+
+def test_sizes_of_a_recovery() -> None:
+    """By default the log is a GiB."""
+    assert RecoveryConfig().mebibytes == 1024
+    assert RecoveryConfig().rows.num_batches == 2**30 // (4095 * 524)
+
+
+@pytest.mark.slow
+def test_a_small_recovery_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shard whose store is gone recovers all of its log, and the command writes the ratio to its file."""
+    path = tmp_path / "figures.json"
+    arguments = ["bench", "recovery", "--rounds=1", "--mebibytes=4", f"--folder={tmp_path}", f"--json={path}"]
+    assert cli.main(arguments) == 0
+    assert "ratio_recovery_vs_sustained" in capsys.readouterr().out
+    figures = json.loads(path.read_text())
+    assert 0 < figures["ratio_recovery_vs_sustained"] < math.inf
+    assert figures["log_bytes"] >= 2 * MIB
+    assert figures["machine"]["cores"] >= 1
+    assert list(tmp_path.iterdir()) == [path]

@@ -13,7 +13,7 @@ import pytest
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches import overhead
 from headrace.scripts.benches.overhead import ModelConfig, OverheadConfig, make_figures, measure
-from headrace.scripts.benches.targets import judge
+from headrace.scripts.benches.report import judge
 
 TINY = ModelConfig(num_tables=3, num_rows=5000, dim=8, batch_size=64, num_batches=4)
 

@@ -1,15 +1,68 @@
-"""The results' file, which only a run of the same kind continues, and the page that is made of it."""
+"""The targets, which the documentation names as well, and the page that is made of results."""
 
 from __future__ import annotations
 
-import time
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.report import FAILED, MEASURED, Results, render_page
+from headrace.scripts.benches.report import TARGETS, Target, judge, render_page
+from headrace.scripts.benches.suite import PARTS
+
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
+
+
+def test_figures_are_judged_against_their_targets() -> None:
+    """At the limit a target is met, on either side; without a value or a limit there is no verdict."""
+    figures = {
+        "ratio_vs_torch": 0.5,
+        "ratio_vs_redis": None,
+        "swap_p99_ratio": 2.01,
+        "failed_lookups": 0,
+        "median_rows_per_s": {"headrace": 5.0, "torch": 10.0},
+    }
+    found = {verdict.name: verdict for verdict in judge("lookup", figures)}
+    assert (found["ratio_vs_torch"].is_met, found["swap_p99_ratio"].is_met) == (True, False)
+    assert (found["failed_lookups"].is_met, found["ratio_vs_redis"].is_met) == (True, None)
+    assert (found["ratio_vs_torch"].ratio_of, found["ratio_vs_redis"].ratio_of) == ("5 of 10 rows/s", "")
+    assert (found["swap_p99_ratio"].value, found["swap_p99_ratio"].target) == ("2.01", "≤ 2")
+    assert found["miss_ratio_vs_rocksdb"].value == "not measured"
+
+
+def test_computed_figures_and_limits() -> None:
+    """Memory that streaming adds has the bench's own bound; that of files is judged by its growth with the table."""
+    verdicts = judge("overhead", {"extra_bytes": 11, "outage_extra_bytes": 9, "extra_bytes_bound": 10})
+    found = {verdict.name: verdict.is_met for verdict in verdicts}
+    assert (found["extra_bytes"], found["outage_extra_bytes"]) == (False, True)
+    for peaks in ({"1000": 100.0, "5000": 116.0}, {"5000": 116.0, "1000": 100.0}):
+        growth = judge("export", {"peak_rss_bytes": peaks})[1]
+        assert (growth.name, growth.value, growth.is_met) == ("peak_rss_growth", "1.16", False)
+
+
+def test_targets_are_of_parts() -> None:
+    """Every target belongs to a part that can run, and none is there twice."""
+    assert TARGETS.keys() <= {part.name for part in PARTS}
+    for targets in TARGETS.values():
+        assert len({target.name for target in targets}) == len(targets)
+
+
+@pytest.mark.parametrize(
+    ("part", "target"),
+    [
+        pytest.param(part, target, id=f"{part}-{target.name}")
+        for part, targets in TARGETS.items()
+        for target in targets
+        if isinstance(target.limit, int | float)
+    ],
+)
+def test_the_documentation_has_the_same_targets(part: str, target: Target) -> None:
+    """The table of targets in docs/benchmarks.md and the one in the code do not differ."""
+    sign = "≥" if target.is_least else "≤"
+    row = rf"^\| {part} \| `{target.name}` \| {sign} {target.limit:g} \|"
+    assert re.search(row, PAGE.read_text(), re.MULTILINE), row
+
 
 CONTENT: dict[str, Any] = {
     "scale": 0.5,
@@ -57,42 +110,3 @@ def test_the_whole_page() -> None:
     assert "Cost" not in page
     page = render_page({**CONTENT, "rounds": 2}, TITLES, {}, [])
     assert "- scale 0.5, 2 rounds;" in page and "not installed" not in page
-
-
-def _add(results: Results, name: str, status: str, **facts: Any) -> None:
-    results.add(name, status, begun=time.time(), load_before=[0.0, 0.0, 0.0], **facts)
-
-
-def test_parts_are_kept_over_runs(tmp_path: Path) -> None:
-    """A part is on disk as soon as it is added; only measured ones count as done."""
-    results = Results(tmp_path, scale=0.5, rounds=None)
-    _add(results, "wire", MEASURED, figures={"a": 1})
-    _add(results, "lag", FAILED, reason="no disk")
-    again = Results(tmp_path, scale=0.5, rounds=None)
-    assert again.content["parts"]["wire"]["figures"] == {"a": 1}
-    assert (again.has("wire"), again.has("lag"), again.has("cost")) == (True, False, False)
-    assert again.failed == ["lag"]
-    _add(again, "lag", MEASURED, figures={})
-    assert Results(tmp_path, scale=0.5, rounds=None).failed == []
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-
-
-@pytest.mark.parametrize(("settings", "what"), [({"scale": 1.0}, "scale 0.5, not 1.0"), ({"rounds": 3}, "rounds None")])
-def test_other_settings_are_refused(tmp_path: Path, settings: dict[str, Any], what: str) -> None:
-    """Figures of two scales never meet in one report; the message says what to do."""
-    _add(Results(tmp_path, scale=0.5, rounds=None), "wire", MEASURED, figures={})
-    with pytest.raises(ConfigError, match=f"{what}.*remove its results.json"):
-        Results(tmp_path, **{"scale": 0.5, "rounds": None, **settings})
-    path = tmp_path / "results.json"
-    path.write_text(path.read_text().replace('"cores": ', '"cores": 1'))
-    with pytest.raises(ConfigError, match="machine"):  # the directory of another one
-        Results(tmp_path, scale=0.5, rounds=None)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}'])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
-    """A file that this bench has not written is left alone."""
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"results\.json there is not of this bench"):
-        Results(tmp_path, scale=1, rounds=None)
-    assert (tmp_path / "results.json").read_text() == text

@@ -1,10 +1,11 @@
-"""`headrace bench all`: what it runs, what it keeps, and what it says when something fails or is missing."""
+"""`headrace bench all`: what it runs, what it keeps over runs, and what it says when something fails or is missing."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.benches import peers, suite
 from headrace.scripts.benches.harness import OnStage
 from headrace.scripts.benches.peers import REDIS_HINT, missing_peers
-from headrace.scripts.benches.suite import PARTS, Part, choose_parts
+from headrace.scripts.benches.report import FAILED, MEASURED
+from headrace.scripts.benches.suite import PARTS, Part, Results, choose_parts
 
 RECOVERY = {"ratio_recovery_vs_sustained": 0.5, "rows_per_s": {"sustained": [2.0], "recovered": [1.0]}}
 
@@ -190,3 +192,42 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     assert "| `least_ratio_vs_plain` |" in page
     assert list(folder.iterdir()) == []
     assert sorted(path.name for path in report.iterdir()) == ["figures", "report.md", "results.json"]
+
+
+def _add(results: Results, name: str, status: str, **facts: Any) -> None:
+    results.add(name, status, begun=time.time(), load_before=[0.0, 0.0, 0.0], **facts)
+
+
+def test_parts_are_kept_over_runs(tmp_path: Path) -> None:
+    """A part is on disk as soon as it is added; only measured ones count as done."""
+    results = Results(tmp_path, scale=0.5, rounds=None)
+    _add(results, "wire", MEASURED, figures={"a": 1})
+    _add(results, "lag", FAILED, reason="no disk")
+    again = Results(tmp_path, scale=0.5, rounds=None)
+    assert again.content["parts"]["wire"]["figures"] == {"a": 1}
+    assert (again.has("wire"), again.has("lag"), again.has("cost")) == (True, False, False)
+    assert again.failed == ["lag"]
+    _add(again, "lag", MEASURED, figures={})
+    assert Results(tmp_path, scale=0.5, rounds=None).failed == []
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(("settings", "what"), [({"scale": 1.0}, "scale 0.5, not 1.0"), ({"rounds": 3}, "rounds None")])
+def test_other_settings_are_refused(tmp_path: Path, settings: dict[str, Any], what: str) -> None:
+    """Figures of two scales never meet in one report; the message says what to do."""
+    _add(Results(tmp_path, scale=0.5, rounds=None), "wire", MEASURED, figures={})
+    with pytest.raises(ConfigError, match=f"{what}.*remove its results.json"):
+        Results(tmp_path, **{"scale": 0.5, "rounds": None, **settings})
+    path = tmp_path / "results.json"
+    path.write_text(path.read_text().replace('"cores": ', '"cores": 1'))
+    with pytest.raises(ConfigError, match="machine"):  # the directory of another one
+        Results(tmp_path, scale=0.5, rounds=None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}'])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    """A file that this bench has not written is left alone."""
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"results\.json there is not of this bench"):
+        Results(tmp_path, scale=1, rounds=None)
+    assert (tmp_path / "results.json").read_text() == text
