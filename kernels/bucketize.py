@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels.runtime.cuda_module import Launcher
+from headrace.kernels.runtime.cuda_module import Launcher, signed
 from headrace.kernels.runtime.dispatch import implementation_of
 from headrace.schemas.routing import shards_of_rows
 
-__all__ = ["Bucketized", "block_bucketize", "block_bucketize_reference", "golden_multiple", "mix", "signed"]
+__all__ = ["Bucketized", "block_bucketize", "block_bucketize_reference", "golden_multiple", "mix"]
 
 # As in bucketize.cu.
 _THREADS = 128
@@ -101,12 +102,6 @@ def golden_multiple(count: int) -> int:
     return signed(count * _GOLDEN)
 
 
-def signed(value: int) -> int:
-    """Return the signed 64-bit number with the same lowest 64 bits."""
-    value %= 2**64
-    return value - 2**64 if value >= 2**63 else value
-
-
 def launch_block_bucketize(
     launcher: Launcher, row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor
 ) -> _Arrays:
@@ -131,11 +126,10 @@ def launch_block_bucketize(
 def _block_bucketize(
     row_ids: Tensor, num_shards: int, block_rows: int, seed: int, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if row_ids.device.type == "cpu":
-        return _bucketize_on_cpu(row_ids, num_shards, block_rows, seed, weights)
-    run = _bucketize_by_torch
-    if num_shards <= _MAX_SHARDS:
-        run = implementation_of("block_bucketize", "bucketize", row_ids.device, launch_block_bucketize, run)
+    run: Callable[..., _Arrays] = _bucketize_by_torch
+    if row_ids.device.type == "cpu" or num_shards <= _MAX_SHARDS:
+        ways = _bucketize_on_cpu, launch_block_bucketize, _bucketize_by_torch
+        run = implementation_of("block_bucketize", "bucketize", row_ids.device, *ways)
     return run(row_ids, num_shards, block_rows, seed, weights)
 
 

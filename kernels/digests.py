@@ -71,13 +71,15 @@ def launch_row_digests(launcher: Launcher, row_ids: Tensor, columns: list[Tensor
 
 @torch.library.custom_op("headrace::row_digests", mutates_args=())
 def _row_digests(row_ids: Tensor, columns: list[Tensor]) -> Tensor:
-    if row_ids.device.type == "cpu":
-        # As words, because numpy lacks some of torch's types.
-        words = [_words_of(column).numpy() for column in columns]
-        return torch.from_numpy(digest_rows(row_ids.numpy(), words).view(np.int64))
-    run = implementation_of("row_digests", "row_digests", row_ids.device, launch_row_digests, row_digests_reference)
-    digests: Tensor = run(row_ids, columns)
+    ways = _digest_on_cpu, launch_row_digests, row_digests_reference
+    digests: Tensor = implementation_of("row_digests", "row_digests", row_ids.device, *ways)(row_ids, columns)
     return digests
+
+
+def _digest_on_cpu(row_ids: Tensor, columns: list[Tensor]) -> Tensor:
+    # As words, because numpy lacks some of torch's types.
+    words = [_words_of(column).numpy() for column in columns]
+    return torch.from_numpy(digest_rows(row_ids.numpy(), words).view(np.int64))
 
 
 @_row_digests.register_fake

@@ -218,25 +218,19 @@ def launch_take_dirty(launcher: Launcher, bitmap: Tensor, max_rows: int) -> tupl
 
 
 def _mark(bitmap: Tensor, row_ids: Tensor) -> None:
-    run = _mark_on_cpu
-    if bitmap.device.type != "cpu":
-        run = implementation_of("mark_dirty", "bitmap", bitmap.device, launch_mark_dirty, mark_dirty_reference)
-    run(bitmap, row_ids)
+    ways = _mark_on_cpu, launch_mark_dirty, mark_dirty_reference
+    implementation_of("mark_dirty", "bitmap", bitmap.device, *ways)(bitmap, row_ids)
 
 
 def _mark_features(bitmap: Tensor, row_ids: Tensor, starts: Tensor, first_slots: Tensor, num_rows: Tensor) -> None:
-    run = _mark_features_on_cpu
-    if bitmap.device.type != "cpu":
-        launch, reference = launch_mark_dirty_features, mark_dirty_features_reference
-        run = implementation_of("mark_dirty_features", "bitmap", bitmap.device, launch, reference)
+    ways = _mark_features_on_cpu, launch_mark_dirty_features, mark_dirty_features_reference
+    run = implementation_of("mark_dirty_features", "bitmap", bitmap.device, *ways)
     run(bitmap, row_ids, starts, first_slots, num_rows)
 
 
 def _mark_tables(bitmap: Tensor, row_ids: list[Tensor], first_slots: list[int], num_rows: list[int]) -> None:
-    run = _mark_tables_on_cpu
-    if bitmap.device.type != "cpu":
-        launch, reference = launch_mark_dirty_tables, mark_dirty_tables_reference
-        run = implementation_of("mark_dirty_tables", "bitmap", bitmap.device, launch, reference)
+    ways = _mark_tables_on_cpu, launch_mark_dirty_tables, mark_dirty_tables_reference
+    run = implementation_of("mark_dirty_tables", "bitmap", bitmap.device, *ways)
     run(bitmap, row_ids, first_slots, num_rows)
 
 
@@ -249,10 +243,9 @@ for _operator in (_mark_dirty, _mark_dirty_features, _mark_dirty_tables):
 
 @torch.library.custom_op("headrace::take_dirty", mutates_args={"bitmap"})
 def _take_dirty(bitmap: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    run = _take_on_cpu
-    if bitmap.device.type != "cpu":
-        run = implementation_of("take_dirty", "bitmap", bitmap.device, launch_take_dirty, take_dirty_reference)
-    return run(bitmap, max_rows)
+    ways = _take_on_cpu, launch_take_dirty, take_dirty_reference
+    ids, count = implementation_of("take_dirty", "bitmap", bitmap.device, *ways)(bitmap, max_rows)
+    return ids, count
 
 
 @_take_dirty.register_fake

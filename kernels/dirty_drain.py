@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels.bucketize import block_bucketize, block_bucketize_reference, signed
+from headrace.kernels.bucketize import block_bucketize, block_bucketize_reference
 from headrace.kernels.dirty_bitmap import mark_dirty_reference, take_dirty, take_dirty_reference
 from headrace.kernels.packing import (
     ALIGNMENT_BYTES,
@@ -26,10 +26,11 @@ from headrace.kernels.packing import (
     layout_of,
     pack_rows,
     pack_rows_reference,
+    row_bytes_of,
     to_device,
     word_bytes_of,
 )
-from headrace.kernels.runtime.cuda_module import Launcher
+from headrace.kernels.runtime.cuda_module import Launcher, signed
 from headrace.kernels.runtime.dispatch import check_vector, launcher_for, runs_eagerly
 
 __all__ = ["HEADER_WORDS", "DrainPlan", "DrainTable", "drain_dirty", "drain_dirty_reference", "header_words"]
@@ -72,7 +73,7 @@ class DrainTable:
     @property
     def row_bytes(self) -> int:
         """Bytes of a packed row with its id."""
-        return _ROW_ID_BYTES + sum(_row_bytes(column) for column in self.columns)
+        return _ROW_ID_BYTES + sum(row_bytes_of(column) for column in self.columns)
 
     @property
     def num_words(self) -> int:
@@ -219,18 +220,9 @@ def launch_drain_dirty(
     route_tiles = 0 if num_shards == 1 else -(-max_rows // _ROUTE_ROWS) + num_tables
     num_packed = num_columns + num_tables
     num_progress = route_tiles * num_shards
-    state, tile_rows, table_firsts, packed, row_ids, routed_ids, progress = _scratch(
-        (
-            _STATE_WORDS,
-            2 * num_tiles + 1,
-            2 * num_tables + 1,
-            num_packed * PACKED_COLUMN_WORDS,
-            max_rows,
-            max_rows if route_tiles else 0,
-            num_progress,
-        ),
-        bitmap.device,
-    )
+    sizes = [_STATE_WORDS, 2 * num_tiles + 1, 2 * num_tables + 1, num_packed * PACKED_COLUMN_WORDS]
+    sizes += [max_rows, max_rows if route_tiles else 0, num_progress]
+    state, tile_rows, table_firsts, packed, row_ids, routed_ids, progress = _scratch(sizes, bitmap.device)
     if not route_tiles:
         routed_ids = row_ids
     of_tables = (descriptors, num_tables)
@@ -245,7 +237,7 @@ def launch_drain_dirty(
     launch_planned_packing(packing, packed, num_packed, out.numel())
 
 
-def _scratch(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _scratch(sizes: list[int], device: torch.device) -> tuple[Tensor, ...]:
     # One allocation for all.
     return torch.empty(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
 
@@ -346,7 +338,7 @@ def _descriptors(tables: Sequence[DrainTable]) -> list[int]:
         of_tables += [first_slot // _WORD_BITS, table.num_words, num_rows, row_offset, seed, row_bytes]
         of_tables += [first_tile, first_column]
         for column in table.columns:
-            address, stride, length = column.data_ptr(), column.stride(0) * column.element_size(), _row_bytes(column)
+            address, stride, length = column.data_ptr(), column.stride(0) * column.element_size(), row_bytes_of(column)
             of_columns += [address, stride, length, word_bytes_of(address, stride, length)]
         first_tile += -(-table.num_words // _TILE_WORDS)
         first_column += len(table.columns)
@@ -386,7 +378,3 @@ def _check_drain(bitmap: Tensor, cursor: Tensor, plan: DrainPlan, out: Tensor, h
         raise ValueError(f"out has {out.numel()} bytes: {plan.min_out_bytes} to {MAX_PACKED_BYTES} are needed")
     if devices := {tensor.device for tensor in (bitmap, cursor, out, header)} - {plan.device}:
         raise ValueError(f"tensors are on {', '.join(sorted(map(str, devices)))}, the plan's on {plan.device}")
-
-
-def _row_bytes(column: Tensor) -> int:
-    return column.shape[1] * column.element_size()

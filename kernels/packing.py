@@ -84,7 +84,7 @@ def layout_of(
     packed = []
     for weights, rows, others in zip(tables, num_rows, states, strict=True):
         ids = carve(rows, 8)
-        columns = tuple(carve(rows, _row_bytes(source)) for source in (weights, *others))
+        columns = tuple(carve(rows, row_bytes_of(source)) for source in (weights, *others))
         packed.append(PackedTable(row_ids=ids, columns=columns))
     return packed, at
 
@@ -202,7 +202,7 @@ def launch_planned_packing(launcher: Launcher, columns: Tensor, num_columns: int
 
 
 def launch_unpack_rows(launcher: Launcher, out_table: Tensor, row_ids: Tensor, packed: Tensor) -> None:
-    row_bytes, stride = _row_bytes(packed), out_table.stride(0) * out_table.element_size()
+    row_bytes, stride = row_bytes_of(packed), out_table.stride(0) * out_table.element_size()
     word_bytes = word_bytes_of(out_table.data_ptr() | packed.data_ptr(), stride, row_bytes)
     blocks = num_blocks(packed.numel() * packed.element_size() // word_bytes, _UNPACK_THREADS)
     arguments = (out_table, out_table.shape[0], stride, row_ids, row_ids.numel(), row_bytes, packed, word_bytes)
@@ -216,17 +216,15 @@ def _pack_rows(
     # Checked here, because a traced tensor has no address.
     if out.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"the buffer's address is no multiple of {ALIGNMENT_BYTES}")
-    device, run = row_ids[0].device, _pack_by_torch
-    if device.type != "cpu":
-        run = implementation_of("pack_rows", "row_packing", device, launch_pack_rows, _pack_by_torch)
+    ways = _pack_by_torch, launch_pack_rows, _pack_by_torch
+    run = implementation_of("pack_rows", "row_packing", row_ids[0].device, *ways)
     run(sources, row_ids, counts, offsets, out)
 
 
 @torch.library.custom_op("headrace::unpack_rows", mutates_args={"out_table"})
 def _unpack_rows(out_table: Tensor, row_ids: Tensor, packed: Tensor) -> None:
-    device, run = out_table.device, _unpack_on_cpu
-    if device.type != "cpu":
-        run = implementation_of("unpack_rows", "row_packing", device, launch_unpack_rows, unpack_rows_reference)
+    ways = _unpack_on_cpu, launch_unpack_rows, unpack_rows_reference
+    run = implementation_of("unpack_rows", "row_packing", out_table.device, *ways)
     run(out_table, row_ids, packed)
 
 
@@ -259,7 +257,7 @@ def _columns_of(
         its_sources = sources[first : first + count]
         first += count
         for source in (None, *its_sources):
-            row_bytes = 8 if source is None else _row_bytes(source)
+            row_bytes = 8 if source is None else row_bytes_of(source)
             yield ids, offset, source, its_sources[0].shape[0], row_bytes, at
             at += _aligned(ids.numel() * row_bytes)
 
@@ -305,7 +303,8 @@ def _as_rows(source: Tensor) -> Tensor:
     return rows
 
 
-def _row_bytes(source: Tensor) -> int:
+def row_bytes_of(source: Tensor) -> int:
+    """Return the bytes of one row of a table or state."""
     return math.prod(source.shape[1:]) * source.element_size()
 
 

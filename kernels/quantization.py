@@ -233,10 +233,8 @@ def _dequantize(packed: Tensor, precision: str, dim: int) -> Tensor:
     kind = cast(Precision, precision)
     if not is_packed(kind):
         return packed.to(torch.float32, copy=True)
-    if packed.device.type == "cpu":
-        return dequantize_rows(packed, kind, dim)
-    run = implementation_of("dequantize", "quantize", packed.device, launch_dequantize, dequantize_rows_reference)
-    return cast(Tensor, run(packed, kind, dim))
+    ways = dequantize_rows, launch_dequantize, dequantize_rows_reference
+    return cast(Tensor, implementation_of("dequantize", "quantize", packed.device, *ways)(packed, kind, dim))
 
 
 @_dequantize.register_fake

@@ -28,6 +28,7 @@ __all__ = [
     "compile_family",
     "exchange_capture_mode",
     "num_blocks",
+    "signed",
 ]
 
 FAMILIES = ("bitmap", "bucketize", "dirty_drain", "quantize", "row_digests", "row_packing")
@@ -62,6 +63,12 @@ class Launcher(Protocol):
 def num_blocks(num_items: int, items_per_block: int) -> int:
     """Return the size of a grid, at most 2¹⁶ blocks; with more items, its threads process several each."""
     return min(_MAX_BLOCKS, -(-num_items // items_per_block))
+
+
+def signed(value: int) -> int:
+    """Return the signed 64-bit number with the same lowest 64 bits."""
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value
 
 
 def binary_key(parts: Sequence[bytes]) -> str:
@@ -213,7 +220,7 @@ class CudaModule:
             return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         # As signed 64-bit numbers with the bits of the address or unsigned number.
-        values = tuple([_signed(arg) if isinstance(arg, int) else arg.data_ptr() for arg in args])
+        values = tuple([signed(arg) if isinstance(arg, int) else arg.data_ptr() for arg in args])
         parameters = (values, (ctypes.c_longlong,) * len(values))
         # A thread that has not used torch on this device has no context or another device's.
         self._call("cuCtxPushCurrent", self._context)
@@ -254,7 +261,3 @@ def _checked(library: Any, answer: tuple[Any, ...], name: str = "NVRTC") -> Any:
     if int(error):
         raise RuntimeError(f"{name}: {error.name}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

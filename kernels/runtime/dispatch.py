@@ -66,12 +66,19 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: in
 
 
 def implementation_of(
-    operation: str, family: str, device: torch.device, launch: Callable[..., Any], reference: Callable[..., Any]
+    operation: str,
+    family: str,
+    device: torch.device,
+    on_cpu: Callable[..., Any],
+    launch: Callable[..., Any],
+    reference: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Return `launch` with the launcher of a family as its first argument, or `reference` without kernels.
+    """Return `on_cpu` for the CPU; else `launch` with a family's launcher as its first argument, or `reference`.
 
-    The other arguments are those of `launcher_for`.
+    The reference runs where `launcher_for`, with the other arguments, has no launcher.
     """
+    if device.type == "cpu":
+        return on_cpu
     launcher = launcher_for(operation, family, device)
     return reference if launcher is None else functools.partial(launch, launcher)
 

@@ -147,7 +147,7 @@ def _launch(plan: DrainPlan, state: _Drain, device: str, lanes: int) -> None:
         dd.launch_drain_dirty(launchers, state.bitmap, state.cursor, *args)
 
 
-def _scratch_apart(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _scratch_apart(sizes: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
     """An allocation for each, so that a sanitizer sees where each ends."""
     return tuple(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
 
