@@ -96,8 +96,8 @@ class _ShardProcess:
 
     async def _serve(self) -> None:
         # Imported late, so that an import error is reported like any other.
-        from headrace.paramserver.config.protection import Protection
         from headrace.paramserver.observe.sample import send_samples
+        from headrace.paramserver.rpc.security import Protection
         from headrace.paramserver.rpc.server import ThriftServer
         from headrace.paramserver.shard.service import open_shard
 

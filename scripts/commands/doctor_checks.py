@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
-from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from headrace.paramserver.config.protection import Protection
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.endpoint.lookup_service import ReplicaService
 from headrace.paramserver.replica.endpoint.metrics import replica_metrics
@@ -32,7 +31,7 @@ from headrace.paramserver.replica.endpoint.readiness import Readiness
 from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.outages import Backoff
-from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.rpc.security import Protection, load_token
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.rpc.sockets import bind_listener
 from headrace.paramserver.system.durable import ReadyFile

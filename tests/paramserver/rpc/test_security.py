@@ -12,20 +12,25 @@ from typing import Any
 import pytest
 from fake_service import WAIT_S, batch, hello_request, read, serve
 
+from headrace.cli import main
+from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.security import (
     AccessPolicy,
+    Protection,
     Token,
     check_bind,
     client_tls_context,
     load_token,
     server_tls_context,
 )
+from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, HeadraceError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import idl
 
 TLS = Path(__file__).parents[1] / "tls"
+CERTIFIED = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key.pem"}
 SECRET, OTHER = "correct-horse-battery", "staple-staple-staple"
 READER, WRITER, ADMIN = idl.Role.READER, idl.Role.WRITER, idl.Role.ADMIN
 
@@ -308,3 +313,67 @@ def test_bad_tls_files_are_named(tmp_path: Path) -> None:
         client_tls_context(authority=bad)
     with pytest.raises(ConfigError, match="go together"):
         client_tls_context(certificate=TLS / "client.pem")
+
+
+def protection(secret: str | None = None, **settings: Path) -> Protection:
+    """Load the protection of a server, with a token in the environment if there is a secret."""
+    environ = {} if secret is None else {"HEADRACE_TOKEN": secret}
+    return Protection.load(ServerConfig(data=Path("d"), **settings), environ)  # type: ignore[arg-type]
+
+
+def token_file(path: Path, secret: str) -> Path:
+    """Write a file that only its owner may read."""
+    path.touch(mode=0o600)
+    path.write_text(secret)
+    return path
+
+
+def test_what_is_complete() -> None:
+    """Only TLS with a token or with client certificates lets other machines in; settings may ask for nothing."""
+    assert (protection().ssl_context, protection().is_complete) == (None, False)
+    assert not protection(SECRET).is_complete  # it can be read on its way
+    assert not protection(**CERTIFIED).is_complete
+    assert protection(SECRET, **CERTIFIED).is_complete
+    assert protection(**CERTIFIED, tls_client_authority=TLS / "authority.pem").is_complete
+
+
+@pytest.mark.parametrize("name", ["writer_token_file", "reader_token_file"])
+def test_a_roles_token_is_its_own(name: str, tmp_path: Path) -> None:
+    """A role's token needs the token that opens every role, and must differ from it."""
+    file = token_file(tmp_path / "token", SECRET)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} needs --token-file or HEADRACE_TOKEN"):
+        protection(**{name: file})
+    with pytest.raises(ConfigError, match=f"{flag} {file}: holds a token that opens a higher role too") as caught:
+        protection(SECRET, **{name: file})
+    assert SECRET not in str(caught.value)
+    protection(OTHER, **{name: file})
+
+
+def test_readers_have_another_token_than_writers(tmp_path: Path) -> None:
+    """A reader's token that is also the writers' is refused: every reader could write."""
+    writer, reader = (token_file(tmp_path / name, SECRET) for name in ("writer", "reader"))
+    with pytest.raises(ConfigError, match=f"--reader-token-file {reader}: holds a token that opens a higher role too"):
+        protection(OTHER, writer_token_file=writer, reader_token_file=reader)
+    reader.write_text("a-third-token-of-some-length")
+    protection(OTHER, writer_token_file=writer, reader_token_file=reader)
+
+
+def test_half_a_pair() -> None:
+    """A certificate without its key, and an authority without both, are errors."""
+    with pytest.raises(ConfigError, match="go together"):
+        protection(tls_certificate=TLS / "server.pem")
+    with pytest.raises(ConfigError, match="needs --tls-certificate"):
+        protection(tls_client_authority=TLS / "authority.pem")
+
+
+def test_server_with_tls(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protected server may listen on every address, and answers only TLS clients with the token."""
+    monkeypatch.setenv("HEADRACE_TOKEN", SECRET)
+    with ServerProcess.start(tmp_path / "data", host="0.0.0.0", advertise_host="127.0.0.1", **CERTIFIED) as server:
+        trusting = ["status", server.address, "--tls-authority", str(TLS / "authority.pem")]
+        assert main(trusting) == 0
+        assert main(["status", server.address, "--timeout-s", "2"]) == 1
+        monkeypatch.delenv("HEADRACE_TOKEN")
+        assert main(trusting) == 1
+        assert "a token is required" in capfd.readouterr().err
