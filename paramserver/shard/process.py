@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from headrace.paramserver.shard.child import (
     ShardOrder,
     ShardReport,
 )
-from headrace.paramserver.system.event_loop import shorten_gc_pauses
+from headrace.paramserver.system.event_loop import shorten_gc_pauses, stop_requests
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, fact, limit_repeats
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
@@ -40,7 +39,6 @@ __all__ = ["main"]
 
 _log = logging.getLogger(__name__)
 
-_STDIN_FD = 0
 # How long a drain may exceed `drain_s` before the process ends itself. A living supervisor kills it sooner.
 _LAST_GRACE_S = 10.0
 
@@ -85,7 +83,11 @@ class _ShardProcess:
         self._opening: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        with self._watch():
+        with stop_requests(
+            lambda number: self._stop(number.name),
+            lambda: self._stop("the supervisor is gone"),
+            signals=[signal.SIGTERM],
+        ):
             self._opening = asyncio.current_task()
             try:
                 await self._serve()
@@ -134,22 +136,6 @@ class _ShardProcess:
             failing.cancel()
         if failing.done():
             raise failing.result()
-
-    @contextlib.contextmanager
-    def _watch(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stop, "SIGTERM")
-        loop.add_reader(_STDIN_FD, self._on_stdin)
-        try:
-            yield
-        finally:
-            loop.remove_reader(_STDIN_FD)
-            loop.remove_signal_handler(signal.SIGTERM)
-
-    def _on_stdin(self) -> None:
-        if not os.read(_STDIN_FD, 4096):
-            asyncio.get_running_loop().remove_reader(_STDIN_FD)
-            self._stop("the supervisor is gone")
 
     def _stop(self, why: str) -> None:
         if self._stopping.is_set():

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from headrace.paramserver.config.data_dir import DataDir
@@ -39,9 +39,10 @@ from headrace.paramserver.shard.child import (
     run_child,
 )
 from headrace.paramserver.system.durable import ReadyFile
+from headrace.paramserver.system.event_loop import stop_requests
 from headrace.paramserver.system.log_lines import fact, resolve_log_format
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import ConfigError, ProtocolError, StorageError
+from headrace.schemas.errors import ProtocolError, StorageError
 
 __all__ = ["Supervisor"]
 
@@ -102,7 +103,7 @@ class Supervisor:
         num_shards = len(self._sockets)
         fact(_log, logging.INFO, "server starts", shards=num_shards, data=str(self._data_dir.path), pid=os.getpid())
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._signals())
+            stack.enter_context(stop_requests(self._on_signal, self._on_stdin_end if self._watch_stdin else None))
             if self._ready_file is not None:
                 stack.callback(self._ready_file.remove)
             if self._monitor is not None:
@@ -135,24 +136,6 @@ class Supervisor:
             self._exit_code = self._exit_code or EXIT_ERROR
             child.kill()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        if self._watch_stdin:
-            try:
-                loop.add_reader(0, self._on_stdin)
-            except OSError as exc:
-                raise ConfigError("--watch-stdin: stdin is neither a pipe nor a terminal") from exc
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self._on_signal, number)
-            yield
-        finally:
-            loop.remove_reader(0)
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
@@ -164,11 +147,9 @@ class Supervisor:
             for child in self._children.values():
                 child.kill()
 
-    def _on_stdin(self) -> None:
-        if not os.read(0, 4096):
-            asyncio.get_running_loop().remove_reader(0)
-            fact(_log, logging.INFO, "server stops: stdin has ended", drain_s=self._config.drain_s)
-            self.stop()
+    def _on_stdin_end(self) -> None:
+        fact(_log, logging.INFO, "server stops: stdin has ended", drain_s=self._config.drain_s)
+        self.stop()
 
     async def _keep_running(self, shard: int) -> None:
         num_quick_deaths = 0

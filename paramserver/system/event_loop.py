@@ -1,4 +1,4 @@
-"""Structured tasks, worker threads that are never left behind, short pauses, and an event loop on its own thread."""
+"""Structured tasks, threads that are not left behind, requests to stop, short pauses, and a loop on its own thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
-from headrace.schemas.errors import UnavailableError
+from headrace.schemas.errors import ConfigError, UnavailableError
 
 __all__ = [
     "NICENESS",
@@ -25,6 +26,7 @@ __all__ = [
     "run_in_thread_to_end",
     "run_to_end",
     "shorten_gc_pauses",
+    "stop_requests",
     "task_group",
 ]
 
@@ -37,6 +39,7 @@ _SWITCH_INTERVAL_S = 0.0005
 # time of batches with many tables.
 _COLLECT_AFTER = 50_000
 
+_STDIN_FD = 0
 _PROBE_INTERVAL_S = 0.005
 _NUM_BUCKETS = 12
 
@@ -117,6 +120,47 @@ async def run_to_end(work: Coroutine[Any, Any, _T]) -> _T:
                 await asyncio.wait([working])
         working.exception()  # marks it as retrieved
         raise
+
+
+@contextlib.contextmanager
+def stop_requests(
+    on_signal: Callable[[signal.Signals], None],
+    on_stdin_end: Callable[[], None] | None,
+    *,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> Iterator[None]:
+    """Watch for what asks a process to stop, during the block.
+
+    Args:
+        on_signal: Called for each of `signals`.
+        on_stdin_end: Called once when stdin has ended; None leaves stdin alone.
+        signals: What to watch for.
+
+    Raises:
+        ConfigError: Stdin is neither a pipe nor a terminal.
+
+    Thread: the main one.
+    """
+    loop = asyncio.get_running_loop()
+
+    def read_stdin(on_end: Callable[[], None]) -> None:
+        if not os.read(_STDIN_FD, 4096):
+            loop.remove_reader(_STDIN_FD)
+            on_end()
+
+    if on_stdin_end is not None:
+        try:
+            loop.add_reader(_STDIN_FD, read_stdin, on_stdin_end)
+        except OSError as exc:
+            raise ConfigError("--watch-stdin: stdin is neither a pipe nor a terminal") from exc
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, on_signal, number)
+        yield
+    finally:
+        loop.remove_reader(_STDIN_FD)
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 class LoopProbe:

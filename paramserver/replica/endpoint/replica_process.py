@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,19 +35,17 @@ from headrace.paramserver.rpc.security import Protection, load_token
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.rpc.sockets import bind_listener
 from headrace.paramserver.system.durable import ReadyFile
-from headrace.paramserver.system.event_loop import background_task
+from headrace.paramserver.system.event_loop import background_task, stop_requests
 from headrace.paramserver.system.http_server import HttpServer, Page, Reply, Request
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import ConfigError, UnavailableError
+from headrace.schemas.errors import UnavailableError
 
 __all__ = ["ReplicaProcess"]
 
 _log = logging.getLogger(__name__)
 
-_STDIN_FD = 0
 _EXIT_OK, _EXIT_INTERRUPTED = 0, 130
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # How often to measure the lag if nobody asks: an update counts as known from the next look on.
 _LOOK_INTERVAL_S = 0.25
 # Pauses between attempts to begin while the server is away.
@@ -86,7 +84,8 @@ class ReplicaProcess:
             health = None if config.health_port is None else self._bind(config.health_port, "--health-port", True)
             if health is not None:
                 stack.callback(health.close)
-            stack.enter_context(self._watch())
+            on_stdin_end = (lambda: self._stop("stdin has ended")) if self._watch_stdin else None
+            stack.enter_context(stop_requests(self._on_signal, on_stdin_end))
             torch.set_num_threads(1)  # lookups run side by side, not each on all processors
             executor = stack.enter_context(ThreadPoolExecutor(config.lookup_threads, thread_name_prefix="lookup"))
             return await self._serve(sock, health, executor)
@@ -230,23 +229,6 @@ class ReplicaProcess:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
 
-    @contextlib.contextmanager
-    def _watch(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        if self._watch_stdin:
-            try:
-                loop.add_reader(_STDIN_FD, self._on_stdin)
-            except OSError as exc:
-                raise ConfigError("--watch-stdin: stdin is neither a pipe nor a terminal") from exc
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            loop.remove_reader(_STDIN_FD)
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
-
     def _on_signal(self, number: signal.Signals) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
@@ -256,11 +238,6 @@ class ReplicaProcess:
         if self._ready_file is not None:
             self._ready_file.remove()
         os._exit(_EXIT_INTERRUPTED)  # nothing here is worth waiting for: the server has all rows
-
-    def _on_stdin(self) -> None:
-        if not os.read(_STDIN_FD, 4096):
-            asyncio.get_running_loop().remove_reader(_STDIN_FD)
-            self._stop("stdin has ended")
 
     def _stop(self, why: str) -> None:
         if not self._stopping.is_set():
