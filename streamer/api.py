@@ -22,11 +22,9 @@ from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
 from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
 from headrace.streamer.delivery.pipeline import Delivery
-from headrace.streamer.eviction import Evictor, unused_rows
-from headrace.streamer.live_rows import LiveRows, fetch_rows
-from headrace.streamer.metrics import MetricsPort
+from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
-from headrace.streamer.stats import StreamerStats
+from headrace.streamer.stats import MetricsPort, StreamerStats
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World, current_world, warn_when_late

@@ -1,11 +1,22 @@
-"""Figures of a streamer: a snapshot of its state, and a sample of its lags."""
+"""Figures of a streamer: a snapshot of its state, a sample of its lags, and a port that serves them to Prometheus."""
 
 from __future__ import annotations
 
 import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-__all__ = ["LagReservoir", "StreamerStats"]
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["LagReservoir", "MetricsPort", "StreamerCollector", "StreamerStats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,3 +82,96 @@ class LagReservoir:
         """Return the smallest sample that `percent` of the samples do not exceed; None without samples."""
         ordered = sorted(self._samples)
         return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))] if ordered else None
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
+    ("step", "Last step that has ended.", lambda s: s.step),
+    ("acked_step", "Last step that is durable on every shard; -1 before the first.", lambda s: s.acked_step),
+    ("dirty_rows", "Changed rows that are in no flush yet.", lambda s: s.num_dirty_rows),
+    ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),
+    ("inflight_bytes", "Size of their rows.", lambda s: s.inflight_bytes),
+    ("spooled_bytes", "Part of their rows that is in the spool.", lambda s: s.spooled_bytes),
+    ("connected_shards", "Shards with an open session.", lambda s: s.num_connected),
+    ("failing", "1 while something keeps rows from being acked.", lambda s: s.last_error is not None),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
+    ("flushes_total", "Flushes durable on every shard.", lambda s: s.num_flushes),
+    ("rows_sent_total", "Rows in those flushes.", lambda s: s.num_rows_sent),
+    ("reconnects_total", "Connections that were replaced.", lambda s: s.num_reconnects),
+)
+
+
+class StreamerCollector(Collector):
+    """Turns a streamer's stats into Prometheus metrics, on any thread."""
+
+    def __init__(self, stats: Callable[[], StreamerStats | None], *, run: str, rank: int, num_shards: int) -> None:
+        """Label the metrics with run and rank; `stats` returns None once the streamer is gone."""
+        self._stats, self._num_shards = stats, num_shards
+        self._labels = {"run": run, "rank": str(rank)}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present metrics; none once the streamer is gone."""
+        stats, names, values = self._stats(), list(self._labels), list(self._labels.values())
+        if stats is None:
+            return
+        for name, text, value_of in _GAUGES:
+            gauge = GaugeMetricFamily(f"headrace_streamer_{name}", text, labels=names)
+            gauge.add_metric(values, value_of(stats))
+            yield gauge
+        shards = GaugeMetricFamily("headrace_streamer_shards", "Shards of the store.", labels=names)
+        shards.add_metric(values, self._num_shards)
+        yield shards
+        for name, text, value_of in _COUNTERS:
+            counter = CounterMetricFamily(f"headrace_streamer_{name}", text, labels=names)
+            counter.add_metric(values, value_of(stats))
+            yield counter
+        # No sum and count: a sample of the flushes does not have them.
+        name = "headrace_streamer_lag_seconds"
+        lag = SummaryMetricFamily(name, "Time from an update until it is durable on every shard, of all flushes.")
+        for quantile, lag_s in ((0.5, stats.lag_p50_s), (0.99, stats.lag_p99_s)):
+            if lag_s is not None:
+                lag.add_sample(name, {**self._labels, "quantile": str(quantile)}, lag_s)
+        yield lag
+
+
+class _Streamer(Protocol):
+    @property
+    def num_shards(self) -> int: ...
+
+    def stats(self) -> StreamerStats: ...
+
+
+class MetricsPort:
+    """Serves a streamer's metrics over HTTP, on daemon threads, until `close`; does not keep the streamer alive.
+
+    Each scrape reads `stats()` on its own thread, so metrics add nothing to a training step.
+    """
+
+    def __init__(self, streamer: _Streamer, *, run: str, rank: int, host: str, base_port: int) -> None:
+        """Listen on `base_port` + `rank`, or for 0 on any port; raise ConfigError if that is impossible."""
+        port = base_port and base_port + rank
+        if port > 65535:
+            raise ConfigError(f"metrics_port: rank {rank} would take port {port}, above 65535")
+        known = weakref.ref(streamer)
+
+        def stats() -> StreamerStats | None:
+            alive = known()
+            return None if alive is None else alive.stats()
+
+        registry = CollectorRegistry()
+        registry.register(StreamerCollector(stats, run=run, rank=rank, num_shards=streamer.num_shards))
+        self._thread: threading.Thread | None
+        try:
+            self._server: Any
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as exc:
+            raise ConfigError(f"metrics_port: port {port} of {host}: {exc.strerror or exc}; choose another") from exc
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening and end the thread. Idempotent."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._thread = None

@@ -18,8 +18,7 @@ from headrace.paramserver.observe.families import server_families
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.endpoint.metrics import AuditCollector, ReplicaCollector
 from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
-from headrace.streamer.metrics import StreamerCollector
-from headrace.streamer.stats import StreamerStats
+from headrace.streamer.stats import StreamerCollector, StreamerStats
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINE = re.compile(r"^\| `(headrace_\w+)` \| (\w+) \| ([\w, ]*) \| (.+) \|$", re.MULTILINE)

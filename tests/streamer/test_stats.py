@@ -1,8 +1,113 @@
-"""The sample of lags."""
+"""The sample of lags, and a trainer's figures on a port of its own."""
 
 from __future__ import annotations
 
-from headrace.streamer.stats import LagReservoir
+import dataclasses
+import gc
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from held_ports import hold_ports
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace import RawEmbeddingStreamer
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError
+from headrace.streamer.stats import LagReservoir, MetricsPort, StreamerCollector, StreamerStats
+
+STATS = StreamerStats(
+    step=9,
+    acked_step=7,
+    num_dirty_rows=3,
+    num_inflight_flushes=2,
+    inflight_bytes=100,
+    spooled_bytes=0,
+    num_flushes=5,
+    num_rows_sent=50,
+    num_reconnects=1,
+    num_connected=2,
+    lag_p50_s=0.25,
+    lag_p99_s=None,
+    last_error=None,
+)
+
+
+class _Streamer:
+    num_shards = 2
+
+    def stats(self) -> StreamerStats:
+        return STATS
+
+
+def _values(stats: StreamerStats) -> dict[str, float]:
+    collector = StreamerCollector(lambda: stats, run="ctr", rank=3, num_shards=2)
+    found = {}
+    for family in collector.collect():
+        for sample in family.samples:
+            assert (sample.labels["run"], sample.labels["rank"]) == ("ctr", "3")
+            found[sample.name.removeprefix("headrace_streamer_") + sample.labels.get("quantile", "")] = sample.value
+    return found
+
+
+def _page(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_values() -> None:
+    """Each figure of `stats` is told; a lag that is not known is not told."""
+    values = _values(STATS)
+    assert (values["step"], values["acked_step"], values["dirty_rows"], values["failing"]) == (9, 7, 3, 0)
+    assert (values["rows_sent_total"], values["shards"], values["connected_shards"]) == (50, 2, 2)
+    assert values["lag_seconds0.5"] == 0.25
+    assert "lag_seconds0.99" not in values
+    assert _values(dataclasses.replace(STATS, last_error="the server is away"))["failing"] == 1
+
+
+def test_streamer_serves_until_it_is_closed(tmp_path: Path) -> None:
+    """What was streamed is on the page; after `close` nobody listens."""
+    with ServerProcess.start(tmp_path / "data") as server:
+        model = torch.nn.ModuleDict({"user": torch.nn.EmbeddingBag(50, 4, sparse=True)})
+        with RawEmbeddingStreamer(server.address, run="ctr", metrics_port=0) as streamer:
+            streamer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), publish="all")
+            streamer.flush()
+            port = streamer.metrics_port
+            assert port is not None
+            assert _page(port)["headrace_streamer_rows_sent_total"] == 50
+        with pytest.raises(OSError, match="refused"):
+            _page(port)
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="metrics_port: port"):
+            RawEmbeddingStreamer(server.address, run="other", metrics_port=taken.getsockname()[1])
+        with RawEmbeddingStreamer(server.address, run="third") as without:
+            assert without.metrics_port is None
+
+
+def test_ranks_do_not_collide() -> None:
+    """Each rank takes the port that many above; one that does not exist is said so."""
+    base = hold_ports()
+    port = MetricsPort(_Streamer(), run="ctr", rank=3, host="127.0.0.1", base_port=base - 3)
+    assert port.port == base
+    port.close()
+    port.close()
+    with pytest.raises(ConfigError, match="rank 1 would take port 65536"):
+        MetricsPort(_Streamer(), run="ctr", rank=1, host="127.0.0.1", base_port=65535)
+
+
+def test_port_does_not_keep_a_streamer_alive() -> None:
+    """A streamer that was dropped without `close` is gone, and its page is empty."""
+    streamer = _Streamer()
+    port = MetricsPort(streamer, run="ctr", rank=0, host="127.0.0.1", base_port=0)
+    try:
+        assert _page(port.port)["headrace_streamer_step"] == 9
+        del streamer
+        gc.collect()
+        assert _page(port.port) == {}
+    finally:
+        port.close()
 
 
 def test_percentiles_of_few() -> None:

@@ -16,8 +16,8 @@ from trainer_tables import POINTWISE, ROWWISE, Submitted, Trained, VirtualRows, 
 from headrace.kernels.dirty_sets import DirtyRows
 from headrace.schemas.errors import ConfigError, HeadraceError, NonFiniteError, UnsupportedModelError
 from headrace.streamer.device.runtime import cuda_runtime
-from headrace.streamer.eviction import Evictor
 from headrace.streamer.flush.layout import Flush
+from headrace.streamer.live_rows import Evictor
 from headrace.streamer.taps.tapped_table import zero_state
 
 SMALL = 64 * 2**10
