@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 from torch import nn
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
@@ -278,28 +278,8 @@ async def _flip_one_bit(address: str, fqn: str, *, row: int) -> None:
         where = (await first.hello(hello)).shards[shard]
     async with await ParamServerClient.connect(where.host, where.port) as client:
         await client.hello(hello_of_writer(spec, run="vandal", epoch=1_000_000))
-        delta = idl.TableDelta(
-            fqn=fqn,
-            fingerprint=spec.fingerprint,
-            column_offset=0,
-            width=spec.dim,
-            row_ids=np.array([row], "<i8"),
-            weights=rows.weights,
-            states=[idl.StateColumn(name="sum", dtype=1, width=spec.dim, data=state)],
-        )
-        await client.set_embeddings(
-            idl.SetEmbeddingsRequest(
-                run="vandal",
-                client="rank0",
-                epoch=1_000_000,
-                client_seq=1,
-                step=0,
-                time_us=0,
-                ends_step=True,
-                is_exact_cut=True,
-                deltas=[delta],
-            )
-        )
+        delta = delta_of(spec, [row], rows.weights, states={"sum": state})
+        await client.set_embeddings(request_of(delta, run="vandal", epoch=1_000_000, step=0))
 
 
 def test_the_store_keeps_its_rows_over_a_restart(tmp_path: Path) -> None:

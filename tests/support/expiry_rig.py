@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from memory_update_log import MemoryUpdateLog
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, TombstoneWriter
@@ -31,33 +32,6 @@ SPEC = TableSpec(
 )
 MISSING, PRESENT, DELETED = 0, 1, 2
 SECOND_US = 1_000_000
-
-
-def write_request(
-    spec: TableSpec,
-    rows: Sequence[int],
-    *,
-    shard: ColumnShard,
-    value: float = 1.0,
-    deleted_row_ids: Any = None,
-    **fields: Any,
-) -> Any:
-    """Return a request that writes rows of one value, with rowwise states of it."""
-    states = [
-        idl.StateColumn(name=state.name, dtype=1, width=1, data=np.full((len(rows), 1), value, "<f4"))
-        for state in spec.states
-    ]
-    delta = idl.TableDelta(
-        fqn=spec.fqn,
-        fingerprint=spec.fingerprint,
-        column_offset=shard.offset,
-        width=shard.width,
-        row_ids=np.array(rows, "<i8"),
-        weights=np.full((len(rows), shard.width), value, "<f4"),
-        states=states,
-        deleted_row_ids=deleted_row_ids,
-    )
-    return idl.SetEmbeddingsRequest(deltas=[delta], is_exact_cut=True, **fields)
 
 
 class Rig:
@@ -134,12 +108,9 @@ class Rig:
     ) -> None:
         """Write rows and end the step."""
         self._client_seqs[run, client, epoch] += 1
-        request = write_request(
-            SPEC,
-            rows,
-            shard=shard or SPEC.whole,
-            value=value,
-            deleted_row_ids=np.array(deleted, "<i8") if deleted else None,
+        gone = np.array(deleted, "<i8") if deleted else None
+        request = request_of(
+            delta_of(SPEC, rows, value, states=value, shard=shard, deleted_row_ids=gone),
             run=run,
             client=client,
             epoch=epoch,
@@ -147,6 +118,7 @@ class Rig:
             step=step,
             time_us=step * SECOND_US if time_us is None else time_us,
             ends_step=ends_step,
+            is_exact_cut=True,
             version_epoch=version_epoch,
         )
         args = idl.ParameterServer.setEmbeddings_args(request=request)

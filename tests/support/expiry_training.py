@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from hellos import hello_of_nobody, hello_of_writer
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, TableSpec
 
@@ -34,27 +34,5 @@ async def train(address: str, steps: Sequence[tuple[int, Any, float]], *, epoch:
             for number, (step, rows, value) in enumerate(steps, 1):
                 ids = np.asarray(rows, np.int64)
                 ids = ids[shards_of_rows(table_seed(SPEC.fqn), ids, len(places)) == place.shard]
-                await client.set_embeddings(_batch(epoch, number, step, ids, value))
-
-
-def _batch(epoch: int, number: int, step: int, ids: Any, value: float) -> Any:
-    delta = idl.TableDelta(
-        fqn=SPEC.fqn,
-        fingerprint=SPEC.fingerprint,
-        column_offset=0,
-        width=SPEC.dim,
-        row_ids=ids.astype("<i8"),
-        weights=np.full((ids.size, SPEC.dim), value, "<f4"),
-        states=[],
-    )
-    return idl.SetEmbeddingsRequest(
-        run="run",
-        client="rank0",
-        epoch=epoch,
-        client_seq=number,
-        step=step,
-        time_us=step * 1_000_000,
-        ends_step=True,
-        is_exact_cut=True,
-        deltas=[delta],
-    )
+                of_step = {"epoch": epoch, "client_seq": number, "step": step, "time_us": step * 1_000_000}
+                await client.set_embeddings(request_of(delta_of(SPEC, ids, value), **of_step))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from hellos import hello_of_nobody
+from set_embeddings import request_of
 
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.buffer_pool import BufferPool
@@ -190,17 +191,7 @@ def batch(client_seq: int, *, size_bytes: int = 64) -> Any:
     delta = idl.TableDelta(
         fqn="t", fingerprint=1, column_offset=0, width=4, row_ids=b"\0" * 8, weights=memoryview(weights), states=[]
     )
-    return idl.SetEmbeddingsRequest(
-        run="run",
-        client="c",
-        epoch=1,
-        client_seq=client_seq,
-        step=client_seq,
-        time_us=0,
-        ends_step=True,
-        is_exact_cut=True,
-        deltas=[delta],
-    )
+    return request_of(delta, client_seq=client_seq)
 
 
 def read(fqn: str, data: bytes = b"") -> Any:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 from hellos import hello_of_nobody
+from set_embeddings import delta_of, request_of
 from thrift_values import METHODS, call, example, nasty_messages
 
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -113,26 +114,7 @@ def _nonsense(name: str) -> Any:
 
 
 def _batch(*, seq: int, rows: Any, value: float, epoch: int) -> Any:
-    delta = idl.TableDelta(
-        fqn=_SPEC.fqn,
-        fingerprint=_SPEC.fingerprint,
-        column_offset=0,
-        width=_SPEC.dim,
-        row_ids=np.asarray(rows, np.int64).tobytes(),
-        weights=np.full((len(rows), _SPEC.dim), value, np.float32).tobytes(),
-        states=[],
-    )
-    return idl.SetEmbeddingsRequest(
-        run="steady",
-        client="rank0",
-        epoch=epoch,
-        client_seq=seq,
-        step=seq,
-        time_us=0,
-        ends_step=True,
-        is_exact_cut=True,
-        deltas=[delta],
-    )
+    return request_of(delta_of(_SPEC, rows, value), run="steady", epoch=epoch, client_seq=seq)
 
 
 def _read(rows: Any) -> Any:

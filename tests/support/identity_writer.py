@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -35,7 +35,6 @@ class IdentityWriter:
         self.spec = spec
         self.step = 0
         self._clients = clients
-        self._client_seq = 0
 
     @classmethod
     async def connect(cls, ports: Sequence[int], spec: TableSpec | None = None) -> IdentityWriter:
@@ -50,35 +49,20 @@ class IdentityWriter:
     async def write(self, identity_of: Mapping[int, int], *, deleted: Sequence[int] = ()) -> None:
         """Write rows with their identities, and delete some, as the next step."""
         self.step += 1
-        self._client_seq += 1
         await asyncio.gather(*(self._write(shard, identity_of, deleted) for shard in range(len(self._clients))))
 
     async def _write(self, shard: int, identity_of: Mapping[int, int], deleted: Sequence[int]) -> None:
         rows = self._of(shard, list(identity_of))
         values = [weights_of(row, identity_of[row], self.step) for row in rows.tolist()]
-        delta = idl.TableDelta(
-            fqn=self.spec.fqn,
-            fingerprint=self.spec.fingerprint,
-            column_offset=0,
-            width=self.spec.dim,
-            row_ids=rows,
-            weights=np.array(values, "<f4"),
-            states=[idl.StateColumn(name="sum", dtype=1, width=1, data=np.full(rows.size, self.step, "<f4"))],
+        delta = delta_of(
+            self.spec,
+            rows,
+            values,
+            states=self.step,
             identities=np.array([identity_of[row] for row in rows.tolist()], "<i8"),
             deleted_row_ids=self._of(shard, list(deleted)),
         )
-        request = idl.SetEmbeddingsRequest(
-            run="run",
-            client="rank0",
-            epoch=1,
-            client_seq=self._client_seq,
-            step=self.step,
-            time_us=self.step * 1000,
-            ends_step=True,
-            is_exact_cut=True,
-            deltas=[delta],
-        )
-        await self._clients[shard].set_embeddings(request)
+        await self._clients[shard].set_embeddings(request_of(delta, client_seq=self.step, time_us=self.step * 1000))
 
     def _of(self, shard: int, rows: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         ids = np.array(rows, "<i8")

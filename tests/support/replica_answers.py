@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 from hellos import hello_of_nobody, hello_of_writer
+from set_embeddings import delta_of, request_of
 from watched_server import WAIT_S
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
 STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
@@ -28,45 +28,19 @@ def values(step: int, *, rows: int = IDS.size) -> np.ndarray:
     return (np.arange(3 * rows, dtype=np.float32) + step).reshape(rows, 3)
 
 
-def delta_of(spec: TableSpec, ids: np.ndarray, weights: np.ndarray, deleted: np.ndarray | None) -> Any:
-    states = [
-        idl.StateColumn(name=s.name, dtype=int(s.dtype), width=1, data=np.zeros(ids.size, np.float32))
-        for s in spec.states
-    ]
-    return idl.TableDelta(
-        fqn=spec.fqn,
-        fingerprint=spec.fingerprint,
-        column_offset=0,
-        width=spec.dim,
-        row_ids=ids.astype(np.int64),
-        weights=weights,
-        states=states,
-        identities=ids.astype(np.int64) + 7 if spec.has_identities else None,
-        deleted_row_ids=deleted,
-    )
-
-
 def write(server: ServerProcess, step: int, *, ends_step: bool = True, deleted: np.ndarray | None = None) -> None:
     """Write every second row of one table, and some of the other; each step is one batch."""
 
     async def send() -> None:
         async with await connected(server.address) as client:
             await client.hello(hello_of_writer(SPEC, HALF), timeout_s=WAIT_S)
+            deltas = (
+                delta_of(SPEC, IDS, values(step), identities=IDS + 7, deleted_row_ids=deleted),
+                delta_of(HALF, np.arange(4), 0x3F80),
+            )
+            now_us = time.time_ns() // 1000
             await client.set_embeddings(
-                idl.SetEmbeddingsRequest(
-                    run="run",
-                    client="rank0",
-                    epoch=1,
-                    client_seq=step,
-                    step=step,
-                    time_us=time.time_ns() // 1000,
-                    ends_step=ends_step,
-                    is_exact_cut=ends_step,
-                    deltas=[
-                        delta_of(SPEC, IDS, values(step), deleted),
-                        delta_of(HALF, np.arange(4), np.full((4, 2), 0x3F80, np.uint16), None),
-                    ],
-                )
+                request_of(*deltas, client_seq=step, ends_step=ends_step, time_us=now_us), timeout_s=WAIT_S
             )
 
     asyncio.run(send())

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expiry_rig import Rig, open_rig, write_request
+from expiry_rig import Rig, open_rig
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 
 from headrace.paramserver.config.server_settings import ServerConfig
@@ -49,9 +50,8 @@ async def test_over_the_wire(tmp_path: Path) -> None:
     ):
         await client.hello(hello_of_writer(SPEC, role=idl.Role.ADMIN))
         for client_seq, step, rows in ((1, 1, [1, 2, 3]), (2, 100, [2])):
-            fields = {"client_seq": client_seq, "step": step, "time_us": step, "ends_step": True}
-            of_run = {"run": "run", "client": "rank0", "epoch": 1}
-            await client.set_embeddings(write_request(SPEC, rows, shard=SPEC.whole, **fields, **of_run))
+            request = request_of(delta_of(SPEC, rows, 1.0), client_seq=client_seq, step=step, time_us=step)
+            await client.set_embeddings(request)
         dry = await client.expire_rows(_request("item.*", is_dry_run=True))
         assert (dry.is_done, dry.expired, dry.scanned, dry.error) == (True, 2, 3, None)
         assert (await client.status()).expiry.num_runs == 0

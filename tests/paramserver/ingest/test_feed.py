@@ -14,6 +14,7 @@ import pytest
 from held_ports import hold_ports
 from hellos import hello_of_writer
 from memory_update_log import MemoryUpdateLog
+from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 
 from headrace.paramserver.ingest import feed as update_feed
@@ -123,20 +124,8 @@ class Served:
     async def write(self, rows: Iterable[int], value: float) -> None:
         """Write rows as the writer's next batch."""
         self._client_seq += 1
-        row_ids = np.array(list(rows), "<i8")
-        delta = idl.TableDelta(
-            fqn=SPEC.fqn,
-            fingerprint=SPEC.fingerprint,
-            column_offset=0,
-            width=SPEC.dim,
-            row_ids=row_ids,
-            weights=np.full((row_ids.size, SPEC.dim), value, "<f4"),
-            states=[],
-        )
-        request = idl.SetEmbeddingsRequest(run="run", client="rank0", epoch=1, time_us=1, deltas=[delta])
-        request.client_seq = request.step = self._client_seq
-        request.ends_step = request.is_exact_cut = True
-        await self.client.set_embeddings(request)
+        delta = delta_of(SPEC, list(rows), value)
+        await self.client.set_embeddings(request_of(delta, client_seq=self._client_seq))
 
     @asynccontextmanager
     async def follow(self, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:

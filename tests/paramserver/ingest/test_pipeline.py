@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_file_ops import FaultyFileOps
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.ingest import pipeline as ingest_module
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -41,9 +42,7 @@ SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
 
 
 def _batch(client_seq: int, *, run: str = "run", epoch: int = 1) -> Any:
-    request = idl.SetEmbeddingsRequest(run=run, client="rank0", epoch=epoch, client_seq=client_seq, deltas=[])
-    request.step, request.time_us, request.ends_step, request.is_exact_cut = client_seq, 0, True, True
-    return request
+    return request_of(run=run, epoch=epoch, client_seq=client_seq)
 
 
 _Records = list[tuple[dict[str, Any], list[memoryview]]]
@@ -329,9 +328,7 @@ async def test_a_writer_that_would_take_too_much_memory_is_refused(tmp_path: Pat
 
 def _deleting(client_seq: int, *row_ids: int) -> Any:
     batch = _batch(client_seq)
-    columns = {"row_ids": b"", "weights": b"", "states": [], "deleted_row_ids": np.array(row_ids, "<i8").tobytes()}
-    columns |= {"fingerprint": SPEC.fingerprint, "column_offset": 0, "width": SPEC.dim}
-    batch.deltas = [idl.TableDelta(fqn=SPEC.fqn, **columns)]
+    batch.deltas = [delta_of(SPEC, [], 0.0, deleted_row_ids=np.array(row_ids, "<i8").tobytes())]
     return batch
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
@@ -51,31 +52,9 @@ async def _write(address: str, epoch: int, steps: dict[int, np.ndarray], deleted
                 mine = ids[shards_of_rows(table_seed(SPEC.fqn), ids, len(shards)) == at]
                 gone = deleted if is_last and deleted is not None else np.empty(0, np.int64)
                 gone = gone[shards_of_rows(table_seed(SPEC.fqn), gone, len(shards)) == at]
-                await client.set_embeddings(_request(epoch, client_seq, step, mine, gone))
-
-
-def _request(epoch: int, client_seq: int, step: int, ids: np.ndarray, deleted: np.ndarray) -> Any:
-    delta = idl.TableDelta(
-        fqn=SPEC.fqn,
-        fingerprint=SPEC.fingerprint,
-        column_offset=0,
-        width=SPEC.dim,
-        row_ids=ids,
-        weights=_values(ids, step),
-        states=[],
-        deleted_row_ids=deleted,
-    )
-    return idl.SetEmbeddingsRequest(
-        run="virtual",
-        client="rank0",
-        epoch=epoch,
-        client_seq=client_seq,
-        step=step,
-        time_us=1,
-        ends_step=True,
-        is_exact_cut=True,
-        deltas=[delta],
-    )
+                delta = delta_of(SPEC, mine, _values(mine, step), deleted_row_ids=gone)
+                who = {"run": "virtual", "epoch": epoch, "client_seq": client_seq}
+                await client.set_embeddings(request_of(delta, **who, step=step))
 
 
 @pytest.mark.parametrize("consistency", ["latest", "step"])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.rpc.admission import ServerLimits
@@ -92,28 +93,9 @@ def _hello(epoch: int = 1, *, client: str = "rank0", role: int = 2, **changes: A
 def _set(
     client_seq: int, rows: list[int], value: float, *, epoch: int = 1, step: int | None = None, **more: Any
 ) -> Any:
-    delta = idl.TableDelta(
-        fqn=SPEC.fqn,
-        fingerprint=SPEC.fingerprint,
-        column_offset=0,
-        width=SPEC.dim,
-        row_ids=np.array(rows, "<i8"),
-        weights=np.full((len(rows), SPEC.dim), value, "<f4"),
-        states=[idl.StateColumn(name="sum", dtype=1, width=1, data=np.full((len(rows), 1), value * 2, "<f4"))],
-        deleted_row_ids=more.pop("deleted", None),
-    )
-    return idl.SetEmbeddingsRequest(
-        run="run",
-        client="rank0",
-        epoch=epoch,
-        client_seq=client_seq,
-        step=client_seq * 10 if step is None else step,
-        time_us=client_seq * 1000,
-        ends_step=True,
-        is_exact_cut=True,
-        deltas=[delta],
-        **more,
-    )
+    delta = delta_of(SPEC, rows, value, states=value * 2, deleted_row_ids=more.pop("deleted", None))
+    step = client_seq * 10 if step is None else step
+    return request_of(delta, epoch=epoch, client_seq=client_seq, step=step, time_us=client_seq * 1000, **more)
 
 
 async def _get(client: ParamServerClient, rows: list[int]) -> dict[str, Any]:

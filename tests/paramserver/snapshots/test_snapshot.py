@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.reading.link import Dial
@@ -78,26 +79,9 @@ class Trainer:
             await asyncio.gather(*(client.set_embeddings(batch) for client, batch in pairs))
 
     def _batch(self, rows: Any, ends: bool) -> Any:
-        delta = idl.TableDelta(
-            fqn=SPEC.fqn,
-            fingerprint=SPEC.fingerprint,
-            column_offset=0,
-            width=SPEC.dim,
-            row_ids=rows,
-            weights=np.full((rows.size, SPEC.dim), self.step, "<f4"),
-            states=[],
-        )
-        return idl.SetEmbeddingsRequest(
-            run="run",
-            client=f"rank{self._rank}",
-            epoch=1,
-            client_seq=self._client_seq,
-            step=self.step,
-            time_us=1,
-            ends_step=ends,
-            is_exact_cut=ends,
-            deltas=[delta],
-        )
+        delta = delta_of(SPEC, rows, self.step)
+        who = {"client": f"rank{self._rank}", "client_seq": self._client_seq}
+        return request_of(delta, **who, step=self.step, ends_step=ends)
 
 
 class Server:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from held_ports import hold_ports
 from hellos import hello_of_writer
+from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
@@ -21,7 +22,6 @@ from headrace.paramserver.replay.source import ReplaySource, ReplaySummary
 from headrace.paramserver.replay.target import Replay, ReplayTarget
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.idl import idl
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="items.weight", num_rows=100, dim=2, dtype=DType.FLOAT32, states=(), has_identities=False)
@@ -35,27 +35,9 @@ async def _fill(path: Path) -> None:
         await client.hello(hello_of_writer(SPEC, **who))
         for seq in range(1, 5):
             rows = slice(10 * seq - 10, 10 * seq)
-            delta = idl.TableDelta(
-                fqn=SPEC.fqn,
-                fingerprint=SPEC.fingerprint,
-                column_offset=0,
-                width=2,
-                row_ids=ROWS[rows].tobytes(),
-                weights=VALUES[rows].tobytes(),
-                states=[],
-                deleted_row_ids=np.array([90 + seq]).tobytes(),
-            )
-            await client.set_embeddings(
-                idl.SetEmbeddingsRequest(
-                    **who,
-                    client_seq=seq,
-                    step=seq * 10,
-                    time_us=1_700_000_000_000_000 + seq * 60_000_000,
-                    ends_step=True,
-                    is_exact_cut=True,
-                    deltas=[delta],
-                )
-            )
+            delta = delta_of(SPEC, ROWS[rows], VALUES[rows], deleted_row_ids=np.array([90 + seq], "<i8"))
+            time_us = 1_700_000_000_000_000 + seq * 60_000_000
+            await client.set_embeddings(request_of(delta, **who, client_seq=seq, step=seq * 10, time_us=time_us))
 
 
 @pytest.fixture

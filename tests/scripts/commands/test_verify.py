@@ -20,6 +20,7 @@ import pytest
 from held_ports import hold_ports
 from hellos import hello_of_writer
 from replica_endpoint import replica_endpoint
+from set_embeddings import delta_of, request_of
 
 from headrace.cli import main
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -66,39 +67,11 @@ async def write(
 ) -> None:
     """Write rows of some columns to a server of one shard."""
     made = values(ids, columns)
-    delta = idl.TableDelta(
-        fqn=spec.fqn,
-        fingerprint=spec.fingerprint,
-        column_offset=columns.offset,
-        width=columns.width,
-        row_ids=ids.astype("<i8").tobytes(),
-        weights=np.ascontiguousarray(made["weights"]).tobytes(),
-        states=[
-            idl.StateColumn(
-                name=state.name,
-                dtype=int(state.dtype),
-                width=state.width_in(columns),
-                data=np.ascontiguousarray(made[state.name]).tobytes(),
-            )
-            for state in SPEC.states
-        ],
-        deleted_row_ids=np.array(deleted, "<i8").tobytes() if deleted else None,
-    )
+    gone = np.array(deleted, "<i8") if deleted else None
+    delta = delta_of(spec, ids, made["weights"], states=made, shard=columns, deleted_row_ids=gone)
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
         await writer.hello(hello_of_writer(spec, run=client, client=client))
-        await writer.set_embeddings(
-            idl.SetEmbeddingsRequest(
-                run=client,
-                client=client,
-                epoch=1,
-                client_seq=1,
-                step=1,
-                time_us=1,
-                ends_step=True,
-                is_exact_cut=True,
-                deltas=[delta],
-            )
-        )
+        await writer.set_embeddings(request_of(delta, run=client, client=client))
 
 
 @pytest.fixture(scope="module")

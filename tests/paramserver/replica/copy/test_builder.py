@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hellos import hello_of_writer
 from replica_of import replica_of
+from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from table_rows import ITEMS, USERS, chunk_of, snapshot
 
@@ -77,25 +78,13 @@ class Writer:
             await client.set_embeddings(self._batch(step, ids[shard_of == shard], ends))
 
     def _batch(self, step: int, ids: Any, ends: bool) -> Any:
-        delta = idl.TableDelta(
-            fqn=self._spec.fqn,
-            fingerprint=self._spec.fingerprint,
-            column_offset=0,
-            width=self._spec.dim,
-            row_ids=ids,
-            weights=np.full((ids.size, self._spec.dim), step, "<f4"),
-            states=[],
-        )
-        return idl.SetEmbeddingsRequest(
+        return request_of(
+            delta_of(self._spec, ids, step),
             run="run" if self._epoch else "fill",
-            client="rank0",
             epoch=self._epoch or 1,
             client_seq=self._client_seq,
             step=step,
-            time_us=1,
             ends_step=ends,
-            is_exact_cut=ends,
-            deltas=[delta],
             version_epoch=None if self._epoch else 1,
         )
 

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
@@ -78,24 +79,8 @@ class Shard:
         clock_us: int = 0,
         **names: Any,
     ) -> None:
-        delta = idl.TableDelta(
-            fqn=SPEC.fqn,
-            fingerprint=SPEC.fingerprint,
-            column_offset=0,
-            width=1,
-            row_ids=np.array([row], "<i8").tobytes(),
-            weights=np.array([value], "<f4").tobytes(),
-            states=[],
-        )
-        request = idl.SetEmbeddingsRequest(
-            run=run,
-            step=step,
-            time_us=step * 1_000_000 + clock_us,
-            ends_step=ends,
-            is_exact_cut=ends,
-            deltas=[delta],
-            **{"epoch": 1, **names},
-        )
+        time_us = step * 1_000_000 + clock_us
+        request = request_of(delta_of(SPEC, [row], value), run=run, step=step, time_us=time_us, ends_step=ends, **names)
         args = idl.ParameterServer.setEmbeddings_args(request=request)
         body = b"".join(encode_message("setEmbeddings", CALL, 1, args))
         self._append(request.epoch, idl.UpdateKind.BATCH, {}, body)

@@ -11,6 +11,7 @@ import pytest
 from hellos import hello_of_nobody
 from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, read, told, write
 from replica_endpoint import Endpoint, get, replica_endpoint
+from set_embeddings import request_of
 
 from headrace import cli
 from headrace.paramserver.shard.launch import ServerProcess
@@ -173,11 +174,8 @@ def test_only_readers_are_greeted(endpoint: Endpoint) -> None:
             call(endpoint.address, "", greeting=hello_of_nobody(role))
     with pytest.raises(ProtocolMismatchError, match="speaks protocol version 1, the client 9"):
         call(endpoint.address, "", greeting=hello_of_nobody(protocol_version=9))
-    batch = idl.SetEmbeddingsRequest(
-        run="r", client="c", epoch=1, client_seq=1, step=1, time_us=1, ends_step=True, is_exact_cut=True, deltas=[]
-    )
     with pytest.raises(UnauthorizedError):
-        call(endpoint.address, "set_embeddings", batch)
+        call(endpoint.address, "set_embeddings", request_of())
 
 
 @pytest.mark.parametrize(
