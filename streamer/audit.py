@@ -23,9 +23,8 @@ from headrace.paramserver.reading.differences import (
     rows_that_differ,
 )
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import PRESENT
-from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import StateKind
 from headrace.streamer.taps.tapped_table import TappedTable
 

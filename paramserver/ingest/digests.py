@@ -21,10 +21,9 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import RequestError
-from headrace.schemas.row_digest import BUCKET_ROWS, bucket_digests, digest_rows
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, bucket_digests, digest_rows
 from headrace.schemas.row_keys import decode_row_ids, key_prefix
 from headrace.schemas.row_records import PRESENT, RecordLayout
-from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
 
 __all__ = ["Digester"]

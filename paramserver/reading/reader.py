@@ -31,9 +31,8 @@ from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import NO_IDENTITY, PRESENT
-from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
 __all__ = ["EmbeddingReader", "Rows", "read_deadline"]

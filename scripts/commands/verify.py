@@ -30,8 +30,7 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
-from headrace.schemas.row_digest import BUCKET_ROWS
-from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.scripts.commands.progress_bar import ProgressBar, show_rows
 from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, option, with_server_flags
 

@@ -29,7 +29,7 @@ from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
-from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["EmbeddingReplica"]

@@ -37,9 +37,8 @@ from headrace.paramserver.replica.tables.slot_rows import precision_of
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
-from headrace.schemas.row_digest import BUCKET_ROWS
+from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import PRESENT, RecordLayout
-from headrace.schemas.table_digest import TableDigest
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import is_newer
 

@@ -30,8 +30,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system import durable
 from headrace.schemas.errors import RequestError
 from headrace.schemas.idl import idl
-from headrace.schemas.row_digest import digest_rows
-from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.row_digest import TableDigest, digest_rows
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.commands import verify as verify_module
 from headrace.scripts.commands.progress_bar import ProgressBar

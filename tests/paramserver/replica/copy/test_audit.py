@@ -28,7 +28,7 @@ from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError, UnknownTableError
-from headrace.schemas.table_digest import TableDigest
+from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer import RawEmbeddingStreamer
 
