@@ -21,8 +21,7 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_keys import KEY_BYTES, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, KEY_BYTES, PRESENT, RECORD_VERSION, RecordLayout, key_prefix
 from headrace.schemas.tables import ColumnShard, DType
 
 __all__ = ["Piece", "RowScanner"]

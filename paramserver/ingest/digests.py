@@ -22,8 +22,7 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import RequestError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest, bucket_digests, digest_rows
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT, RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, StateKind, TableSpec
 
 __all__ = ["Digester"]

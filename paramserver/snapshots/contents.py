@@ -26,8 +26,7 @@ from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 

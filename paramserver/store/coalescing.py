@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.store.deltas import Part
-from headrace.schemas.row_keys import encode_keys_of, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, HEADER_FIELDS, RecordLayout, encode_keys_of, key_prefix
 
 __all__ = [
     "CoalescedRows",

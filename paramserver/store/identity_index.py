@@ -27,8 +27,15 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import GetValues, read_records, read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.log_lines import fact
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import CLAIMS, FLAG_DELETED, NO_IDENTITY, PRESENT, in_key_order
+from headrace.schemas.row_records import (
+    CLAIMS,
+    FLAG_DELETED,
+    NO_IDENTITY,
+    PRESENT,
+    decode_row_ids,
+    in_key_order,
+    key_prefix,
+)
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["FoundRows", "IdentitySearch", "in_store_order", "index_in_thread", "index_stored_rows"]

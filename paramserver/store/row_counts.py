@@ -17,8 +17,7 @@ from typing import Any
 
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.row_keys import key_prefix
-from headrace.schemas.row_records import CLAIMS_SHARD
+from headrace.schemas.row_records import CLAIMS_SHARD, key_prefix
 
 __all__ = ["FileRowCounts"]
 

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.memtable import ShardSource
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RecordLayout, encode_keys
 from headrace.schemas.tables import StateKind, TableSpec
 from headrace.schemas.version import is_newer_record
 

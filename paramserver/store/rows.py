@@ -22,8 +22,7 @@ from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
-from headrace.schemas.row_keys import META_PREFIX
-from headrace.schemas.row_records import CLAIMS_SHARD
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]

@@ -30,7 +30,7 @@ from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.store.rocksdb import rocks_options
 from headrace.paramserver.system.direct_file import supports_direct_io
 from headrace.schemas.errors import ConfigError, HeadraceError, UnavailableError
-from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import encode_keys
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.benches.child import AsyncWorker, Child
 from headrace.scripts.benches.harness import (

@@ -21,7 +21,7 @@ import rocksdict
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.system.direct_file import supports_direct_io
 from headrace.schemas.errors import UnavailableError
-from headrace.schemas.row_keys import encode_keys
+from headrace.schemas.row_records import encode_keys
 from headrace.scripts.benches.workload import BenchRows
 
 __all__ = ["GRPC_HINT", "REDIS_HINT", "has_grpc", "has_redis", "missing_peers", "redis_server"]

@@ -24,8 +24,7 @@ from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.store.catalog import pack_spec
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.benches.child import Child, Worker, peak_memory_bytes
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder

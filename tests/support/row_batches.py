@@ -14,8 +14,7 @@ from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.deltas import Batch, Part, RowDelta
 from headrace.paramserver.store.memtable import PendingRows, ShardSource
 from headrace.paramserver.store.row_reader import RowsRead, read_rows
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(

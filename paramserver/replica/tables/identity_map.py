@@ -19,8 +19,7 @@ from headrace.paramserver.replica.tables.id_map import IdMap
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.paramserver.store.rows import RowStore
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import DELETED, NO_IDENTITY, PRESENT
+from headrace.schemas.row_records import DELETED, NO_IDENTITY, PRESENT, decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, TableSpec
 from headrace.schemas.version import is_newer_record
 

@@ -26,8 +26,7 @@ from headrace.paramserver.store.row_reader import read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout
+from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 __all__ = ["DiskTable"]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.schemas.row_keys import KEY_BYTES
+from headrace.schemas.row_records import KEY_BYTES
 
 __all__ = [
     "CRC32C",

@@ -29,7 +29,7 @@ from crc32c import crc32c
 
 from headrace.paramserver.store.sst import format as sst
 from headrace.schemas.errors import CorruptionError, StorageError
-from headrace.schemas.row_keys import KEY_BYTES
+from headrace.schemas.row_records import KEY_BYTES
 
 __all__ = ["BlockCheck", "TableFileReader"]
 

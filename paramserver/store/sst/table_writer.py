@@ -30,7 +30,7 @@ from crc32c import crc32c
 from headrace.paramserver.store.coalescing import CoalescedRows, SortedRun
 from headrace.paramserver.store.sst import format as sst
 from headrace.paramserver.system.direct_file import DirectFileWriter, write_buffer
-from headrace.schemas.row_keys import key_prefix
+from headrace.schemas.row_records import key_prefix
 
 __all__ = ["TableFileWriter", "build_filter", "hash_keys"]
 

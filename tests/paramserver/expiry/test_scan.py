@@ -21,8 +21,7 @@ from headrace.paramserver.store.deltas import Batch, Part
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 LEFT, RIGHT = ColumnShard(offset=0, width=1), ColumnShard(offset=1, width=3)

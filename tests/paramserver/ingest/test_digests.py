@@ -19,8 +19,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_digest import BUCKET_ROWS
-from headrace.schemas.row_keys import encode_keys, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, RecordLayout, encode_keys, key_prefix
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=100_000, dim=1, dtype=DType.FLOAT32)

@@ -25,7 +25,7 @@ from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import ConfigError, RequestError, RowRangeError, StorageError
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
+from headrace.schemas.row_records import decode_row_ids, key_prefix
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.table_io.sending import ask_server
 

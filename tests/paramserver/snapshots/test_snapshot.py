@@ -35,8 +35,7 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
-from headrace.schemas.row_keys import decode_row_ids, key_prefix
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest
 from headrace.schemas.tables import DType, TableSpec
 

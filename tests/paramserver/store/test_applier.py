@@ -21,7 +21,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_reader import RowsRead
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
-from headrace.schemas.row_keys import key_prefix
+from headrace.schemas.row_records import key_prefix
 from headrace.schemas.tables import ColumnShard
 
 PLAIN = replace(SPEC, has_identities=False)

@@ -40,8 +40,7 @@ from headrace.paramserver.store.coalescing import (
 from headrace.paramserver.store.deltas import Part
 from headrace.paramserver.store.memtable import PendingRows
 from headrace.paramserver.store.row_reader import settle
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 

@@ -28,8 +28,7 @@ from headrace.paramserver.store.identity_index import FoundRows, index_in_thread
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import StorageError
-from headrace.schemas.row_keys import META_PREFIX, key_prefix
-from headrace.schemas.row_records import CLAIMS_SHARD, NO_IDENTITY
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, NO_IDENTITY, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20)

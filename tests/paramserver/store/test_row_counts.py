@@ -11,8 +11,7 @@ import rocksdict
 from headrace.paramserver.store import row_counts
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_counts import FileRowCounts
-from headrace.schemas.row_keys import META_PREFIX, key_prefix
-from headrace.schemas.row_records import CLAIMS_SHARD
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
 
 
 def _file(prefix: bytes, size_bytes: int, num_entries: int, last: bytes | None = None) -> dict[str, Any]:

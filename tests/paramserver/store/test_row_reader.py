@@ -16,8 +16,7 @@ from headrace.paramserver.store.coalescing import coalesce
 from headrace.paramserver.store.deltas import Part
 from headrace.paramserver.store.memtable import Memtable, PendingRows, ShardSource
 from headrace.paramserver.store.row_reader import read_rows, settle
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard
 
 

@@ -22,8 +22,7 @@ from headrace.paramserver.store.rocksdb import RocksDb, StoreConfig, rocks_optio
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError, UnavailableError
-from headrace.schemas.row_keys import META_PREFIX, decode_row_ids, encode_keys, key_prefix
-from headrace.schemas.row_records import CLAIMS
+from headrace.schemas.row_records import CLAIMS, META_PREFIX, decode_row_ids, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SMALL = StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 20, rows_per_write=10)

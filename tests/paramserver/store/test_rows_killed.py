@@ -13,8 +13,7 @@ import pytest
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
-from headrace.schemas.row_keys import encode_keys
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import RecordLayout, encode_keys
 from headrace.schemas.tables import DType, TableSpec
 
 NUM_ROWS = 3000

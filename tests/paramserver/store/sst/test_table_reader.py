@@ -22,8 +22,7 @@ from headrace.paramserver.store.sst.format import mask_crc, read_handle
 from headrace.paramserver.store.sst.table_reader import BlockCheck, TableFileReader
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.schemas.errors import CorruptionError, StorageError
-from headrace.schemas.row_keys import META_PREFIX, encode_keys, key_prefix
-from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.row_records import META_PREFIX, RecordLayout, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 SHARD = ColumnShard(offset=0, width=4)

@@ -12,8 +12,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter, build_filter, hash_keys
 from headrace.schemas.errors import CorruptionError, StorageError
-from headrace.schemas.row_keys import encode_keys, key_prefix
-from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.row_records import FLAG_DELETED, RecordLayout, encode_keys, key_prefix
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 NARROW = TableSpec(fqn="n", num_rows=0, dim=2, dtype=DType.FLOAT32, states=())
