@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,26 +25,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
-from headrace.scripts.benches.child import Child
 from headrace.scripts.benches.freshness import Floor
-from headrace.scripts.benches.harness import (
-    OnStage,
-    bench_folder,
-    one_torch_thread,
-)
+from headrace.scripts.benches.harness import OnStage, bench_folder, one_torch_thread
 from headrace.scripts.benches.ingest import SHARD_STORE, RecoveryConfig, measure_recovery, serve
 from headrace.scripts.benches.observer import delays_of, observed_replica
 from headrace.scripts.benches.peers import has_redis, time_fsync, time_redis, time_rocksdb
 from headrace.scripts.benches.wire import contenders, wire_pair
 from headrace.scripts.benches.wire_peers import WriteShape
 from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig, WriteResult, WriterProcess
-from headrace.streamer.config import StreamerConfig
-from headrace.streamer.flush.flusher import Flusher
-from headrace.streamer.flush.layout import Flush
-from headrace.streamer.flush.staging import StagingPool
-from headrace.streamer.taps.tapped_table import TappedTable
 
 __all__ = ["CostConfig", "LagConfig", "SweepConfig", "ThroughputConfig", "find_knee", "fit_line"]
 __all__ += ["measure_cost", "measure_lag", "measure_sizes", "measure_throughput", "measure_trainer"]
@@ -53,13 +42,24 @@ __all__ += ["process_cpu_s"]
 _LOOKUPS = 4096
 # Slower peers get fewer batches, which suffice for a rate.
 _SHARE_OF_REDIS, _SHARE_OF_THRIFTPY2 = 6, 4
+_KNEE_FACTOR = 3.0
+_FLOOR_INTERVAL_S = 0.005
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_NUM_DRAWS = 4
 
-_Rates = Iterator[tuple[str, float]]
+
+class _Series(dict[str, list[list[float]]]):
+    """By what was measured, for each x of a sweep, the values of all rounds."""
+
+    def add(self, x: Sequence[float], at: int, found: Mapping[str, float]) -> None:
+        """Add what one round found at `x[at]`."""
+        for name, value in found.items():
+            self.setdefault(name, [[] for _ in x])[at].append(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputConfig:
-    """How much the sweep measures."""
+    """How much the sweep of throughput measures."""
 
     dims: tuple[int, ...] = (16, 64, 128, 256, 512)  # columns of a row, float32
     shards: tuple[int, ...] = (1, 2, 4)  # with rows of `shard_dim` columns
@@ -82,17 +82,16 @@ def measure_throughput(config: ThroughputConfig, on_stage: OnStage) -> dict[str,
     Returns:
         `width` and `shards`, each with `x` and `rows_per_s`: by contender, for each x, the rates of all rounds.
     """
-    width: dict[str, list[list[float]]] = {}
-    shards: dict[str, list[list[float]]] = {}
+    width, shards = _Series(), _Series()
     for number in range(config.num_rounds):
         for at, dim in enumerate(config.dims):
             on_stage(f"round {number + 1}: rows of {dim} columns")
-            for name, rate in _contend(config.rows(dim), config.folder):
-                width.setdefault(name, [[] for _ in config.dims])[at].append(rate)
+            rows = config.rows(dim)
+            width.add(config.dims, at, _headrace_rates(rows, config.folder) | _peer_rates(rows, config.folder))
         for at, num_shards in enumerate(config.shards):
             on_stage(f"round {number + 1}: {num_shards} shards")
-            for name, rate in _headrace(config.rows(config.shard_dim), config.folder, num_shards=num_shards):
-                shards.setdefault(name, [[] for _ in config.shards])[at].append(rate)
+            rows = config.rows(config.shard_dim)
+            shards.add(config.shards, at, _headrace_rates(rows, config.folder, num_shards=num_shards))
     return {
         "width": {"x": list(config.dims), "rows_per_s": width},
         "shards": {"x": list(config.shards), "rows_per_s": shards},
@@ -101,46 +100,57 @@ def measure_throughput(config: ThroughputConfig, on_stage: OnStage) -> dict[str,
     }
 
 
-def _contend(config: RowsConfig, folder: Path | None) -> _Rates:
-    """Yield the rate of each contender with the same rows."""
-    yield from _headrace(config, folder)
-    rows = BenchRows(config)
-    with bench_folder(folder) as place:
-        yield "fsync", rows.num_rows / time_fsync(rows, place, num_batches=config.num_batches)
-        yield "rocksdb", rows.num_rows / time_rocksdb(rows, place, SHARD_STORE)
-        if has_redis():
-            num_rows, seconds = time_redis(rows, place, num_batches=max(1, config.num_batches // _SHARE_OF_REDIS))
-            yield "redis", num_rows / seconds
-    # These messages have as many bytes, but their rows have no optimizer state, so they have a few more rows.
-    shape = WriteShape(_LOOKUPS * config.row_bytes // (8 + 4 * config.dim), config.dim)
-    for name in ("grpc", "thriftpy2"):
-        if name in contenders():
-            num_calls = max(4, config.num_batches // (_SHARE_OF_THRIFTPY2 if name == "thriftpy2" else 1)) // 4 * 4
-            with wire_pair(name, shape) as pair:
-                pair.write(4)  # connections, pools, caches
-                seconds, _ = pair.write(num_calls)
-            yield name, num_calls * shape.message_bytes / config.row_bytes / seconds
+def _headrace_rates(config: RowsConfig, folder: Path | None, *, num_shards: int = 1) -> dict[str, float]:
+    written, _ = _write(config, folder, num_shards=num_shards)
+    return {"acked": written.num_rows / written.acked_s, "applied": written.num_rows / written.applied_s}
 
 
-def _headrace(config: RowsConfig, folder: Path | None, *, num_shards: int = 1) -> _Rates:
+def _write(
+    config: RowsConfig, folder: Path | None, *, num_shards: int = 1, num_clients: int = 1
+) -> tuple[WriteResult, float]:
+    """Write all rows to a new server; return what the writers saw, and the processor time of the shards."""
     with (
         bench_folder(folder) as place,
-        WriterProcess(config) as writer,
+        WriterProcess(config, num_clients=num_clients) as writer,
         serve(place / "data", shards=num_shards) as server,
     ):
+        before_s = sum(map(process_cpu_s, server.shard_pids))
         written = writer.write(server.address, num_batches=config.num_batches)
+        used_s = sum(map(process_cpu_s, server.shard_pids)) - before_s
         server.kill()
-    yield "acked", written.num_rows / written.acked_s
-    yield "applied", written.num_rows / written.applied_s
+    return written, used_s
 
 
-_KNEE_FACTOR = 3.0
-_FLOOR_INTERVAL_S = 0.005
+def process_cpu_s(pid: int) -> float:
+    """Return the processor time that all threads of a process have used, seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _peer_rates(config: RowsConfig, folder: Path | None) -> dict[str, float]:
+    rows, rates = BenchRows(config), {}
+    with bench_folder(folder) as place:
+        rates["fsync"] = rows.num_rows / time_fsync(rows, place, num_batches=config.num_batches)
+        rates["rocksdb"] = rows.num_rows / time_rocksdb(rows, place, SHARD_STORE)
+        if has_redis():
+            num_rows, seconds = time_redis(rows, place, num_batches=max(1, config.num_batches // _SHARE_OF_REDIS))
+            rates["redis"] = num_rows / seconds
+    # These messages have as many bytes, but their rows have no optimizer state, so they have a few more rows.
+    shape = WriteShape(_LOOKUPS * config.row_bytes // (8 + 4 * config.dim), config.dim)
+    for name in contenders():
+        if name not in ("grpc", "thriftpy2"):
+            continue
+        num_calls = max(4, config.num_batches // (_SHARE_OF_THRIFTPY2 if name == "thriftpy2" else 1)) // 4 * 4
+        with wire_pair(name, shape) as pair:
+            pair.write(4)  # connections, pools, caches
+            seconds, _ = pair.write(num_calls)
+        rates[name] = num_calls * shape.message_bytes / config.row_bytes / seconds
+    return rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LagConfig:
-    """How much the sweep measures."""
+    """How much the sweep of lag measures."""
 
     loads: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25)  # shares of the capacity
     block_s: float = 4.0  # duration of each load; longer until it has `min_batches`
@@ -152,28 +162,9 @@ class LagConfig:
     num_rounds: int = 2
     folder: Path | None = None
 
-    @property
-    def rows(self) -> RowsConfig:
-        """The rows that are written again and again."""
-        return RowsConfig(
-            ids="uniform", num_batches=64, dim=self.dim, num_rows=self.num_rows, num_lookups=self.num_lookups
-        )
-
     def num_batches(self, rows_per_s: float) -> int:
         """Return the batches of a load."""
         return max(self.min_batches, round(self.block_s * rows_per_s / self.num_lookups))
-
-
-def find_knee(loads: Sequence[float], lags_ms: Sequence[float], *, factor: float = _KNEE_FACTOR) -> float | None:
-    """Return the highest load up to which the lag stays within `factor` times the lowest lag; None if it always does.
-
-    A small load may have more lag than a larger one, because idle processes have to wake up.
-    """
-    least_ms = min(lags_ms)
-    for at in range(list(lags_ms).index(least_ms), len(loads)):
-        if lags_ms[at] > factor * least_ms:
-            return loads[at - 1]
-    return None
 
 
 def measure_lag(config: LagConfig, on_stage: OnStage) -> dict[str, Any]:
@@ -183,10 +174,11 @@ def measure_lag(config: LagConfig, on_stage: OnStage) -> dict[str, Any]:
         `knee`; `capacity_rows_per_s` of each round; `x`, the loads; `offered_rows_per_s`, `seen_rows_per_s`, `p50_ms`,
         `p99_ms`, `acked_p50_ms` and `late_p50_ms`: for each load, of all rounds; and `floor_p50_ms`, `floor_p99_ms`.
     """
-    names = ("offered_rows_per_s", "seen_rows_per_s", "p50_ms", "p99_ms", "acked_p50_ms", "late_p50_ms")
-    points: dict[str, list[list[float]]] = {name: [[] for _ in config.loads] for name in names}
-    capacities = []
-    batch_bytes = config.num_lookups * config.rows.row_bytes
+    points, capacities = _Series(), []
+    rows = RowsConfig(
+        ids="uniform", num_batches=64, dim=config.dim, num_rows=config.num_rows, num_lookups=config.num_lookups
+    )
+    batch_bytes = config.num_lookups * rows.row_bytes
     with ExitStack() as stack:
         folder = stack.enter_context(bench_folder(config.folder))
         on_stage("floor: a round trip that syncs, and one that does not")
@@ -194,25 +186,39 @@ def measure_lag(config: LagConfig, on_stage: OnStage) -> dict[str, Any]:
             floor_ms = floor.measure(config.min_batches, interval_s=_FLOOR_INTERVAL_S)
         on_stage("starting server, writer and replica")
         server = stack.enter_context(serve(folder / "data"))
-        writer = stack.enter_context(WriterProcess(config.rows))
+        writer = stack.enter_context(WriterProcess(rows))
         replica = stack.enter_context(observed_replica(server.address, consistency="latest"))
-        pipe = _Pipe(server.address, writer, replica)
-        pipe.push(config.min_batches)  # creates the table, opens connections, touches memory
+
+        def push(num_batches: int, rows_per_s: float | None = None) -> tuple[float, WriteResult, list[float]]:
+            """Return the rows a second that became visible, what the writer saw, and each scheduled batch's lag."""
+            written = writer.write(server.address, num_batches=num_batches, rows_per_s=rows_per_s)
+            first = written.first_step
+            seen = replica.ask(step=first + num_batches - 1)["seen"]
+            lags_ms = delays_of(range(first, first + len(written.due_ns)), written.due_ns, seen)
+            return written.num_rows / ((seen[-1][1] - written.begin_ns) / 1e9), written, lags_ms
+
+        push(config.min_batches)  # creates the table, opens connections, touches memory
         for number in range(config.num_rounds):
             on_stage(f"round {number + 1}: capacity")
-            capacities.append(pipe.push(config.capacity_batches)[0])
+            capacities.append(push(config.capacity_batches)[0])
             for at, load in enumerate(config.loads):
                 on_stage(f"round {number + 1}: {load:.0%} of it")
                 rate = load * capacities[0]
-                seen, written, lags_ms = pipe.push(config.num_batches(rate), rate)
-                p50_ms, p99_ms = np.percentile(lags_ms, [50, 99])
-                values = (rate, seen, p50_ms, p99_ms, np.median(written.ack_delays_ms), written.late_ms)
-                for name, value in zip(names, values, strict=True):
-                    points[name][at].append(float(value))
+                seen_rows_per_s, written, lags_ms = push(config.num_batches(rate), rate)
+                p50_ms, p99_ms = np.percentile(lags_ms, [50, 99]).tolist()
+                found = {
+                    "offered_rows_per_s": rate,
+                    "seen_rows_per_s": seen_rows_per_s,
+                    "p50_ms": p50_ms,
+                    "p99_ms": p99_ms,
+                    "acked_p50_ms": median(written.ack_delays_ms),
+                    "late_p50_ms": written.late_ms,
+                }
+                points.add(config.loads, at, found)
         server.kill()
     floor_p50_ms, floor_p99_ms = np.percentile(floor_ms, [50, 99]).tolist()
     return {
-        "knee": find_knee(config.loads, [float(np.median(of_load)) for of_load in points["p50_ms"]]),
+        "knee": find_knee(config.loads, [median(of_load) for of_load in points["p50_ms"]]),
         "knee_factor": _KNEE_FACTOR,
         "capacity_rows_per_s": capacities,
         "x": list(config.loads),
@@ -224,25 +230,21 @@ def measure_lag(config: LagConfig, on_stage: OnStage) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Pipe:
-    """From the writer through the server to the replica."""
+def find_knee(loads: Sequence[float], lags_ms: Sequence[float]) -> float | None:
+    """Return the highest load up to which the lag stays within three times the lowest lag; None if it always does.
 
-    address: str
-    writer: WriterProcess
-    replica: Child
-
-    def push(self, num_batches: int, rows_per_s: float | None = None) -> tuple[float, WriteResult, list[float]]:
-        """Return the rows a second that became visible, what the writer saw, and the lag of each scheduled batch."""
-        written = self.writer.write(self.address, num_batches=num_batches, rows_per_s=rows_per_s)
-        seen = self.replica.ask(step=written.first_step + num_batches - 1)["seen"]
-        lags_ms = delays_of(range(written.first_step, written.first_step + len(written.due_ns)), written.due_ns, seen)
-        return written.num_rows / ((seen[-1][1] - written.begin_ns) / 1e9), written, lags_ms
+    A small load may have more lag than a larger one, because idle processes have to wake up.
+    """
+    least_ms = min(lags_ms)
+    for at in range(list(lags_ms).index(least_ms), len(loads)):
+        if lags_ms[at] > _KNEE_FACTOR * least_ms:
+            return loads[at - 1]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepConfig:
-    """How much the sweep measures, for each of several sizes of the log (MiB, ascending)."""
+    """How much the sweep of recovery measures, for each of several sizes of the log (MiB, ascending)."""
 
     mebibytes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     num_rounds: int = 2
@@ -263,14 +265,13 @@ def measure_sizes(config: SweepConfig, on_stage: OnStage) -> dict[str, Any]:
         of_size = RecoveryConfig(mebibytes=mebibytes, num_rounds=config.num_rounds, folder=config.folder)
         figures = measure_recovery(of_size, on_stage)
         on_stage(f"{mebibytes} MiB: RocksDB alone")
-        num_rows = figures["log_bytes"] / WIRE_ROW_BYTES
         sizes.append(figures["log_bytes"])
-        seconds["recovery_s"].append([num_rows / rate for rate in figures["rows_per_s"]["recovered"]])
-        seconds["sustained_s"].append([num_rows / rate for rate in figures["rows_per_s"]["sustained"]])
+        for name, rates in (("recovery_s", "recovered"), ("sustained_s", "sustained")):
+            seconds[name].append([sizes[-1] / WIRE_ROW_BYTES / rate for rate in figures["rows_per_s"][rates]])
         with bench_folder(config.folder) as place:
             seconds["rocksdb_s"].append([time_rocksdb(BenchRows(of_size.rows), place, SHARD_STORE)])
     points = [(size, value) for size, values in zip(sizes, seconds["recovery_s"], strict=True) for value in values]
-    slope, intercept_s = fit_line([size for size, _ in points], [value for _, value in points])
+    slope, intercept_s = fit_line(*zip(*points, strict=True))
     return {"seconds_per_byte": slope, "intercept_s": intercept_s, "x": sizes, **seconds}
 
 
@@ -282,13 +283,9 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return float(slope), float(intercept)
 
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_NUM_DRAWS = 4
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostConfig:
-    """How much the sweep measures."""
+    """How much the sweep of cost measures."""
 
     tables: tuple[int, ...] = (1, 10, 100, 1000)  # numbers of tables, of `table_rows` rows each
     rows: tuple[int, ...] = (10**5, 10**6, 10**7, 10**8)  # of one table
@@ -312,40 +309,24 @@ def measure_cost(config: CostConfig, on_stage: OnStage) -> dict[str, Any]:
     """
     plain = RowsConfig(ids="uniform", num_batches=config.num_batches, dim=config.dim, num_rows=config.table_rows)
     results: dict[str, dict[str, Any]] = {
-        name: {"x": list(getattr(config, name)), "series": {}} for name in ("tables", "rows", "connections")
+        name: {"x": list(getattr(config, name)), "series": _Series()} for name in ("tables", "rows", "connections")
     }
     for number in range(config.num_rounds):
         for name, result in results.items():
             for at, x in enumerate(result["x"]):
                 on_stage(f"round {number + 1}: {x:,} {name}")
                 if name == "connections":
-                    found = _measure_shard(plain, config.folder, num_clients=x)
+                    found = _shard_cost(plain, config.folder, num_clients=x)
                 else:
                     rows = replace(plain, **{"num_tables" if name == "tables" else "num_rows": x})
                     steps = replace(rows, num_lookups=config.step_lookups)
-                    found = measure_trainer(steps, num_steps=config.num_steps) | _measure_shard(rows, config.folder)
-                for what, value in found.items():
-                    result["series"].setdefault(what, [[] for _ in result["x"]])[at].append(value)
+                    found = measure_trainer(steps, num_steps=config.num_steps) | _shard_cost(rows, config.folder)
+                result["series"].add(result["x"], at, found)
     return results
 
 
-def process_cpu_s(pid: int) -> float:
-    """Return the processor time that all threads of a process have used, seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-
-
-def _measure_shard(rows: RowsConfig, folder: Path | None, *, num_clients: int = 1) -> dict[str, float]:
-    with (
-        bench_folder(folder) as place,
-        WriterProcess(rows, num_clients=num_clients) as writer,
-        serve(place / "data") as server,
-    ):
-        (pid,) = server.shard_pids
-        before_s = process_cpu_s(pid)
-        written = writer.write(server.address, num_batches=rows.num_batches)
-        used_s = process_cpu_s(pid) - before_s
-        server.kill()
+def _shard_cost(rows: RowsConfig, folder: Path | None, *, num_clients: int = 1) -> dict[str, float]:
+    written, used_s = _write(rows, folder, num_clients=num_clients)
     return {
         "send_us": written.cpu_s / written.num_rows * 1e6,
         "shard_us": used_s / written.num_rows * 1e6,
@@ -358,7 +339,20 @@ def measure_trainer(rows: RowsConfig, *, num_steps: int) -> dict[str, float]:
 
     A step looks up the ids of a batch in all tables together; the median of the steps after the first one counts.
     """
-    tables = [_make_table(rows, number) for number in range(rows.num_tables)]
+    import torch
+
+    from headrace.streamer.config import StreamerConfig
+    from headrace.streamer.flush.flusher import Flusher
+    from headrace.streamer.flush.layout import Flush
+    from headrace.streamer.flush.staging import StagingPool
+    from headrace.streamer.taps.tapped_table import TappedTable
+
+    weights = torch.ones(1, rows.dim).expand(rows.num_rows, rows.dim)
+    states = {"momentum1": torch.ones(1, 1).expand(rows.num_rows, 1)}
+    tables = [
+        TappedTable(spec=spec, num_local_rows=rows.num_rows, weights=lambda: weights, states=lambda: states)
+        for spec in rows.specs
+    ]
     config = StreamerConfig.load(environ={}, flush_percent=100)
     pool = StagingPool(config.staging_bytes)
     num_flushed = 0
@@ -371,7 +365,11 @@ def measure_trainer(rows: RowsConfig, *, num_steps: int) -> dict[str, float]:
 
     flusher = Flusher(config=config, num_shards=1, pool=pool, submit=submit, describe_delay=lambda: "nothing is late")
     flusher.add_tables(tables)
-    steps = [_draw(rows, seed) for seed in range(_NUM_DRAWS)]
+    rng = np.random.default_rng(0)
+    draws = [
+        np.array_split(rng.integers(0, rows.num_rows, rows.num_lookups), rows.num_tables) for _ in range(_NUM_DRAWS)
+    ]
+    steps = [[torch.from_numpy(ids) for ids in of_tables] for of_tables in draws]
     marks_us, flushes_us = [], []
     with one_torch_thread():
         for step in range(1 + num_steps):
@@ -388,18 +386,3 @@ def measure_trainer(rows: RowsConfig, *, num_steps: int) -> dict[str, float]:
         "flush_us": median(flushes_us[1:]),
         "bitmap_bytes": float(sum(table.dirty.size_bytes for table in tables)),
     }
-
-
-def _make_table(rows: RowsConfig, number: int) -> TappedTable:
-    weights = torch.ones(1, rows.dim).expand(rows.num_rows, rows.dim)
-    state = torch.ones(1, 1).expand(rows.num_rows, 1)
-    spec = rows.specs[number]
-    return TappedTable(
-        spec=spec, num_local_rows=rows.num_rows, weights=lambda: weights, states=lambda: {spec.states[0].name: state}
-    )
-
-
-def _draw(rows: RowsConfig, seed: int) -> list[torch.Tensor]:
-    """Return the ids of a step, a tensor a table."""
-    ids = np.random.default_rng(seed).integers(0, rows.num_rows, rows.num_lookups)
-    return [torch.from_numpy(part) for part in np.array_split(ids, rows.num_tables)]

@@ -48,7 +48,7 @@ _POOL_BATCHES = 16
 class RowsConfig:
     """Settings from which every process makes the same rows."""
 
-    ids: str  # `uniform`, or `zipf` with exponent 1.05
+    ids: str  # `uniform`; `zipf` with exponent 1.05; or `each`: every row once, in order
     num_batches: int
     seed: int = 0
     dim: int = _DIM  # columns of a table, float32; a row also has a rowwise state
@@ -78,9 +78,11 @@ class BenchRows:
         """Draw all ids."""
         rng = np.random.default_rng(config.seed)
         self.config, self.specs = config, config.specs
-        self.ids = [
-            np.unique(draw_ids(rng, config.ids, config.num_rows, config.num_lookups)) for _ in range(config.num_batches)
-        ]
+        if config.ids == "each":
+            self.ids = np.array_split(np.arange(config.num_rows), config.num_batches)
+        else:
+            draws = (draw_ids(rng, config.ids, config.num_rows, config.num_lookups) for _ in range(config.num_batches))
+            self.ids = [np.unique(ids) for ids in draws]
         self.num_rows = sum(ids.size for ids in self.ids)
         self._pool_rows = _POOL_BATCHES * config.num_lookups
         self._weights = np.frombuffer(rng.bytes(self._pool_rows * 4 * config.dim), f"V{4 * config.dim}")

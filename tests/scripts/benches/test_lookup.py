@@ -6,12 +6,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from headrace import cli
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.benches.lookup import LookupConfig, LookupResult, ZipfIds, make_spec, measure_disk
+from headrace.scripts.benches.lookup import LookupConfig, LookupResult, measure_disk
 from headrace.scripts.benches.peers import has_redis
 
 SMALL = ["--rows=20000", "--dim=8", "--redis-rows=5000", "--disk-rows=8192", "--lookups=20", "--rounds=1"]
@@ -36,7 +35,9 @@ def test_a_small_lookup_bench(tmp_path: Path) -> None:
 
 def test_figures_come_from_medians_and_percentiles() -> None:
     """Ratios are of medians, that of the switch of 99th percentiles; without Redis its ratio is None."""
-    result = LookupResult(before_ms=[1.0] * 100, during_ms=[1.0] * 90 + [3.0] * 10, disk={"miss": 2.0, "rocksdb": 4.0})
+    result = LookupResult()
+    result.before_ms, result.during_ms = [1.0] * 100, [1.0] * 90 + [3.0] * 10
+    result.disk = {"miss": 2.0, "rocksdb": 4.0}
     for name, seconds in (("headrace", 2.0), ("torch", 1.0), ("headrace_idle", 4.0), ("torch_idle", 1.0)):
         for factor in (1, 1, 9):
             result.add(name, 10, seconds * factor, seconds)
@@ -50,17 +51,8 @@ def test_figures_come_from_medians_and_percentiles() -> None:
 
 def test_a_table_on_disk_misses_what_was_never_looked_up(tmp_path: Path) -> None:
     """Both sides read the rows."""
-    rates = measure_disk(tmp_path, make_spec(20_000, 4), num_batches=2)
+    rates = measure_disk(tmp_path, 20_000, 4, num_batches=2)
     assert rates["miss"] > 0 and rates["rocksdb"] > 0
-
-
-def test_processes_have_the_same_hot_rows() -> None:
-    """Draws of different seeds differ, but a tenth of the rows gets most of both, and it is the same one."""
-    counts = [np.bincount(ZipfIds(10_000, seed).draw(100_000), minlength=10_000) for seed in (1, 2)]
-    assert not np.array_equal(*counts)
-    hot = [set(np.argsort(count)[-100:].tolist()) for count in counts]
-    assert len(hot[0] & hot[1]) > 60
-    assert counts[0].max() > 50 * np.median(counts[0])
 
 
 def test_a_table_smaller_than_a_batch_is_refused() -> None:

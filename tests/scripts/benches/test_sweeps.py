@@ -56,7 +56,6 @@ def test_the_knee_is_the_last_load_before_the_lag_rises() -> None:
     assert find_knee(loads, [2.0, 2.0, 6.1, 50.0]) == 0.5
     assert find_knee(loads, [9.0, 2.0, 3.0, 50.0]) == 0.9
     assert find_knee(loads, [2.0, 2.0, 3.0, 4.0]) is None
-    assert find_knee(loads, [2.0, 2.5, 3.0, 4.0], factor=1.4) == 0.5
 
 
 def test_a_load_lasts_until_it_has_its_batches() -> None:

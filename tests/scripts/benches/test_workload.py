@@ -10,7 +10,7 @@ import pytest
 
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.scripts.benches.ingest import serve
-from headrace.scripts.benches.workload import BenchRows, RowsConfig, WriterProcess, due_times_ns
+from headrace.scripts.benches.workload import BenchRows, RowsConfig, WriterProcess, draw_ids, due_times_ns
 
 SMALL: dict[str, Any] = {"ids": "uniform", "num_batches": 3, "dim": 4, "num_rows": 10_000, "num_lookups": 100}
 
@@ -24,14 +24,22 @@ def test_the_same_settings_make_the_same_rows() -> None:
         assert all((batch[1:] > batch[:-1]).all() for batch in first.ids)
 
 
-def test_zipf_rows_are_hot() -> None:
-    """With Zipf ids batches share many rows, with uniform ones hardly any."""
-    shared = {}
-    for ids in ("uniform", "zipf"):
-        rows = BenchRows(RowsConfig(ids=ids, num_batches=2, dim=4))
-        shared[ids] = len(set(rows.ids[0].tolist()) & set(rows.ids[1].tolist())) / rows.ids[0].size
-    assert shared["uniform"] < 0.01
-    assert shared["zipf"] > 0.1
+def test_hot_rows_are_the_same_for_all_seeds() -> None:
+    """Zipf ids of different seeds differ, but a tenth of the rows gets most of both, and it is the same one."""
+    draws = [draw_ids(np.random.default_rng(seed), "zipf", 10_000, 100_000) for seed in (1, 2)]
+    counts = [np.bincount(ids, minlength=10_000) for ids in draws]
+    assert not np.array_equal(*counts)
+    hot = [set(np.argsort(count)[-100:].tolist()) for count in counts]
+    assert len(hot[0] & hot[1]) > 60
+    assert counts[0].max() > 50 * np.median(counts[0])
+
+
+def test_each_row_is_written_once() -> None:
+    """With `each` the batches together are the table, in order."""
+    rows = BenchRows(RowsConfig(**SMALL | {"ids": "each", "num_batches": 101}))
+    assert np.array_equal(np.concatenate(rows.ids), np.arange(10_000))
+    assert max(ids.size for ids in rows.ids) <= 100
+    assert len(rows.request(100, client_seq=1).deltas[0].weights) == rows.ids[100].size * 16
 
 
 def test_requests_of_all_shards_are_the_batch() -> None:
