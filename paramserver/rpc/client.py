@@ -16,10 +16,9 @@ from typing import Any, Self, cast
 
 from thriftpy2.thrift import TApplicationException
 
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.frames import PROGRESS_BYTES, Frame, FrameReader, new_scratch
-from headrace.paramserver.rpc.sockets import keep_alive
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import (
     HeadraceError,

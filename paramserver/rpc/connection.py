@@ -1,30 +1,39 @@
 """One connection of a server: frames in, requests started in order, replies out as they are ready.
 
-Every wait has a deadline: for room here, for the peer to take a reply in `frame_writer`, all others in `deadlines`.
+Every wait has a deadline: for room here, for the peer to take a reply in `frame_writer`, all others in `Deadlines`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import math
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from headrace.paramserver.rpc.admission import Account, Admission, ServerLimits, Ticket, Waiter
-from headrace.paramserver.rpc.buffer_pool import BufferPool
-from headrace.paramserver.rpc.deadlines import Deadlines
 from headrace.paramserver.rpc.dispatch import Dispatcher, Peer, Request, ServerStats
 from headrace.paramserver.rpc.frame_writer import FrameWriter
-from headrace.paramserver.rpc.frames import SMALL_FRAME_BYTES, Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc.frames import (
+    PROGRESS_BYTES,
+    SMALL_FRAME_BYTES,
+    BufferPool,
+    Frame,
+    FrameReader,
+    new_scratch,
+)
 from headrace.paramserver.system.log_lines import WarningThrottle
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import HeadraceError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from headrace.schemas.messages import Segment, size_of_segments
 
-__all__ = ["Connection", "ServerContext"]
+__all__ = ["Connection", "Deadlines", "ServerContext"]
 
 _log = logging.getLogger(__name__)
+
+# How long a finished connection waits for the peer to close first.
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +50,111 @@ class ServerContext:
     scratch: memoryview = field(default_factory=new_scratch)  # where all of them receive
     connections: set[Connection] = field(default_factory=set)  # the live ones
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # running requests and replies being written
+
+
+class Deadlines:
+    """The deadlines of one connection: for the hello, for the next part of a frame, and for idleness.
+
+    One timer watches all three. It checks and re-arms itself when it fires, so requests cost no timer.
+
+    Thread: the loop's.
+    """
+
+    def __init__(
+        self,
+        limits: ServerLimits,
+        *,
+        is_waiting: Callable[[], bool],
+        is_stranger: Callable[[], bool],
+        expire: Callable[[bool], None],
+    ) -> None:
+        """Begin with a new connection; `watch` sets the timer.
+
+        Args:
+            limits: The times.
+            is_waiting: Whether the peer waits for us, so the connection is not idle.
+            is_stranger: Whether the peer has not said hello.
+            expire: Called when a deadline has passed; its argument says whether a frame was too slow.
+        """
+        self._limits, self._expire = limits, expire
+        self._is_waiting, self._is_stranger = is_waiting, is_stranger
+        self._loop = asyncio.get_running_loop()
+        self._active_s = self._loop.time()
+        self._frame_since_s: float | None = None
+        self._frames_seen = self._moved_seen = 0
+        self._finished_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def touch(self) -> None:
+        """Note activity."""
+        self._active_s = self._loop.time()
+
+    def note_input(self, *, is_mid_frame: bool, num_begun: int, num_moved: int) -> None:
+        """Note the reader's progress: a short frame must end in time, a long one must move on.
+
+        A long frame on a slow link takes longer than a timeout that would notice a stuck peer. Cut off, it would be
+        sent again for ever. The arguments are those of `FrameReader`.
+        """
+        if not is_mid_frame:
+            self._frame_since_s = None
+        elif (
+            self._frame_since_s is None
+            or num_begun != self._frames_seen
+            # A stranger's longest frame is short enough to arrive whole in time.
+            or (num_moved - self._moved_seen >= PROGRESS_BYTES and not self._is_stranger())
+        ):
+            self._frame_since_s = self._active_s
+            self._frames_seen, self._moved_seen = num_begun, num_moved
+            self._set(self._active_s + self._limits.frame_timeout_s)
+        if self._timer is None:
+            self.watch()
+
+    def note_pause(self) -> None:
+        """Note that we do not read, so the peer cannot finish a frame."""
+        self._frame_since_s = None
+
+    def note_finish(self) -> None:
+        """Note that nothing more is sent: only the peer's close is awaited."""
+        self._finished_s = self._loop.time()
+        self.watch()
+
+    def watch(self) -> None:
+        """Check no later than the current deadline."""
+        self._set(self._deadline_s())
+
+    def cancel(self) -> None:
+        """Stop checking: the connection is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _deadline_s(self) -> float:
+        if self._finished_s is not None:
+            return self._finished_s + _LINGER_S
+        if self._frame_since_s is not None:
+            return self._frame_since_s + self._limits.frame_timeout_s
+        if self._is_waiting():
+            return math.inf
+        idle_s = self._limits.idle_timeout_s or math.inf
+        if self._is_stranger():
+            idle_s = min(idle_s, self._limits.hello_timeout_s)
+        return self._active_s + idle_s
+
+    def _set(self, deadline_s: float) -> None:
+        if deadline_s == math.inf:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= deadline_s:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline_s, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        deadline_s = self._deadline_s()
+        if deadline_s > self._loop.time():
+            self._set(deadline_s)
+        else:
+            self._expire(self._frame_since_s is not None and self._finished_s is None)
 
 
 class Connection(asyncio.BufferedProtocol):

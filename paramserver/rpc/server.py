@@ -12,13 +12,12 @@ import ssl
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.admission import Admission, ServerLimits
-from headrace.paramserver.rpc.buffer_pool import BufferPool
 from headrace.paramserver.rpc.connection import Connection, ServerContext
 from headrace.paramserver.rpc.dispatch import Call, Dispatcher, Peer, ServerStats, Service
+from headrace.paramserver.rpc.frames import BufferPool
 from headrace.paramserver.rpc.security import AccessPolicy
-from headrace.paramserver.rpc.sockets import keep_alive
 from headrace.paramserver.system.log_lines import WarningThrottle
 from headrace.schemas.errors import OverloadedError
 

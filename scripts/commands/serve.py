@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
+from headrace.paramserver.rpc.address import bind_listener, bind_listeners
 from headrace.paramserver.rpc.security import Protection
-from headrace.paramserver.rpc.sockets import bind_listener, bind_listeners
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile

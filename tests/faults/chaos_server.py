@@ -19,7 +19,7 @@ from held_ports import hold_ports
 
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
 from headrace.paramserver.config.server_settings import ServerConfig
-from headrace.paramserver.rpc.sockets import bind_listeners
+from headrace.paramserver.rpc.address import bind_listeners
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import configure_logging

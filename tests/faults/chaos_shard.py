@@ -33,8 +33,7 @@ from headrace.paramserver.log.interface import Append, DurableFuture
 from headrace.paramserver.log.segments import FileOps
 from headrace.paramserver.rpc import connection as rpc_connection
 from headrace.paramserver.rpc import server
-from headrace.paramserver.rpc.buffer_pool import BufferPool
-from headrace.paramserver.rpc.frames import FrameReader
+from headrace.paramserver.rpc.frames import BufferPool, FrameReader
 from headrace.paramserver.shard import process, retention, service
 from headrace.paramserver.store import applier
 from headrace.paramserver.store.applier import ApplierConfig

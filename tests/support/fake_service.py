@@ -13,8 +13,8 @@ from hellos import hello_of_nobody
 from set_embeddings import request_of
 
 from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.buffer_pool import BufferPool
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.frames import BufferPool
 from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 

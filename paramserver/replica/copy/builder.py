@@ -17,8 +17,7 @@ from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.api.config import ReplicaConfig
 from headrace.paramserver.replica.copy.fetched_snapshots import FetchedSnapshots, snapshot_in_use
-from headrace.paramserver.replica.copy.live import LiveCopy
-from headrace.paramserver.replica.copy.log_lease import CopyLease, LogLeaseKeeper
+from headrace.paramserver.replica.copy.live import CopyLease, LiveCopy, LogLeaseKeeper
 from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.storage import CopyFolders, CopyStorage, memory_needed
 from headrace.paramserver.replica.copy.table_set import TableSet

@@ -9,10 +9,9 @@ import torch
 
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
-from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable
+from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, SeqLock
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
-from headrace.paramserver.replica.tables.seqlock import SeqLock
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl

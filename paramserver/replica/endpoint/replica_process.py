@@ -29,11 +29,10 @@ from headrace.paramserver.replica.endpoint.metrics import replica_metrics
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 from headrace.paramserver.replica.endpoint.readiness import Readiness
 from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import bind_listener, format_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import Protection, load_token
 from headrace.paramserver.rpc.server import ThriftServer
-from headrace.paramserver.rpc.sockets import bind_listener
 from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.event_loop import background_task, stop_requests
 from headrace.paramserver.system.http_server import HttpServer, Page, Reply, Request

@@ -1,8 +1,11 @@
-"""The interface that every table of a replica has, in memory or on disk."""
+"""What every table of a replica has, in memory or on disk: its interface, and the lock that its readers use."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +16,9 @@ from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["Bools", "Found", "Ids", "Pooling", "ReplicaTable", "as_ids", "default_row"]
+__all__ = ["Bools", "Found", "Ids", "Pooling", "ReplicaTable", "SeqLock", "as_ids", "default_row"]
+
+_T = TypeVar("_T")
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -68,6 +73,51 @@ class ReplicaTable(Protocol):
 
     def close(self) -> None:
         """Free files and threads; no lookup may follow. Idempotent."""
+
+
+class SeqLock:
+    """A lock whose readers see a change wholly or not at all, and take no lock while nothing changes.
+
+    The version is even while nobody writes. A reader notes the version, reads, and compares: the same even number means
+    that all it read belongs to one moment. Otherwise it reads once more under the writer's lock, so no reader starves.
+
+    Thread: any; one writes at a time.
+    """
+
+    def __init__(self) -> None:
+        self.num_retries = 0  # reads that were repeated
+        self._version = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        """Enter a change; readers see the state before it, or wait until it ends."""
+        with self._lock:
+            self._version += 1
+            try:
+                yield
+            finally:
+                self._version += 1
+
+    def read(self, look: Callable[[], _T]) -> _T:
+        """Return the result of `look`, computed from one moment.
+
+        `look` is called once or twice and must not change anything. Its exception counts only if nobody wrote
+        meanwhile.
+        """
+        version = self._version
+        if not version & 1:
+            try:
+                found = look()
+            except Exception:
+                if self._version == version:
+                    raise
+            else:
+                if self._version == version:
+                    return found
+        self.num_retries += 1
+        with self._lock:
+            return look()
 
 
 def as_ids(ids: npt.ArrayLike | torch.Tensor) -> Ids:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.paramserver.replica.tables.base import Bools, Ids
-from headrace.paramserver.replica.tables.seqlock import SeqLock
+from headrace.paramserver.replica.tables.base import Bools, Ids, SeqLock
 
 __all__ = ["HotRowStats", "HotRows", "capacity_for", "size_of_hot_rows"]
 

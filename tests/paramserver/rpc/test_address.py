@@ -1,15 +1,23 @@
-"""Addresses as people write them, and the addresses of a server's shards."""
+"""Addresses as people write them and of a server's shards; listening sockets, all bound or none; and keep-alive."""
 
 from __future__ import annotations
 
+import errno
+import socket
 from typing import Any
 
 import pytest
+from held_ports import hold_ports
 
+from headrace.paramserver.rpc import address as address_module
 from headrace.paramserver.rpc.address import (
     DEFAULT_PORT,
+    SILENCE_S,
+    bind_listener,
+    bind_listeners,
     format_address,
     is_wildcard,
+    keep_alive,
     parse_address,
     problem_of_host,
     shard_map,
@@ -111,3 +119,113 @@ def test_incomplete_shard_map(reply: Any, listed: str) -> None:
     """A map that lacks a shard, or lists one twice, is refused."""
     with pytest.raises(ProtocolError, match=rf"at \[::1\]:9 has an incomplete shard map: .* lists {listed}$"):
         shard_map(reply, "::1", 9)
+
+
+def test_consecutive_ports() -> None:
+    """Shard i listens on port + i, and connections wait there before anybody accepts them."""
+    port = hold_ports(3)
+    with bind_listeners("localhost", port, 3) as sockets:
+        assert [sock.getsockname()[1] for sock in sockets] == [port, port + 1, port + 2]
+        for sock in sockets:
+            assert not sock.getblocking()
+            assert not sock.get_inheritable()
+            socket.create_connection(sock.getsockname()[:2], timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def test_ephemeral_ports() -> None:
+    """With port 0 each shard gets a port of its own."""
+    with bind_listeners("127.0.0.1", 0, 4) as sockets:
+        assert len({sock.getsockname()[1] for sock in sockets}) == 4
+
+
+def test_one_taken_port_frees_all() -> None:
+    """When the second port is taken, the first is free again."""
+    port = hold_ports(2)
+    with (
+        socket.create_server(("127.0.0.1", port + 1)),
+        pytest.raises(ConfigError, match=f"port {port + 1} of 127.0.0.1, which shard 1 would take, is in use"),
+        bind_listeners("127.0.0.1", port, 2),
+    ):
+        raise AssertionError("bound all the same")
+    with bind_listeners("127.0.0.1", port, 1):
+        pass
+
+
+@pytest.mark.parametrize("host", ["no host", "192.0.2.1"])
+def test_errors_name_the_flag_of_the_host(host: str) -> None:
+    """Errors name the flag that gave the host."""
+    with pytest.raises(ConfigError, match=f"^--metrics-host {host}: "):
+        bind_listener(host, 0, taker="metrics", flag="--metrics-port", is_open=True, host_flag="--metrics-host")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "problem"),
+    [
+        ("no-such-host.invalid", 0, "^--host no-such-host.invalid: "),
+        ("a" * 64 + ".example", 0, "^--host "),
+        ("127.0.0.1", 65535, "^--port 65535: 2 shards would need ports up to 65536$"),
+        ("0.0.0.0", 0, "without protection"),
+    ],
+)
+def test_refusals(host: str, port: int, problem: str) -> None:
+    """A host or port that cannot or must not be bound is one line that names the flag."""
+    with pytest.raises(ConfigError, match=problem), bind_listeners(host, port, 2):
+        raise AssertionError("bound all the same")
+
+
+@pytest.mark.parametrize("flag", ["is_protected", "insecure_bind"])
+def test_beyond_loopback(flag: str) -> None:
+    """Protection, or the user's consent, opens other addresses."""
+    with bind_listeners("0.0.0.0", 0, 1, **{flag: True}) as sockets:
+        assert sockets[0].getsockname()[0] == "0.0.0.0"
+
+
+def test_every_address_is_of_both_families() -> None:
+    """`::` accepts IPv4 and IPv6; `::1` only the latter."""
+    with bind_listeners("::", 0, 1, insecure_bind=True) as (sock,):
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, sock.getsockname()[1]), timeout=10).close()
+    port = hold_ports()
+    with bind_listeners("::1", port, 1):
+        socket.create_connection(("::1", port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+_LINUX = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no TCP_USER_TIMEOUT")
+
+
+def test_keep_alive_sets_the_probe() -> None:
+    """The kernel probes the peer."""
+    with socket.socket() as sock:
+        keep_alive(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+@_LINUX
+def test_probes_and_unacknowledged_data_have_one_timeout() -> None:
+    """Idle probes end with the timeout for unacknowledged data, which overrides them."""
+    with socket.socket() as sock:
+        keep_alive(sock)
+        idle_s, interval_s, number, unacknowledged_ms = (
+            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        )
+    assert idle_s + number * interval_s == SILENCE_S
+    assert unacknowledged_ms == SILENCE_S * 1000
+
+
+@_LINUX
+def test_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unread data ends the connection in time; the kernel alone would try for ever."""
+    monkeypatch.setitem(address_module._SILENCE, "TCP_USER_TIMEOUT", 300)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sock:
+        sock.settimeout(20.0)
+        keep_alive(sock)
+        sock.connect(listener.getsockname())
+        with pytest.raises(OSError) as given_up:  # nobody reads: the buffers fill up, and then it waits
+            while True:
+                sock.send(bytes(2**20))
+    assert given_up.value.errno == errno.ETIMEDOUT

@@ -13,7 +13,7 @@ import pytest
 from fake_service import WAIT_S, FakeService, batch, hello_request, read, serve
 from raw_peer import LIMITS, MIB, call_frame, dial
 
-from headrace.paramserver.rpc import deadlines
+from headrace.paramserver.rpc import connection
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.schemas.errors import OverloadedError, UnavailableError
@@ -37,7 +37,7 @@ async def test_connections_are_bounded() -> None:
 
 async def test_input_of_a_refused_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Input on a refused connection is skipped, so that its end is noticed."""
-    monkeypatch.setattr(deadlines, "_LINGER_S", 10 * WAIT_S)
+    monkeypatch.setattr(connection, "_LINGER_S", 10 * WAIT_S)
     async with serve(limits=dataclasses.replace(LIMITS, max_connections=1)) as served, await served.connect():
         async with dial(served, client="") as raw:
             await raw.send(call_frame("hello", 2, hello_request()))

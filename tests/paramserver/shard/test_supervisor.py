@@ -18,7 +18,7 @@ from fact_log import FactLog, collect_facts
 
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ServerConfig
-from headrace.paramserver.rpc.sockets import bind_listeners
+from headrace.paramserver.rpc.address import bind_listeners
 from headrace.paramserver.shard.child import ShardChild
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile

@@ -28,10 +28,10 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy import builder as builder_module
-from headrace.paramserver.replica.copy import log_lease
+from headrace.paramserver.replica.copy import live
 from headrace.paramserver.replica.copy.builder import CopyBuilder, load_live, load_snapshot
 from headrace.paramserver.replica.copy.fetched_snapshots import FetchedSnapshots
-from headrace.paramserver.replica.copy.log_lease import CopyLease
+from headrace.paramserver.replica.copy.live import CopyLease
 from headrace.paramserver.replica.copy.storage import CopyStorage
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables import disk_stores, identity_map
@@ -383,7 +383,7 @@ async def test_a_step_that_does_not_end_takes_no_memory_without_bound(
 ) -> None:
     """When a trainer dies within a step and others write on, memory is bounded and the next run becomes visible."""
     # A replica that comes late to the records would have all of them with one fetch.
-    monkeypatch.setattr(log_lease, "ShardFollower", functools.partial(ShardFollower, max_bytes=2 * MIB))
+    monkeypatch.setattr(live, "ShardFollower", functools.partial(ShardFollower, max_bytes=2 * MIB))
     async with serving(tmp_path / "data") as server:
         trainer = await server.writer(PLAIN)
         await trainer.write(1, range(PLAIN.num_rows))

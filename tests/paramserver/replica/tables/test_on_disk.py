@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from row_batches import make_delta
 
+from headrace.paramserver.replica.tables.base import SeqLock
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.on_disk import DiskTable
-from headrace.paramserver.replica.tables.seqlock import SeqLock
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import StorageError, UnavailableError
 from headrace.schemas.row_records import RecordLayout
