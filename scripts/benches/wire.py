@@ -7,8 +7,6 @@ ratios are of medians, so that other work on the machine affects all of them ali
 from __future__ import annotations
 
 import resource
-import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
-from headrace.schemas.messages import CALL, encode_message
-from headrace.scripts.benches.child import AsyncWorker, Child, Worker
+from headrace.scripts.benches.child import AsyncWorker, Child
 from headrace.scripts.benches.harness import OnStage, Rounds, RoundsOption, bench_command
 from headrace.scripts.benches.peers import GRPC_HINT, has_grpc
 from headrace.scripts.benches.wire_peers import CONTENDERS, LONG_WRITE, WRITE_BYTES, WriteShape
@@ -30,7 +28,6 @@ __all__ = ["WireConfig", "WirePair", "contenders", "measure", "wire", "wire_pair
 
 # As a streamer sends and a reader asks: several calls at once. thriftpy2 can have only one.
 _WRITES_IN_FLIGHT, _READS_IN_FLIGHT = 4, 16
-_NUM_IDLE_CLIENTS = 4
 # File descriptors that a process needs besides its connections.
 _SPARE_FILES = 200
 
@@ -51,27 +48,24 @@ class WireConfig:
 def measure(config: WireConfig, on_stage: OnStage) -> dict[str, Any]:
     """Measure the transport: long writes, small reads, idle connections."""
     writes, single_writes, write_cpu_s, reads = Rounds(), Rounds(), Rounds(), Rounds()
-    names = contenders()
     with ExitStack() as stack:
-        pairs = {name: stack.enter_context(wire_pair(name)) for name in names}
+        pairs = {name: stack.enter_context(wire_pair(name)) for name in contenders()}
         for pair in pairs.values():
             pair.write(8, 2)  # connections, pools, caches
         for number in range(config.num_rounds):
-            for name in names:
+            for name, pair in pairs.items():
                 on_stage(f"writes, round {number + 1}: {name}")
                 num_calls = max(config.num_writes // 5, 1) if name == "thriftpy2" else config.num_writes
-                seconds, cpu_s = pairs[name].write(num_calls)
+                seconds, cpu_s = pair.write(num_calls)
                 writes.add(name, num_calls * WRITE_BYTES / seconds)
                 write_cpu_s.add(name, cpu_s / num_calls)
-            for name in names:
                 if name != "thriftpy2":
-                    on_stage(f"single writes, round {number + 1}: {name}")
-                    seconds, _ = pairs[name].write(config.num_writes, 1)
+                    seconds, _ = pair.write(config.num_writes, 1)
                     single_writes.add(name, config.num_writes * WRITE_BYTES / seconds)
-            for name in names:
+            for name, pair in pairs.items():
                 if name != "loopback":
                     on_stage(f"reads, round {number + 1}: {name}")
-                    reads.add(name, config.num_reads / pairs[name].read(config.num_reads))
+                    reads.add(name, config.num_reads / pair.read(config.num_reads))
     num_idle, idle_bytes = _measure_idle(config.num_idle, on_stage)
     return {
         "ratio_vs_loopback": writes.ratio("headrace", "loopback"),
@@ -81,7 +75,7 @@ def measure(config: WireConfig, on_stage: OnStage) -> dict[str, Any]:
         "ratio_small_vs_grpc": reads.ratio("headrace", "grpc"),
         "ratio_one_in_flight_vs_loopback": single_writes.ratio("headrace", "loopback"),
         "ratio_one_in_flight_vs_grpc": single_writes.ratio("headrace", "grpc"),
-        "bytes_per_idle_connection": round(idle_bytes / num_idle) if num_idle else None,
+        "bytes_per_idle_connection": round(idle_bytes / num_idle),
         "num_idle_connections": num_idle,
         "write_message_bytes": WRITE_BYTES,
         "writes_in_flight": _WRITES_IN_FLIGHT,
@@ -126,9 +120,7 @@ def wire_pair(name: str, shape: WriteShape = LONG_WRITE) -> Iterator[WirePair]:
     """Run server and client of one of `contenders()`, for writes of a shape."""
     with (
         _start_server(name, shape) as server,
-        Child(
-            f"{__name__}:_drive", f"the client of {name}", name=name, port=server.ready["port"], shape=asdict(shape)
-        ) as client,
+        Child(f"{__name__}:_drive", f"the client of {name}", **server.ready, name=name, shape=asdict(shape)) as client,
     ):
         yield WirePair(server, client)
 
@@ -140,19 +132,15 @@ def _start_server(name: str, shape: WriteShape) -> Child:
 def _measure_idle(num_idle: int, on_stage: OnStage) -> tuple[int, int]:
     """Return how many idle connections were open, fewer if the system allows no more, and the memory that they took."""
     num_idle = min(num_idle, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _SPARE_FILES)
-    share = num_idle // _NUM_IDLE_CLIENTS
-    with ExitStack() as stack:
-        server = stack.enter_context(_start_server("headrace", LONG_WRITE))
-        idle = [
-            stack.enter_context(Child(f"{__name__}:_connect", "an idle client", port=server.ready["port"]))
-            for _ in range(_NUM_IDLE_CLIENTS)
-        ]
-        idle[0].ask(num_connections=1)  # the first connection also pays for what is done once
+    with (
+        _start_server("headrace", LONG_WRITE) as server,
+        Child(f"{__name__}:_idle", "the idle client", port=server.ready["port"]) as client,
+    ):
+        client.ask(num_connections=1)  # the first connection also pays for what is done once
         before_bytes = server.ask()["memory_bytes"]
-        for number, client in enumerate(idle):
-            on_stage(f"idle connections: {(number + 1) * share}")
-            client.ask(num_connections=share)
-        return share * len(idle), server.ask()["memory_bytes"] - before_bytes
+        on_stage(f"{num_idle} idle connections")
+        client.ask(num_connections=num_idle)
+        return num_idle, server.ask()["memory_bytes"] - before_bytes
 
 
 async def _serve(name: str, shape: dict[str, int]) -> AsyncWorker:
@@ -175,21 +163,15 @@ async def _drive(name: str, port: int, shape: dict[str, int]) -> AsyncWorker:
         answer = {"seconds": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
 
 
-def _connect(port: int) -> Worker:
+async def _idle(port: int) -> AsyncWorker:
     """Open connections that say hello and then nothing; an order is how many more."""
     _raise_file_limit()
-    args = idl.ParameterServer.hello_args(request=hello_request(role=idl.Role.READER))
-    message = b"".join(encode_message("hello", CALL, 1, args))
-    frame = struct.pack(">I", len(message)) + message
-    socks: list[socket.socket] = []
+    clients: list[ParamServerClient] = []
     while True:
-        order = yield {"num_connections": len(socks)}
+        order = yield {"num_connections": len(clients)}
         for _ in range(order["num_connections"]):
-            sock = socket.create_connection(("127.0.0.1", port), timeout=10)
-            socks.append(sock)
-            sock.sendall(frame)
-            (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
-            assert len(sock.recv(length, socket.MSG_WAITALL)) == length
+            clients.append(await ParamServerClient.connect("127.0.0.1", port))
+            await clients[-1].hello(hello_request(role=idl.Role.READER))
 
 
 def _raise_file_limit() -> None:

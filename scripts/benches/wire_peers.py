@@ -100,26 +100,17 @@ def _calls(write: Callable[[], Awaitable[Any]], read: Callable[[], Awaitable[Any
 class _CountingService:
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._limits = ServerLimits().to_idl()
         self._reply = _read_reply()
 
     async def hello(self, call: Call, request: Any) -> Any:
-        return idl.HelloReply(
-            protocol_version=PROTOCOL_VERSION,
-            server_id="bench",
-            shard=0,
-            shards=[],
-            limits=self._limits,
-            highest_epoch=0,
-            last_client_seq=0,
-            tables=[],
-        )
+        facts = {"server_id": "bench", "shard": 0, "shards": [], "highest_epoch": 0, "last_client_seq": 0, "tables": []}
+        return idl.HelloReply(protocol_version=PROTOCOL_VERSION, limits=ServerLimits().to_idl(), **facts)
 
-    async def set_embeddings(self, call: Call, request: Any) -> Any:
+    async def set_embeddings(self, call: Call | None, request: Any) -> Any:
         self.num_bytes += sum(len(delta.weights) for delta in request.deltas)
         return idl.SetEmbeddingsReply(seq=1, is_duplicate=False)
 
-    async def get_embeddings(self, call: Call, request: Any) -> Any:
+    async def get_embeddings(self, call: Call | None, request: Any) -> Any:
         return self._reply
 
     async def status(self, call: Call) -> Any:
@@ -228,15 +219,13 @@ async def _connect_loopback(port: int, shape: WriteShape) -> _Calls:
 
 class _ThriftpyHandler:
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self._reply = _read_reply()
+        self._service = _CountingService()
 
     async def setEmbeddings(self, request: Any) -> Any:
-        self.num_bytes += sum(len(delta.weights) for delta in request.deltas)
-        return idl.SetEmbeddingsReply(seq=1, is_duplicate=False)
+        return await self._service.set_embeddings(None, request)
 
     async def getEmbeddings(self, request: Any) -> Any:
-        return self._reply
+        return await self._service.get_embeddings(None, request)
 
 
 def _thriftpy2_stack() -> dict[str, Any]:
