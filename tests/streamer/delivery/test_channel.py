@@ -38,11 +38,11 @@ FAST = {"retry_min_s": 0.001, "retry_max_s": 0.01}
 class Channel:
     """A running channel to shard 0 of a fake store."""
 
-    def __init__(self, store: FakeStore, channel: ShardChannel, tables: list[Trained]) -> None:
+    def __init__(self, store: FakeStore, channel: ShardChannel, table: Trained) -> None:
         self.store, self.channel = store, channel
         self.shard: FakeShard = store.shards[0]
-        self.submitted = Submitted(tables)
-        self.table = tables[0]
+        self.submitted = Submitted([table])
+        self.table = table
         self.task: asyncio.Task[Any] = asyncio.create_task(channel.run())
         self.durable: list[int] = []
         self.new_stores = 0
@@ -61,6 +61,17 @@ class Channel:
         self.table.update(rows, float(step))
         self.submitted.flusher.on_step(step)
         self.channel.enqueue(self.submitted.flushes[-1])
+
+    async def deliver(self, step: int) -> None:
+        """Send a flush, and wait until it is durable."""
+        self.send(step)
+        await self.until(lambda: self.durable[-1:] == [step])
+
+    def replace_store(self) -> None:
+        """Have another store, which is empty, at the same address."""
+        self.shard.forget()
+        self.store.server_id = "store-2"
+        self.shard.drop_connections()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition that an ack or the channel's end makes true."""
@@ -85,18 +96,15 @@ class Channel:
 
 
 @asynccontextmanager
-async def channel_to(
-    store: FakeStore, *, tables: list[Trained] | None = None, **settings: Any
-) -> AsyncIterator[Channel]:
-    tables = tables or [Trained()]
+async def channel_to(store: FakeStore, **settings: Any) -> AsyncIterator[Channel]:
+    table = Trained(num_rows=400, dim=60)
     config = StreamerConfig.load(environ={}, **{**FAST, **settings})
     connect = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
     async with store:
         host, port = "127.0.0.1", store.shards[0].port
         rendezvous = Rendezvous(connect, timeout_s=WAIT_S, random=lambda: 0.5)
         found = await rendezvous.find_store(host, port, WRITER)
-        specs = [table.tapped.spec for table in tables]
-        await rendezvous.open_session(found.shards, WRITER, specs)
+        await rendezvous.open_session(found.shards, WRITER, [table.tapped.spec])
         running: Channel | None = None
         channel = ShardChannel(
             found.shards[0],
@@ -107,8 +115,8 @@ async def channel_to(
             on_durable=lambda flush: running.on_durable(flush) if running else None,
             on_new_store=lambda: running.on_new_store() if running else 0,
         )
-        channel.add_tables(specs)
-        running = Channel(store, channel, tables)
+        channel.add_tables([table.tapped.spec])
+        running = Channel(store, channel, table)
         try:
             yield running
         finally:
@@ -118,7 +126,7 @@ async def channel_to(
 
 async def test_flushes_arrive_in_order_and_are_acked() -> None:
     """Batches are numbered from 1 without a gap, in the order of the flushes."""
-    async with channel_to(FakeStore(), message_bytes=4096) as to:
+    async with channel_to(FakeStore()) as to:
         to.send(1)
         to.send(2)
         await to.until(lambda: to.durable == [1, 2])
@@ -132,8 +140,7 @@ async def test_flushes_arrive_in_order_and_are_acked() -> None:
 @pytest.mark.parametrize("at", [0, 1, 4])
 async def test_dropped_connection_loses_and_repeats_nothing(takes_effect: bool, at: int) -> None:
     """A connection that breaks before or after a batch took effect costs a reconnect and nothing else."""
-    table = Trained(num_rows=400, dim=60)
-    async with channel_to(FakeStore(), tables=[table], message_bytes=16 * 1024) as to:
+    async with channel_to(FakeStore(), message_bytes=16 * 1024) as to:
         to.shard.faults.extend([None] * at)
         to.shard.faults.append(Fault(takes_effect=takes_effect))
         to.send(1, range(400))
@@ -151,8 +158,7 @@ async def test_what_hello_says_is_durable_is_not_sent_again() -> None:
     """A batch that took effect before its connection broke is acked by the next hello alone."""
     async with channel_to(FakeStore()) as to:
         to.shard.faults.append(Fault(takes_effect=True))
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         assert to.shard.num_requests == 1
 
 
@@ -169,8 +175,7 @@ def test_decisive_of_several_errors_decides() -> None:
 
 async def test_many_faults_in_a_row() -> None:
     """Drops, refusals and stalls in any mix yield the same batches as without."""
-    table = Trained(num_rows=400, dim=60)
-    async with channel_to(FakeStore(), tables=[table], message_bytes=8 * 1024) as to:
+    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
         faults = [
             Fault(takes_effect=True),
             Fault(OverloadedError("full")),
@@ -193,16 +198,14 @@ async def test_overload_is_waited_for() -> None:
     async with channel_to(FakeStore()) as to:
         to.shard.faults.append(Fault(OverloadedError("full", retry_after_s=0.05)))
         began_s = asyncio.get_running_loop().time()
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         assert asyncio.get_running_loop().time() - began_s >= 0.05
         assert to.shard.num_requests == 2
 
 
 async def test_gap_is_filled() -> None:
     """A shard that never saw a batch refuses the later ones, and gets all of them in order."""
-    table = Trained(num_rows=400, dim=60)
-    async with channel_to(FakeStore(), tables=[table], message_bytes=8 * 1024) as to:
+    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
         # The first is refused once it has been sent with the others: these then find a gap.
         to.shard.faults.append(Fault(HeadraceError("the disk hiccups")))
         to.send(1, range(400))
@@ -223,11 +226,10 @@ async def test_gap_is_filled() -> None:
 )
 async def test_window_bounds_what_is_unacked(settings: dict[str, Any], limits: dict[str, int], most: int) -> None:
     """Unanswered batches and bytes stay within the settings and the shard's limits."""
-    table = Trained(num_rows=400, dim=60)
     store = FakeStore()
     store.shards = [FakeShard(store, 0)]
     store.shards[0].limits = ServerLimits(**limits)
-    async with channel_to(store, tables=[table], message_bytes=8 * 1024, **settings) as to:
+    async with channel_to(store, message_bytes=8 * 1024, **settings) as to:
         to.shard.gate.clear()
         to.send(1, range(400))
         await to.until(lambda: to.shard.num_inflight == most)
@@ -252,8 +254,7 @@ async def test_stalled_shard_is_left_after_the_deadline() -> None:
 async def test_outage_and_return() -> None:
     """While the shard is away, the channel waits and describes that; then it delivers."""
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         await to.shard.stop()
         to.send(2)
         await to.until(lambda: to.channel.last_error is not None)
@@ -278,8 +279,7 @@ async def test_credentials_that_have_served_are_shown_again(
         raise UnauthorizedError("the token is wrong for role writer")
 
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         await to.shard.stop()
         to.send(2)
         await to.until(lambda: isinstance(to.channel.last_error, UnavailableError))
@@ -302,8 +302,7 @@ async def test_credentials_that_have_served_are_shown_again(
 )
 async def test_refusal_is_fatal(refusal: HeadraceError) -> None:
     """A refusal that no retry would mend ends the channel with the shard's message, also when gaps follow it."""
-    table = Trained(num_rows=400, dim=60)
-    async with channel_to(FakeStore(), tables=[table], message_bytes=8 * 1024) as to:
+    async with channel_to(FakeStore(), message_bytes=8 * 1024) as to:
         to.shard.faults.append(Fault(refusal))
         to.send(1, range(400))
         error = await to.error()
@@ -314,8 +313,7 @@ async def test_refusal_is_fatal(refusal: HeadraceError) -> None:
 async def test_newer_epoch_fences() -> None:
     """A trainer that returns after a newer one has taken over is fenced, and changes nothing."""
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         to.shard.sessions[WRITER.run, WRITER.client].epoch = 2
         to.shard.drop_connections()
         to.send(2)
@@ -341,11 +339,8 @@ async def test_lost_acked_data_is_told() -> None:
 async def test_another_store_is_told() -> None:
     """Another store at the same address ends the channel; nothing is sent to it."""
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
-        to.shard.forget()
-        to.store.server_id = "store-2"
-        to.shard.drop_connections()
+        await to.deliver(1)
+        to.replace_store()
         to.send(2)
         error = await to.error()
         assert isinstance(error, StorageError)
@@ -356,11 +351,8 @@ async def test_another_store_is_told() -> None:
 async def test_resync_starts_over_with_another_store() -> None:
     """Under `resync` the new store gets batches from 1, no mark of the old ones, and every row is asked for."""
     async with channel_to(FakeStore(), on_new_store="resync") as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
-        to.shard.forget()
-        to.store.server_id = "store-2"
-        to.shard.drop_connections()
+        await to.deliver(1)
+        to.replace_store()
         to.send(2, range(10))
         await to.until(lambda: to.durable == [1, 2])
         assert (to.new_stores, to.channel.server_id) == (1, "store-2")
@@ -369,15 +361,14 @@ async def test_resync_starts_over_with_another_store() -> None:
         to.send(3, range(1))
         await to.until(lambda: to.durable == [1, 2, 3])
         assert [(b.client_seq, b.step, b.ends_step) for b in to.shard.received] == [(1, 2, False), (2, 3, True)]
-        assert len(to.shard.received[1].rows["t.weight"]) == 50
+        assert len(to.shard.received[1].rows["t.weight"]) == 400
 
 
 @pytest.mark.parametrize("reconnects", [False, True])
 async def test_trainer_of_the_same_name_is_found_out(reconnects: bool) -> None:
     """A batch that was never sent and yet is durable can only be another trainer's: no ack, no hello is believed."""
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         to.shard.sessions[WRITER.run, WRITER.client].last_client_seq = 3 if reconnects else 2
         if reconnects:
             to.shard.drop_connections()
@@ -391,8 +382,7 @@ async def test_trainer_of_the_same_name_is_found_out(reconnects: bool) -> None:
 async def test_resharded_server_is_told() -> None:
     """A server that has come back with another number of shards ends the channel: rows live elsewhere now."""
     async with channel_to(FakeStore()) as to:
-        to.send(1)
-        await to.until(lambda: to.durable == [1])
+        await to.deliver(1)
         to.store.shards.append(to.shard)
         to.shard.drop_connections()
         to.send(2)
@@ -404,8 +394,7 @@ async def test_resharded_server_is_told() -> None:
 
 async def test_lowered_frame_limit_is_told() -> None:
     """A server that has come back with shorter frames than a batch that is cut already says which setting it is."""
-    table = Trained(num_rows=400, dim=60)
-    async with channel_to(FakeStore(), tables=[table]) as to:
+    async with channel_to(FakeStore()) as to:
         to.shard.gate.clear()
         to.send(1, range(400))
         await to.until(lambda: to.shard.num_inflight == 1)

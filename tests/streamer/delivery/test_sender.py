@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-from fake_shard import WAIT_S, FakeStore, Fault, hosted
-from spent_deadline import spent_deadline
+from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from trainer_tables import WRITER, Submitted, Trained
 
 from headrace.schemas.errors import FencedError, HeadraceError, RowRangeError, SpecMismatchError, UnavailableError
@@ -45,6 +44,12 @@ class Sending:
         self.flusher._withdraw = self.sender.withdraw
         self.sender.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sender.stop(WAIT_S)
+
     def open(self) -> None:
         found = self.sender.find_store("127.0.0.1", self.store.shards[0].port, WRITER)
         self.sender.open(found, WRITER)
@@ -66,13 +71,9 @@ class Sending:
 
 @contextmanager
 def sending_to(num_shards: int, **settings: Any) -> Iterator[Sending]:
-    with hosted(FakeStore(num_shards=num_shards)) as store:
-        sending = Sending(store, **settings)
-        try:
-            sending.open()
-            yield sending
-        finally:
-            sending.sender.stop(WAIT_S)
+    with hosted(FakeStore(num_shards=num_shards)) as store, Sending(store, **settings) as sending:
+        sending.open()
+        yield sending
 
 
 def test_durable_means_on_every_shard() -> None:
@@ -134,51 +135,39 @@ def test_fatal_error_wakes_and_is_kept() -> None:
         assert to.flusher.num_dirty_rows == 1
 
 
-def test_bug_ends_streaming_with_its_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """An unexpected exception ends streaming with its name."""
-    with sending_to(1) as to:
+@pytest.mark.parametrize("is_spools", [False, True], ids=["channel", "spool"])
+def test_bug_ends_streaming_with_its_name(
+    is_spools: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unexpected exception in a channel or in the spool ends streaming with its name."""
 
-        def fail(flush: object) -> None:
-            raise ZeroDivisionError("by a bug")
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by a bug")
 
-        monkeypatch.setattr(to.sender._channels[0], "_on_durable", fail)
+    with sending_to(1, **({"policy": "spool", "spool_dir": tmp_path} if is_spools else {})) as to:
+        if is_spools:
+            to.store.do(to.store.shards[0].gate.clear)
+            monkeypatch.setattr(Spool, "store", fail)
+        else:
+            monkeypatch.setattr(to.sender._channels[0], "_on_durable", fail)
         to.send(1)
+        to.send(2)
         with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
             to.sender.wait_durable(WAIT_S)
     assert "streaming has failed by a bug" in caplog.text
-
-
-def test_no_server_is_one_clear_line() -> None:
-    """Without a server, the error names the address, the time and what to do."""
-    with hosted(FakeStore()) as store:
-        port = store.shards[0].port
-        store.do(store.shards[0].stop)
-        to = Sending(store, connect_timeout_s=30)
-        try:
-            with spent_deadline(), pytest.raises(UnavailableError) as caught:
-                to.open()
-            text = str(caught.value)
-            assert f"no parameter server at 127.0.0.1:{port} within 30 s" in text
-            assert f"`headrace serve --data DIR --port {port}`" in text
-            assert "\n" not in text
-        finally:
-            to.sender.stop(WAIT_S)
 
 
 def test_server_that_comes_up_in_time_is_found() -> None:
     """A trainer may be started a little before its server."""
     with hosted(FakeStore()) as store:
         store.do(store.shards[0].stop)
-        to = Sending(store, connect_timeout_s=WAIT_S)
-        try:
-            starter = threading.Thread(target=lambda: store.do(store.shards[0].start))
+        starter = threading.Thread(target=lambda: store.do(store.shards[0].start))
+        with Sending(store) as to:
             starter.start()
             to.open()
             starter.join()
             to.send(1)
             to.sender.wait_durable(WAIT_S)
-        finally:
-            to.sender.stop(WAIT_S)
 
 
 def test_mismatched_table_is_refused_at_registration() -> None:
@@ -193,15 +182,11 @@ def test_mismatched_table_is_refused_at_registration() -> None:
 
 def test_older_epoch_is_fenced_at_open() -> None:
     """A trainer whose epoch is below the run's present one cannot begin."""
-    with sending_to(2) as to:
-        late = Sending(to.store)
-        try:
-            found = late.sender.find_store("127.0.0.1", to.store.shards[0].port, WRITER)
-            to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): _session(epoch=7)}))
-            with pytest.raises(FencedError):
-                late.sender.open(found, WRITER)
-        finally:
-            late.sender.stop(WAIT_S)
+    with sending_to(2) as to, Sending(to.store) as late:
+        found = late.sender.find_store("127.0.0.1", to.store.shards[0].port, WRITER)
+        to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): Session(epoch=7)}))
+        with pytest.raises(FencedError):
+            late.sender.open(found, WRITER)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +198,7 @@ def test_older_epoch_is_fenced_at_open() -> None:
             "has changed while it was being asked",
         ),
         (
-            lambda store: store.shards[1].sessions.update({(WRITER.run, WRITER.client): _session(WRITER.epoch, 3)}),
+            lambda store: store.shards[1].sessions.update({(WRITER.run, WRITER.client): Session(WRITER.epoch, 3)}),
             FencedError,
             "already has batch 3 .* another trainer writes under the same name",
         ),
@@ -224,22 +209,12 @@ def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
     change: Callable[[FakeStore], None], error: type[HeadraceError], reason: str
 ) -> None:
     """A store that was replaced, or that another trainer wrote to, is noticed before a batch is sent."""
-    with hosted(FakeStore(num_shards=2)) as store:
-        late = Sending(store)
-        try:
-            found = late.sender.find_store("127.0.0.1", store.shards[0].port, WRITER)
-            store.do(lambda: change(store))
-            with pytest.raises(error, match=reason):
-                late.sender.open(found, WRITER)
-            assert not late.sender._tasks
-        finally:
-            late.sender.stop(WAIT_S)
-
-
-def _session(epoch: int, last_client_seq: int = 0) -> Any:
-    from fake_shard import Session
-
-    return Session(epoch, last_client_seq)
+    with hosted(FakeStore(num_shards=2)) as store, Sending(store) as late:
+        found = late.sender.find_store("127.0.0.1", store.shards[0].port, WRITER)
+        store.do(lambda: change(store))
+        with pytest.raises(error, match=reason):
+            late.sender.open(found, WRITER)
+        assert not late.sender._tasks
 
 
 def test_stop_ends_the_thread_whatever_is_outstanding() -> None:
@@ -315,21 +290,6 @@ def test_full_disk_coalesces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         to.flusher.flush_all(4, WAIT_S)
         to.sender.wait_durable(WAIT_S)
         assert [b.step for b in to.store.shards[0].received if b.ends_step] == [1, 2, 4]
-
-
-def test_a_bug_of_the_spool_ends_streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unexpected error of the spool reaches the training thread."""
-    with sending_to(1, policy="spool", spool_dir=tmp_path) as to:
-        to.store.do(to.store.shards[0].gate.clear)
-
-        def fail(*_: object) -> None:
-            raise ZeroDivisionError("by a bug")
-
-        monkeypatch.setattr(Spool, "store", fail)
-        to.send(1)
-        to.send(2)
-        with pytest.raises(HeadraceError, match="ZeroDivisionError: by a bug"):
-            to.sender.wait_durable(WAIT_S)
 
 
 def test_interrupted_call_is_cancelled() -> None:

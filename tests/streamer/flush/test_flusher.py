@@ -81,18 +81,6 @@ def test_block_waits_for_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken(submitted.flushes[2]) == [3]
 
 
-def test_block_fails_at_its_deadline_and_names_the_shard() -> None:
-    """Under `block` a step that waits too long fails, says who is behind, and keeps its rows dirty."""
-    table = Trained()
-    submitted = Submitted([table], policy="block", block_timeout_s=0.01)
-    submitted.flusher.on_step(1)
-    submitted.flusher.on_step(2)
-    table.mark([4])
-    with pytest.raises(UnavailableError, match=r"step 3 has waited 0\.01 s .* shard 0 is behind"):
-        submitted.flusher.on_step(3)
-    assert submitted.flusher.num_dirty_rows == 1
-
-
 def test_flush_interval_holds_flushes_back() -> None:
     """With an interval, steps within it only mark."""
     now = [100.0]
