@@ -198,37 +198,20 @@ def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(6)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ebc = EmbeddingBagCollection(
-                device=torch.device("meta"),
-                tables=[
-                    EmbeddingBagConfig(
-                        name=table,
-                        num_embeddings=rows,
-                        embedding_dim=dim,
-                        feature_names=[table],
-                        data_type=DataType[precision],
-                    )
-                    for table, rows, dim in TABLES
-                ],
-            )
-
-        def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
-            return self.ebc(features).values().float()
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleDict({f"dmp-{name}-{precision}": Model()})
-
-        def forward(self, features: torchrec.KeyedJaggedTensor) -> torch.Tensor:
-            return self.inner[f"dmp-{name}-{precision}"](features)
-
+    configs = [
+        EmbeddingBagConfig(
+            name=table,
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=[table],
+            data_type=DataType[precision],
+        )
+        for table, rows, dim in TABLES
+    ]
+    root = nn.Sequential()
+    root.add_module(f"dmp-{name}-{precision}", EmbeddingBagCollection(device=torch.device("meta"), tables=configs))
     fused = {"optimizer": _fbgemm_optimizers()[name], "learning_rate": 0.1, "eps": 1e-6}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-    root = Root()
     # Left to itself, the planner makes small tables data-parallel, which no fused optimizer updates.
     constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table, _, _ in TABLES}
     planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
@@ -243,7 +226,7 @@ def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
                 values=torch.cat([batch[table].flatten() for table, _, _ in TABLES]),
                 lengths=torch.full((len(TABLES) * BATCH,), 3),
             )
-            _loss(dmp(features)).backward()
+            _loss(dmp(features).values().float()).backward()
         streamer.flush()
         assert {table.spec.fqn for table in streamer.tables} <= set(dmp.state_dict())
         _check_all_equal(streamer, server)

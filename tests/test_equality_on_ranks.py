@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from matrix_training import train_sharded_cells_on_rank
 from ranks import run_ranks
 from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
+from torchrec_models import FUSED
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.launch import ServerProcess
@@ -164,22 +164,23 @@ CELLS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "grid": ("grid_shard", {"host_indexes": [1, 0]}),
     },
 }
-FUSED = ("sgd", "adagrad", "row-wise-adagrad")
 
 
 @pytest.mark.parametrize("world_size", list(CELLS))
 def test_each_fused_optimizer_under_each_sharding(server: ServerProcess, world_size: int) -> None:
     """Every pair of a fused optimizer of the CPU build and a sharding arrives whole; all pairs are in one model."""
-    cells = {
-        f"{sharding}-{optimizer}": (kind, settings, optimizer)
-        for sharding, (kind, settings) in CELLS[world_size].items()
-        for optimizer in FUSED
-    }
-    local = tuple(name for name in cells if name.startswith("table-column-wise"))
-    results = run_ranks(
-        train_sharded_cells_on_rank, world_size, server.address, f"cells{world_size}", cells, local, local_size=2
+    cells = {f"{sharding}-{optimizer}": (sharding, optimizer) for sharding in CELLS[world_size] for optimizer in FUSED}
+    job = Job(
+        address=server.address,
+        run=f"cells{world_size}",
+        module=f"cells{world_size}",
+        shardings={name: CELLS[world_size][sharding] for name, (sharding, _) in cells.items()},
+        optimizers={name: optimizer for name, (_, optimizer) in cells.items()},
+        # A grid's columns are enough for two nodes: TorchRec cuts them by 128.
+        bag_tables={name: (101, 256 if sharding == "grid" else 32) for name, (sharding, _) in cells.items()},
+        table_column_wise=tuple(name for name, (sharding, _) in cells.items() if sharding == "table-column-wise"),
     )
-    trained = whole_tables(results)
+    trained = whole_tables(run(world_size, 2, job))
     assert {fqn.split(".")[-2] for fqn in trained} == set(cells)
     for fqn, columns in trained.items():
         assert len(columns) == (1 if "sgd" in fqn else 2), fqn

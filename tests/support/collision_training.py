@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec_models import fuse, parallel, plan_of
 
 __all__ = ["ROWS", "collision_model", "drifting_ids", "train_collisions_on_rank"]
 
@@ -19,12 +19,9 @@ BATCH = 12
 def collision_model(name: str, is_bag: bool, eviction_interval: int) -> Any:
     """Return a sharded model whose module is named `name`; it gives its loss."""
     import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
     from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.types import ShardingPlan
     from torchrec.modules.mc_embedding_modules import (
         ManagedCollisionEmbeddingBagCollection,
         ManagedCollisionEmbeddingCollection,
@@ -47,7 +44,7 @@ def collision_model(name: str, is_bag: bool, eviction_interval: int) -> Any:
     )
     make = ManagedCollisionEmbeddingBagCollection if is_bag else ManagedCollisionEmbeddingCollection
     module = make(collection, collisions, return_remapped_features=False)
-    _apply_optimizer_in_backward(torch.optim.Adagrad, module._embedding_module.parameters(), {"lr": 0.1, "eps": 1e-6})
+    fuse("adagrad", module._embedding_module.parameters())
     sharder = (
         ManagedCollisionEmbeddingBagCollectionSharder() if is_bag else ManagedCollisionEmbeddingCollectionSharder()
     )
@@ -62,15 +59,7 @@ def collision_model(name: str, is_bag: bool, eviction_interval: int) -> Any:
             values = output.values() if is_bag else torch.cat([of.values() for of in output.values()])
             return (values - 1).pow(2).sum()  # type: ignore[no-any-return]
 
-    plan = plans.construct_module_sharding_plan(
-        module,
-        {"users": plans.row_wise()},
-        sharder=sharder,
-        local_size=dist.get_world_size(),
-        world_size=dist.get_world_size(),
-        device_type="cpu",
-    )
-    return DistributedModelParallel(Root(), device=cpu, plan=ShardingPlan({name: plan}), sharders=[sharder])
+    return parallel(Root(), {name: plan_of(module, {"users": plans.row_wise()}, sharder)}, sharder)
 
 
 def drifting_ids(step: int, generator: torch.Generator) -> Any:
@@ -87,9 +76,7 @@ def train_collisions_on_rank(
     """Train on raw ids of which more come than there are rows; return rows, states and the id of each row."""
     from headrace.streamer import RawEmbeddingStreamer
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = collision_model(name, is_bag, eviction_interval)
+    model = collision_model(name, is_bag, eviction_interval)
     generator = torch.Generator().manual_seed(rank)
     seen: list[set[int]] = []
     with RawEmbeddingStreamer(address, run=name) as streamer:

@@ -1,23 +1,19 @@
-"""One model with a table for each pair of an optimizer and a sharding, trained on several ranks and streamed.
+"""One model with a plain table for each pair of an optimizer and a placement, trained on several ranks and streamed.
 
 A launch of ranks costs seconds, a table next to nothing.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_training import copied_shards
 from torch import nn
 
-__all__ = ["OPTIMIZERS", "PLAIN_KINDS", "train_plain_cells_on_rank", "train_sharded_cells_on_rank"]
+__all__ = ["OPTIMIZERS", "PLAIN_KINDS", "train_plain_cells_on_rank"]
 
 ROWS, DIM, BATCH, NUM_STEPS = 101, 32, 6, 4
-# Enough for two nodes: TorchRec cuts a grid's columns by 128.
-GRID_DIM = 256
 
 # Torch optimizers by a short name; `sum`, `momentum` … are no part of it.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,83 +31,6 @@ PLAIN_KINDS = ("ddp", "fsdp", "S0", "S1")
 def _batches(step: int, rank: int, names: list[str]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return {name: (torch.rand(BATCH, 2, generator=generator) ** 2 * ROWS).long() for name in names}
-
-
-def train_sharded_cells_on_rank(
-    rank: int,
-    address: str,
-    run: str,
-    cells: dict[str, tuple[str, dict[str, Any], str]],
-    table_column_wise: tuple[str, ...],
-) -> dict[str, Any]:
-    """Train a collection of TorchRec whose tables each have a sharding and a fused optimizer of their own.
-
-    Args:
-        cells: By table: sharding, its settings, and `sgd`, `adagrad` or `row-wise-adagrad`.
-        table_column_wise: Of the tables that are column-wise, those whose columns are on one node.
-    """
-    import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.distributed import sharding_plan as plans
-    from torchrec.distributed.comm import get_local_size
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.types import ShardingPlan
-
-    from headrace.streamer import RawEmbeddingStreamer
-
-    kinds = {
-        "sgd": (torch.optim.SGD, {"lr": 0.1}),
-        "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
-        "row-wise-adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
-    }
-    torch.manual_seed(5)
-    bags = torchrec.EmbeddingBagCollection(
-        tables=[
-            torchrec.EmbeddingBagConfig(
-                name=name,
-                num_embeddings=ROWS,
-                embedding_dim=GRID_DIM if sharding == "grid_shard" else DIM,
-                feature_names=[f"f-{name}"],
-            )
-            for name, (sharding, _, _) in cells.items()
-        ],
-        device=torch.device("cpu"),
-    )
-    for name, (_, _, optimizer) in cells.items():
-        kind, settings = kinds[optimizer]
-        _apply_optimizer_in_backward(kind, [bags.embedding_bags[name].weight], dict(settings))
-    root = nn.Sequential()
-    root.add_module(run, bags)
-    sharder = EmbeddingBagCollectionSharder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plan = plans.construct_module_sharding_plan(
-            bags,
-            {name: getattr(plans, sharding)(**settings) for name, (sharding, settings, _) in cells.items()},
-            sharder=sharder,
-            local_size=get_local_size(dist.get_world_size()),
-            world_size=dist.get_world_size(),
-            device_type="cpu",
-        )
-        for name in table_column_wise:
-            plan[name].sharding_type = "table_column_wise"
-        model = DistributedModelParallel(
-            root, device=torch.device("cpu"), plan=ShardingPlan({run: plan}), sharders=[sharder]
-        )
-    with RawEmbeddingStreamer(address, run=run) as streamer:
-        streamer.attach(model, publish="all")
-        for step in range(NUM_STEPS):
-            ids = _batches(step, rank, list(cells))
-            features = torchrec.KeyedJaggedTensor(
-                keys=[f"f-{name}" for name in cells],
-                values=torch.cat([batch.flatten() for batch in ids.values()]),
-                lengths=torch.full((len(cells) * BATCH,), 2),
-            )
-            (model(features).values() - 1).pow(2).mean().backward()
-        streamer.flush()
-        dist.barrier()
-    return {"shards": copied_shards(model)}
 
 
 def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:

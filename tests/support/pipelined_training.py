@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from collision_training import collision_model, drifting_ids
 from torch import nn
+from torchrec_models import fuse, parallel, plan_of
 
 __all__ = ["CASES", "Stream", "cpu_streams", "reshard_on_rank", "run_cases_on_rank"]
 
@@ -58,7 +57,6 @@ def cpu_streams() -> Iterator[None]:
 def make_tables() -> Any:
     """Return the tables' modules, each with a fused optimizer when it is sharded."""
     import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
 
     bags = torchrec.EmbeddingBagCollection(
         tables=[
@@ -68,27 +66,12 @@ def make_tables() -> Any:
         device=CPU,
     )
     # Without states: TorchRec's reshard never ends on gloo when it moves more than one tensor of a table.
-    _apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+    fuse("sgd", bags.parameters())
     return bags
 
 
-def plan_of(bags: Any, shardings: dict[str, Any], sharder: Any) -> Any:
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan
-
-    size = dist.get_world_size()
-    return construct_module_sharding_plan(
-        bags, shardings, sharder=sharder, local_size=size, world_size=size, device_type="cpu"
-    )
-
-
 def sharded(bags: Any, shardings: dict[str, Any], sharder: Any) -> Any:
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.types import ShardingPlan
-
-    plan = ShardingPlan({"bags": plan_of(bags, shardings, sharder)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return DistributedModelParallel(Model(bags), device=CPU, plan=plan, sharders=[sharder])
+    return parallel(Model(bags), {"bags": plan_of(bags, shardings, sharder)}, sharder)
 
 
 def plain_model() -> Any:
@@ -171,16 +154,14 @@ def pipelined(rank: int, make: Callable[[Any, Any], Any], *, evaluates: bool = F
     return model, train
 
 
-def sparse_dist(rank: int) -> Attached:
+def sparse_dist(rank: int, *, evaluates: bool = False) -> Attached:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    return pipelined(rank, lambda model, dense: TrainPipelineSparseDist(model, dense, CPU))
+    return pipelined(rank, lambda model, dense: TrainPipelineSparseDist(model, dense, CPU), evaluates=evaluates)
 
 
 def evaluated_between(rank: int) -> Attached:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
-    return pipelined(rank, lambda model, dense: TrainPipelineSparseDist(model, dense, CPU), evaluates=True)
+    return sparse_dist(rank, evaluates=True)
 
 
 def semi_sync(rank: int) -> Attached:
@@ -213,7 +194,6 @@ def variable_batches(rank: int) -> Attached:
 
 def feature_processed(rank: int) -> Attached:
     import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import row_wise, table_wise
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -221,7 +201,7 @@ def feature_processed(rank: int) -> Attached:
 
     torch.manual_seed(1)
     tables = torchrec.EmbeddingBagCollection(tables=make_tables().embedding_bag_configs(), device=CPU, is_weighted=True)
-    _apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+    fuse("sgd", tables.parameters())
     positions = PositionWeightedModuleCollection(max_feature_lengths=dict.fromkeys(ROWS, 4), device=CPU)
     bags = FeatureProcessedEmbeddingBagCollection(tables, positions)
     shardings = {"users": row_wise(), "films": table_wise(rank=1)}
@@ -238,10 +218,8 @@ def collisions(rank: int) -> Attached:
     """Return a model whose rows are given to other ids while it trains, in a pipeline."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # Not in the last step: an eviction marks all rows, and would make up for marks that were lost.
-        model = collision_model("collisions", True, 3)
+    # Not in the last step: an eviction marks all rows, and would make up for marks that were lost.
+    model = collision_model("collisions", True, 3)
 
     def forward(ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss = model(ids)

@@ -5,7 +5,6 @@ Functions here run on a rank (see `ranks`); what they return is gathered and put
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec_models import FUSED, fuse, parallel, plan_of
 
 __all__ = ["BAG_TABLES", "Job", "train_on_rank", "whole_tables"]
 
@@ -35,6 +35,8 @@ class Job:
         module: Path of the model in the root.
         shardings: By table: name of the sharding and its settings.
         optimizer: `sgd`, `adagrad` or `row-wise-adagrad`, fused; `torch-adagrad` leaves all to a torch optimizer.
+        optimizers: By table, where it is another one.
+        bag_tables: Rows and columns of pooled tables that there may be.
         num_steps: Steps.
         seed: Of the batches.
         publish: As for `attach`.
@@ -43,7 +45,6 @@ class Job:
         idle_steps: Steps in which all batches are empty.
         flush_on_rank_0: Flush amid training, on rank 0 only.
         table_column_wise: Those of the column-wise tables whose columns are on one node.
-        settings: Of the streamer.
     """
 
     address: str | None
@@ -51,6 +52,8 @@ class Job:
     module: str
     shardings: dict[str, tuple[str, dict[str, Any]]]
     optimizer: str = "row-wise-adagrad"
+    optimizers: dict[str, str] = field(default_factory=dict)
+    bag_tables: dict[str, tuple[int, int]] = field(default_factory=lambda: BAG_TABLES)
     num_steps: int = 6
     seed: int = 0
     publish: str = "all"
@@ -59,40 +62,33 @@ class Job:
     idle_steps: tuple[int, ...] = ()
     flush_on_rank_0: bool = False
     table_column_wise: tuple[str, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class SparseModel(nn.Module):
-    """Bags and sequences with a dense layer over them."""
+    """Bags and sequences with a dense layer over them.
 
-    def __init__(self, names: set[str]) -> None:
+    Attributes:
+        sizes: Of the tables, by module and name.
+    """
+
+    def __init__(self, bags: dict[str, tuple[int, int]], sequences: dict[str, tuple[int, int]]) -> None:
         super().__init__()
         import torchrec
 
-        bags = {name: size for name, size in BAG_TABLES.items() if name in names}
-        sequences = {name: size for name, size in SEQUENCE_TABLES.items() if name in names}
+        def configs(kind: Any, sizes: dict[str, tuple[int, int]]) -> list[Any]:
+            return [
+                kind(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"])
+                for name, (rows, dim) in sizes.items()
+            ]
+
         cpu = torch.device("cpu")
         if bags:
-            self.bags = torchrec.EmbeddingBagCollection(
-                tables=[
-                    torchrec.EmbeddingBagConfig(
-                        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"]
-                    )
-                    for name, (rows, dim) in bags.items()
-                ],
-                device=cpu,
-            )
+            tables = configs(torchrec.EmbeddingBagConfig, bags)
+            self.bags = torchrec.EmbeddingBagCollection(tables=tables, device=cpu)
         if sequences:
-            self.sequences = torchrec.EmbeddingCollection(
-                tables=[
-                    torchrec.EmbeddingConfig(
-                        name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"{name}-0", f"{name}-1"]
-                    )
-                    for name, (rows, dim) in sequences.items()
-                ],
-                device=cpu,
-            )
-        self.names = {"bags": list(bags), "sequences": list(sequences)}
+            tables = configs(torchrec.EmbeddingConfig, sequences)
+            self.sequences = torchrec.EmbeddingCollection(tables=tables, device=cpu)
+        self.sizes = {"bags": bags, "sequences": sequences}
         self.dense = nn.Linear(2 * sum(dim for _, dim in bags.values()) or 1, 1)
 
     def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -107,20 +103,20 @@ class SparseModel(nn.Module):
         return loss
 
 
-def batch(names: dict[str, list[str]], seed: int, *, is_empty: bool) -> dict[str, Any]:
+def batch(model: SparseModel, seed: int, *, is_empty: bool) -> dict[str, Any]:
     """Return jagged ids for each module, skewed so that rows repeat over steps and ranks."""
     import torchrec
 
     generator = torch.Generator().manual_seed(seed)
     inputs = {}
-    for kind, tables in (("bags", BAG_TABLES), ("sequences", SEQUENCE_TABLES)):
+    for kind, sizes in model.sizes.items():
         keys, values, lengths = [], [], []
-        for name in names[kind]:
+        for name, (num_rows, _) in sizes.items():
             for turn in range(2):
                 keys.append(f"{name}-{turn}")
                 lengths.append(torch.randint(0, 1 if is_empty else 4, (BATCH,), generator=generator))
                 skewed = torch.rand(int(lengths[-1].sum()), generator=generator) ** 2
-                values.append((skewed * tables[name][0]).long())
+                values.append((skewed * num_rows).long())
         if keys:
             inputs[kind] = torchrec.KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths))
     return inputs
@@ -128,54 +124,40 @@ def batch(names: dict[str, list[str]], seed: int, *, is_empty: bool) -> dict[str
 
 def build(job: Job) -> tuple[Any, Any]:
     """Return (model under `DistributedModelParallel`, torch optimizers or None)."""
-    import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.distributed import sharding_plan as plans
-    from torchrec.distributed.comm import get_local_size
+    from torchrec.distributed import sharding_plan
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.keyed import KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     torch.manual_seed(5)
-    core = SparseModel(set(job.shardings))
+    bags, sequences = (
+        {name: size for name, size in sizes.items() if name in job.shardings}
+        for sizes in (job.bag_tables, SEQUENCE_TABLES)
+    )
+    core = SparseModel(bags, sequences)
     root = nn.Sequential()
     root.add_module(job.module, core)
-    fused = {
-        "sgd": (torch.optim.SGD, {"lr": 0.1}),
-        "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-6}),
-        "row-wise-adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-6}),
-    }
-    tables = [parameter for name, parameter in core.named_parameters() if "dense" not in name]
-    if job.optimizer in fused:
-        kind, settings = fused[job.optimizer]
-        _apply_optimizer_in_backward(kind, tables, dict(settings))
+    for name, parameter in core.named_parameters():
+        optimizer = job.optimizers.get(name.split(".")[-2], job.optimizer)
+        if "dense" not in name and optimizer in FUSED:
+            fuse(optimizer, [parameter])
     sharders = {"bags": EmbeddingBagCollectionSharder(), "sequences": EmbeddingCollectionSharder()}
-    plan = {
-        f"{job.module}.{kind}": plans.construct_module_sharding_plan(
-            getattr(core, kind),
-            {name: getattr(plans, job.shardings[name][0])(**job.shardings[name][1]) for name in names},
-            sharder=sharders[kind],
-            local_size=get_local_size(dist.get_world_size()),
-            world_size=dist.get_world_size(),
-            device_type="cpu",
-        )
-        for kind, names in core.names.items()
-        if names
+    made = {name: getattr(sharding_plan, kind)(**settings) for name, (kind, settings) in job.shardings.items()}
+    plans = {
+        f"{job.module}.{kind}": plan_of(getattr(core, kind), {name: made[name] for name in sizes}, sharders[kind])
+        for kind, sizes in core.sizes.items()
+        if sizes
     }
-    for module_plan in plan.values():
+    for module_plan in plans.values():
         for name, sharding in module_plan.items():
             # The planner's name for columns that stay on one node; there is no function that makes such a plan.
             if job.shardings[name][0] == "column_wise" and name in job.table_column_wise:
                 sharding.sharding_type = "table_column_wise"
-    model = DistributedModelParallel(
-        root, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=list(sharders.values())
-    )
+    model = parallel(root, plans, *sharders.values())
     if job.optimizer == "torch-adagrad":
-        kind, settings = fused["adagrad"]
-        return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: kind(p, **settings))
+        tables = dict(model.named_parameters())
+        return model, KeyedOptimizerWrapper(tables, lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6))
     if job.has_dense_optimizer:
         rest = dict(in_backward_optimizer_filter(model.named_parameters()))
         return model, KeyedOptimizerWrapper(rest, lambda p: torch.optim.Adam(p, lr=0.01))
@@ -239,20 +221,18 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
     """Train and stream on one rank; return its shards, its step and what its tap had."""
     from headrace.streamer import RawEmbeddingStreamer
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = build(job)
+    model, optimizer = build(job)
     assert job.address is not None
     core = getattr(model.module, job.module)
     if job.start is not None:
         _load(model, optimizer, job.start)
-    with RawEmbeddingStreamer(job.address, run=job.run, **job.settings) as streamer:
+    with RawEmbeddingStreamer(job.address, run=job.run) as streamer:
         streamer.attach(model, optimizer, publish=job.publish)  # type: ignore[arg-type]
         for step in range(job.num_steps):
             if optimizer is not None:
                 optimizer.zero_grad()
             is_empty = step in job.idle_steps
-            model(batch(core.names, job.seed + 1000 * step + rank, is_empty=is_empty)).backward()
+            model(batch(core, job.seed + 1000 * step + rank, is_empty=is_empty)).backward()
             if optimizer is not None:
                 optimizer.step()
             if job.flush_on_rank_0 and rank == 0 and step % 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec_models
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec_models import plan_of
 
 torchrec = pytest.importorskip("torchrec")
 parallel = pytest.importorskip("torchrec.distributed.model_parallel")
 plans = pytest.importorskip("torchrec.distributed.sharding_plan")
-types = pytest.importorskip("torchrec.distributed.types")
 bags = pytest.importorskip("torchrec.distributed.embeddingbag")
 sequences = pytest.importorskip("torchrec.distributed.embedding")
 optimizers = pytest.importorskip("torchrec.optim")
@@ -154,20 +154,15 @@ def sharded(optimizer: str | None, sharding: Any, dtype: str = "FP32", kind_of_m
     if optimizer is not None:
         kind, settings = FUSED[optimizer]
         _apply_optimizer_in_backward(kind, model.sparse.parameters(), dict(settings))  # TorchRec adds to it
+    shardings = {
+        name: {fqn.split(".")[-2]: sharding() for key, fqn in FQNS.items() if key.startswith(f"{name}.")}
+        for name, _ in model.sparse.named_children()
+    }
     plan = {
-        f"sparse.{name}": plans.construct_module_sharding_plan(
-            module,
-            {fqn.split(".")[-2]: sharding() for key, fqn in FQNS.items() if key.startswith(f"{name}.")},
-            sharder=sharders[name == "sequence"],
-            world_size=1,
-            local_size=1,
-            device_type="cpu",
-        )
+        f"sparse.{name}": plan_of(module, shardings[name], sharders[name == "sequence"])
         for name, module in model.sparse.named_children()
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return parallel.DistributedModelParallel(model, device=CPU, plan=types.ShardingPlan(plan), sharders=sharders)
+    return torchrec_models.parallel(model, plan, *sharders)
 
 
 def step_batches(model: nn.Module, batches: list[Batch]) -> None:
