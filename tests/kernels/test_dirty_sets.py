@@ -126,14 +126,6 @@ def test_parts_add_up_to_the_marks(seed: int, num_rows: int, num_ids: int, max_r
     assert rows.take().tolist() == []
 
 
-def test_ids_beyond_31_bits() -> None:
-    """Row ids are not cut to 32 bits anywhere."""
-    rows = DirtyRows(2**33)
-    ids = [5, 2**31 - 1, 2**31, 2**32 + 7, 2**33 - 1]
-    rows.mark(torch.tensor(ids))
-    assert rows.take().tolist() == ids
-
-
 def test_marked_tensor_is_not_kept_or_changed() -> None:
     """The caller's ids are read, not sorted in place, and any shape and stride will do."""
     ids = torch.tensor([[9, 3], [7, 1]])

@@ -112,30 +112,18 @@ def test_pinned_memory_is_packed_into(has_kernels: bool, tables: _Tables) -> Non
 @pytest.mark.parametrize("device", LAUNCHERS)
 @pytest.mark.parametrize(("dim", "dtype"), [(128, torch.float32), (129, torch.bfloat16), (131, torch.uint8)])
 def test_several_blocks(device: str, dim: int, dtype: torch.dtype) -> None:
-    """Blocks pack parts of columns that other blocks go on with, and write them back."""
+    """Blocks pack parts of two tables' columns that other blocks go on with, and write them back."""
     table, ids = random_rows((150, dim), dtype, 1), torch.randperm(150, generator=torch.Generator().manual_seed(1))
-    _, size_bytes = rp.layout_of([table], [150], [[table]])
+    states: list[list[torch.Tensor]] = [[table], []]
+    _, size_bytes = rp.layout_of([table] * 2, [150, 150], states)
     expected, launcher = poisoned(size_bytes), launcher_of("row_packing", device)
-    places = rp.pack_rows_reference([table], [ids], [[table]], expected)
+    places = rp.pack_rows_reference([table] * 2, [ids] * 2, states, expected)
     out, there, ids = poisoned(size_bytes).to(device), table.to(device), ids.to(device)
-    rp.launch_pack_rows(launcher, [there, there], [ids], [2], [0], out)
+    rp.launch_pack_rows(launcher, [there] * 3, [ids] * 2, [2, 1], [0, 0], out)
     assert torch.equal(out.cpu(), expected)
     rows = out[places[0].columns[0].offset :].view(dtype)[: 9 * dim].view(9, dim)
     rp.launch_unpack_rows(launcher, there.zero_(), ids[:9], rows)
     assert same_bits(there[ids[:9]].cpu(), table[ids[:9].cpu()])
-
-
-@pytest.mark.parametrize("device", LAUNCHERS)
-@pytest.mark.parametrize(("dim", "dtype"), [(1024, torch.float32), (1023, torch.bfloat16), (1021, torch.uint8)])
-def test_pack_kernel_over_many_tiles(device: str, dim: int, dtype: torch.dtype) -> None:
-    """Columns of many tiles are packed whole."""
-    table, ids = random_rows((300, dim), dtype, 1), torch.randperm(300).repeat(2)
-    _, size_bytes = rp.layout_of([table] * 2, [600, 600], [[], []])
-    expected = poisoned(size_bytes)
-    rp.pack_rows_reference([table] * 2, [ids] * 2, [[], []], expected)
-    out, there, ids = poisoned(size_bytes).to(device), table.to(device), ids.to(device)
-    rp.launch_pack_rows(launcher_of("row_packing", device), [there, there], [ids, ids], [1, 1], [0, 0], out)
-    assert torch.equal(out.cpu(), expected)
 
 
 @pytest.mark.parametrize("device", [pytest.param("plain", id="on the CPU"), *LAUNCHERS])

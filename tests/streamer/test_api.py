@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_shard import WAIT_S, FakeStore, hosted
@@ -87,17 +88,20 @@ def test_no_server_leaves_no_thread() -> None:
 
 
 def test_explicit_steps_number_the_boundaries(store: FakeStore, training: Training) -> None:
-    """`step(n)` numbers a step; later steps count on from there, and numbers never fall."""
+    """`step(n)` numbers a step; later steps count on from there, and a wrong number changes nothing."""
     with streaming(store, training) as streamer:
         training.step()
-        streamer.step(1000)
+        streamer.step(np.int64(1000))
         training.step()
         streamer.flush()
         assert streamer.stats().acked_step == 1001
-        with pytest.raises(ConfigError, match="step 7 after step 1001"):
-            streamer.step(7)
+        for wrong, message in ((7, "step 7 after step 1001"), (4.5, r"step 4\.5 is not a whole number")):
+            with pytest.raises(ConfigError, match=message):
+                streamer.step(wrong)  # type: ignore[arg-type]
         streamer.step()
-        assert streamer.stats().step == 1002
+        state = streamer.state_dict()
+        assert (type(state["step"]), state["step"]) == (int, 1002)
+        assert b"numpy" not in pickle.dumps(state)
 
 
 def test_non_finite_is_refused_before_it_is_sent(store: FakeStore, training: Training) -> None:
@@ -257,7 +261,7 @@ def test_close_is_idempotent_and_removes_everything(store: FakeStore, training: 
     num_batches = len(store.received)
     training.step()
     assert len(store.received) == num_batches
-    calls = (streamer.flush, streamer.step, streamer.pause, streamer.resume)
+    calls = (streamer.flush, streamer.audit, streamer.step, streamer.pause, streamer.resume)
     for call in (*calls, lambda: streamer.attach(training.model, training.optimizer)):
         with pytest.raises(ConfigError, match="closed"):
             call()

@@ -10,7 +10,6 @@ from ranks import run_ranks
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError
 from headrace.streamer import RawEmbeddingStreamer
 
 
@@ -96,11 +95,3 @@ def test_audit_of_all_ranks(server: ServerProcess) -> None:
         assert all(num_rows > 100 for _, _, num_rows in parts)
         assert differing
         assert min(differing) >= 500
-
-
-def test_closed_streamer_does_not_audit(server: ServerProcess) -> None:
-    """A closed streamer says that it is closed."""
-    streamer = RawEmbeddingStreamer(server.address, run="closed")
-    streamer.close()
-    with pytest.raises(ConfigError, match="closed"):
-        streamer.audit()

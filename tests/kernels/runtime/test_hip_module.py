@@ -48,17 +48,8 @@ def test_hipcc_compiles(family: str, architecture: str, tmp_path: Path) -> None:
     lanes = "static_assert(WARP_LANES == __AMDGCN_WAVEFRONT_SIZE && sizeof(LaneMask) * 8 == WARP_LANES);\n"
     (tmp_path / "a.hip").write_text(f'#include "{_FOLDER / family}.cu"\n{lanes}')
     command = ["hipcc", f"--offload-arch={architecture}", "--cuda-device-only", "-std=c++17", "-ffp-contract=off"]
-    command += [
-        "-include",
-        "hip/hip_runtime.h",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-c",
-        "-o",
-        tmp_path / "a.o",
-        tmp_path / "a.hip",
-    ]
+    command += ["-include", "hip/hip_runtime.h", "-Wall", "-Wextra", "-Werror"]
+    command += ["-c", "-o", tmp_path / "a.o", tmp_path / "a.hip"]
     environment = {**os.environ, "HIP_PLATFORM": "amd"}  # it would be nvcc where there is one
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -26,6 +27,13 @@ SMALL = 64 * 2**10
 def sent(flush: Flush | None, num_shards: int = 1) -> dict[tuple[str, int], bytes]:
     assert flush is not None
     return {(fqn, row): data for _, fqn, row, data in rows_of(flush, num_shards)}
+
+
+def one_table(num_rows: int = 50, **settings: Any) -> tuple[FakeDevice, DeviceTrained, DeviceSubmitted]:
+    """Return a device, a table on it, and the flusher of that table."""
+    fake = FakeDevice()
+    table = DeviceTrained(fake, num_rows=num_rows)
+    return fake, table, DeviceSubmitted(fake, [table], **settings)
 
 
 STEPS = st.lists(
@@ -182,9 +190,7 @@ def test_reject_is_told_at_the_next_step_and_sends_nothing() -> None:
 
 def test_flush_raises_what_was_not_sent() -> None:
     """A flush that waits for everything raises for rows that cannot be sent, and then sends them."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table], non_finite="reject")
+    _, table, to = one_table(non_finite="reject")
     table.update([7], float("inf"))
     with pytest.raises(NonFiniteError, match="row 7"):
         to.flush_all(1)
@@ -195,9 +201,7 @@ def test_flush_raises_what_was_not_sent() -> None:
 
 def test_a_second_flush_at_a_step_sends_what_was_marked_since() -> None:
     """That rows were marked is known without asking the device, and makes another flush; else there is none."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    _, table, to = one_table()
     table.update([1, 5], 1.0)
     assert (to.flusher.num_dirty_rows, to.flusher.count_dirty_rows()) == (1, 2)
     to.flush_all(1)
@@ -213,9 +217,7 @@ def test_a_second_flush_at_a_step_sends_what_was_marked_since() -> None:
 
 def test_the_device_fails() -> None:
     """What a kernel has stopped for is an error of the background thread, with the device's own words."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    _, table, to = one_table()
     table.tapped.dirty.mark(torch.tensor([1000]))
     to.on_step(1)
     with pytest.raises(HeadraceError, match=r"the device has failed: .*1000"):
@@ -241,9 +243,7 @@ def test_scalars_are_read_by_the_device() -> None:
 
 def test_columns_that_move_are_read_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
     """Weights that become another tensor are drained there; if they cannot be, the host gathers them from then on."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    _, table, to = one_table()
     table.update([1], 1.0)
     to.on_step(1)
     table.weights = torch.full((50, 4), 2.0)
@@ -290,9 +290,7 @@ def test_states_that_are_not_made_yet_are_zeros() -> None:
 
 def test_a_captured_graph() -> None:
     """No step ends inside a capture; when marking was captured, a flush counts on rows that a replay has marked."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    fake, table, to = one_table()
     fake.capturing = True
     table.tapped.dirty.mark(torch.tensor([3]))
     with pytest.raises(UnsupportedModelError, match="while a CUDA graph is captured"):
@@ -340,9 +338,7 @@ def test_no_room_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_evicted_rows_are_deleted_by_the_host() -> None:
     """A table with evicted rows is gathered by the host, and what was on its way from the device is not forgotten."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    _, table, to = one_table()
     table.update([1, 2], 1.0)
     to.on_step(1)
     to.complete_all()
@@ -361,9 +357,7 @@ def test_evicted_rows_are_deleted_by_the_host() -> None:
 
 def test_eviction_is_refused_before_anybody_is_told_of_it() -> None:
     """A table whose marking was captured stays on the device: no hook gives places away of rows that stay."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    fake, table, to = one_table()
     fake.capturing = True
     table.tapped.dirty.mark(torch.tensor([3]))
     fake.capturing = False
@@ -392,9 +386,7 @@ def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:
 
 def test_all_rows_for_a_new_store() -> None:
     """When every row is wanted again, every row goes out, and none that does not exist."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake, num_rows=130)
-    to = DeviceSubmitted(fake, [table])
+    _, _, to = one_table(130)
     to.flusher.mark_all(num_new_stores=1)
     to.on_step(1)
     flush = to.complete()
@@ -404,9 +396,7 @@ def test_all_rows_for_a_new_store() -> None:
 
 def test_an_ended_sender_wakes_who_waits() -> None:
     """Who waits for the device is woken when streaming has ended, and the flush then tells why."""
-    fake = FakeDevice()
-    table = DeviceTrained(fake)
-    to = DeviceSubmitted(fake, [table])
+    _, table, to = one_table()
     table.update([1], 1.0)
     to.on_step(1)
     pending = to.incomplete[0].pending
