@@ -95,7 +95,6 @@ class Flusher:
         submit: Callable[[Flush], None],
         describe_delay: Callable[[], str],
         monotonic_s: Callable[[], float] = time.monotonic,
-        wall_ns: Callable[[], int] = time.time_ns,
         withdraw: Callable[[Flush], bool] | None = None,
         runtime_of: RuntimeOf = cuda_runtime,
     ) -> None:
@@ -108,7 +107,6 @@ class Flusher:
             submit: Takes a flush and its buffer, both or neither; never blocks.
             describe_delay: Says which shard is behind, for errors.
             monotonic_s: Clock for intervals.
-            wall_ns: Clock for `time_us`.
             withdraw: Takes back a flush whose `submit` was interrupted; returns False if it is on its way already.
                 None if a `submit` that raises has never taken it.
             runtime_of: Returns a device's runtime, see `DevicePipeline`.
@@ -116,7 +114,7 @@ class Flusher:
         self._config, self._num_shards, self._pool = config, num_shards, pool
         self._submit, self._describe_delay = submit, describe_delay
         self._withdraw = withdraw or (lambda flush: True)
-        self._monotonic_s, self._wall_ns = monotonic_s, wall_ns
+        self._monotonic_s = monotonic_s
         self._sources: list[RowGatherer] = []
         # Table and row at which the next flush begins; (0, 0) outside of a pass.
         self._cursor = (0, 0)
@@ -330,7 +328,7 @@ class Flusher:
         self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows
     ) -> tuple[Flush, Judgment | None]:
         """Return the flush and its judgment; None if that comes with the device part."""
-        time_us = self._wall_ns() // 1000
+        time_us = time.time_ns() // 1000
         device = self._device if self._device is not None and self._device.is_active else None
         if device is not None:
             self._sources += device.take_leavers()

@@ -72,9 +72,9 @@ class StagingBuffer:
 class StagingPool:
     """The free staging buffers. Thread: any."""
 
-    def __init__(self, size_bytes: int, *, num_buffers: int = NUM_STAGING_BUFFERS) -> None:
+    def __init__(self, size_bytes: int) -> None:
         """Allocate all buffers."""
-        self._free = deque(StagingBuffer(size_bytes) for _ in range(num_buffers))
+        self._free = deque(StagingBuffer(size_bytes) for _ in range(NUM_STAGING_BUFFERS))
         self._changed = threading.Condition()
         self._is_closed = False
         self.buffer_bytes = self._free[0].size_bytes

@@ -25,8 +25,7 @@ class UnattachedSteps:
     """Reports tables that another optimizer than the attached one has trained.
 
     Each step costs one integer comparison per table. A wrapper around the attached optimizer is not reported, although
-    it
-    may write the table too: the attached optimizer steps within the wrapper's step.
+    it may write the table too: the attached optimizer steps within the wrapper's step.
     """
 
     def __init__(
