@@ -49,7 +49,7 @@ async def serve_shards(
             shard_opened = await stack.enter_async_context(open_shard(config))
             if opened is not None:
                 opened.append(shard_opened)
-            server = ThriftServer(shard_opened, limits=limits)
+            server = shard_opened.sampler.server = ThriftServer(shard_opened, limits=limits)
             await server.start(sock)
             stack.push_async_callback(server.close, drain_s=5)
             stack.callback(shard_opened.begin_drain)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace.paramserver.config.server_settings import ShardConfig
+from shard_servers import serve_shards
+
 from headrace.paramserver.log.interface import LogMetrics
 from headrace.paramserver.observe.sample import ShardSample
-from headrace.paramserver.rpc.admission import ServerLimits
-from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.sampler import ApplyLag, DurationCounts, FsyncTimes, block_cache_of
-from headrace.paramserver.shard.service import open_shard
+from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 
@@ -78,23 +77,11 @@ def test_fsyncs_beyond_memory_are_spread() -> None:
     assert sample.counts[0] == 1500
 
 
-def _config(folder: Path) -> ShardConfig:
-    config = ShardConfig(
-        directory=folder / "shard-0000",
-        shard=0,
-        server_id="s",
-        addresses=(("127.0.0.1", 1),),
-        block_cache_bytes=1 << 25,
-    )
-    config.directory.mkdir()
-    return config
-
-
 async def test_sample(tmp_path: Path) -> None:
     """A sample survives JSON and agrees with the status reply."""
-    config = _config(tmp_path)
-    async with open_shard(config) as shard:
-        shard.sampler.server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
+    shards: list[Shard] = []
+    async with serve_shards(tmp_path, 1, opened=shards):
+        (shard,) = shards
         sample = await shard.sampler.sample()
         status = await shard.status(None)  # type: ignore[arg-type]
     assert ShardSample.from_json(sample.to_json()) == sample
@@ -122,14 +109,14 @@ def test_cache_counts(tmp_path: Path) -> None:
 
 async def test_a_sample_has_only_the_last_of_the_past_writers(tmp_path: Path) -> None:
     """A sample has all connected writers, all of the newest epoch, and the last 256 others."""
-    config = _config(tmp_path)
-    async with open_shard(config) as shard:
+    shards: list[Shard] = []
+    async with serve_shards(tmp_path, 1, opened=shards):
+        (shard,) = shards
         sessions = shard._ingest.sessions
         for epoch in range(1, 1001):
             sessions.open(f"run{epoch}", "rank0", epoch, 0, 1)
         sessions.open("run1000", "rank1", 1000, 1, 2)
         next(iter(sessions)).num_connections = 1
-        shard.sampler.server = ThriftServer(shard, limits=ServerLimits(max_frame_bytes=config.max_frame_bytes))
         sample = await shard.sampler.sample()
     names = [(writer.run, writer.client) for writer in sample.writers]
     past = [(f"run{epoch}", "rank0") for epoch in range(744, 1000)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,13 +15,12 @@ import numpy as np
 import pytest
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
+from shard_servers import serve_shards
 
-from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.server import Peer, ThriftServer
+from headrace.paramserver.rpc.server import Peer
 from headrace.paramserver.shard import service as shard_module
-from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import (
     CorruptionError,
@@ -51,37 +49,20 @@ SPEC = TableSpec(
 MISSING, PRESENT, DELETED = 0, 1, 2
 
 
-def _config(directory: Path, **changes: Any) -> ShardConfig:
-    directory.mkdir(exist_ok=True)
-    config = ShardConfig(
-        directory=directory,
-        shard=0,
-        server_id="a-server",
-        addresses=(("127.0.0.1", 7601),),
-        block_cache_bytes=32 << 20,
-        memtable_bytes=6 << 20,
-    )
-    return dataclasses.replace(config, **changes)
-
-
 @asynccontextmanager
-async def _serving(config: ShardConfig) -> AsyncIterator[tuple[Shard, ParamServerClient]]:
-    async with open_shard(config) as shard:
-        server = shard.sampler.server = ThriftServer(shard, limits=ServerLimits())
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            port = sock.getsockname()[1]
-            await server.start(sock)
-            try:
-                async with await ParamServerClient.connect("127.0.0.1", port) as client:
-                    yield shard, client
-            finally:
-                await server.close(drain_s=5)
+async def _serving(directory: Path, **changes: Any) -> AsyncIterator[tuple[Shard, ParamServerClient]]:
+    opened: list[Shard] = []
+    async with (
+        serve_shards(directory, 1, opened=opened, server_id="a-server", **changes) as (port,),
+        await ParamServerClient.connect("127.0.0.1", port) as client,
+    ):
+        yield opened[0], client
 
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ParamServerClient]:
     """Return a connection of a writer in epoch 1 to a new shard."""
-    async with _serving(_config(tmp_path)) as (_, connection):
+    async with _serving(tmp_path) as (_, connection):
         await connection.hello(_hello())
         yield connection
 
@@ -141,7 +122,7 @@ async def test_a_resend_has_no_effect_and_a_gap_is_refused(client: ParamServerCl
 
 async def test_a_frame_that_comes_twice_is_acked_first_as_new(tmp_path: Path) -> None:
     """The original is acked first, or the client concludes that another writer exists."""
-    async with _serving(_config(tmp_path / "s", max_backlog_bytes=64 << 10)) as (_, client):
+    async with _serving(tmp_path / "s", max_backlog_bytes=64 << 10) as (_, client):
         await client.hello(_hello())
         acks: dict[int, list[bool]] = {client_seq: [] for client_seq in range(1, 11)}
 
@@ -166,7 +147,7 @@ async def test_many_batches_in_flight_keep_their_order(client: ParamServerClient
 
 async def test_a_newer_epoch_fences_the_older(tmp_path: Path) -> None:
     """After a newer epoch's hello, the older one may neither write nor say hello."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         assert (await client.hello(_hello(0))).highest_epoch == 0
         await client.hello(_hello(1))
         await client.set_embeddings(_set(1, [1], 1.0))
@@ -183,14 +164,13 @@ async def test_a_newer_epoch_fences_the_older(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store_is_lost", [False, True], ids=["clean stop", "store lost"])
 async def test_everything_acked_is_there_after_a_restart(tmp_path: Path, store_is_lost: bool) -> None:
     """Rows, tables, sessions and fencing come back from the store or from the log alone."""
-    config = _config(tmp_path)
-    async with _serving(config) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(3))
         for i in range(1, 6):
             await client.set_embeddings(_set(i, [i, 500], float(i), epoch=3))
     if store_is_lost:
-        shutil.rmtree(tmp_path / "store")
-    async with _serving(config) as (_, client):
+        shutil.rmtree(tmp_path / "shard-0000" / "store")
+    async with _serving(tmp_path) as (_, client):
         reply = await client.hello(_hello(3))
         assert (reply.last_client_seq, reply.highest_epoch) == (5, 3)
         assert [table.fqn for table in reply.tables] == [SPEC.fqn]
@@ -205,13 +185,12 @@ async def test_everything_acked_is_there_after_a_restart(tmp_path: Path, store_i
 
 async def test_a_log_that_has_lost_records_stops_the_start(tmp_path: Path) -> None:
     """A store ahead of its log is refused: serving it would forget acked batches."""
-    config = _config(tmp_path)
-    async with _serving(config) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello())
         await client.set_embeddings(_set(1, [1], 1.0))
-    shutil.rmtree(tmp_path / "log")
+    shutil.rmtree(tmp_path / "shard-0000" / "log")
     with pytest.raises(CorruptionError, match="records are lost"):
-        async with open_shard(config):
+        async with _serving(tmp_path):
             pass
 
 
@@ -228,7 +207,7 @@ async def test_a_deleted_row_is_a_tombstone(client: ParamServerClient) -> None:
 
 async def test_imported_rows_never_overwrite_newer_ones(tmp_path: Path) -> None:
     """A batch with its own version writes only rows and tombstones with an older version, applied or not."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(5))
         await client.set_embeddings(_set(1, [1], 1.0, epoch=5))
         await client.set_embeddings(_set(2, [], 0.0, epoch=5, deleted=np.array([3], "<i8")))
@@ -257,7 +236,7 @@ async def test_a_bad_batch_changes_nothing(
 ) -> None:
     """It is refused with the reason, takes no client seq, and the connection stays."""
     changes = {"client_seq": 1, "rows": [1], "value": 9.0} | request_changes
-    async with _serving(_config(tmp_path)) as (shard, client):
+    async with _serving(tmp_path) as (shard, client):
         await client.hello(_hello())
         with pytest.raises(error, match=says):
             await client.set_embeddings(_set(**changes))
@@ -276,7 +255,7 @@ async def test_steps_of_a_client_only_rise(client: ParamServerClient) -> None:
 
 async def test_hello_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     """Another protocol version, another table shape and a nameless writer are refused."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         with pytest.raises(ProtocolMismatchError):
             await client.hello(_hello(protocol_version=99))
         await client.hello(_hello())
@@ -292,7 +271,7 @@ async def test_hello_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
 
 async def test_only_a_writer_writes(tmp_path: Path) -> None:
     """A connection that has not said hello as a writer cannot change anything."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(0, role=1, tables=[]))
         with pytest.raises(UnauthorizedError):
             await client.set_embeddings(_set(1, [1], 1.0))
@@ -327,7 +306,7 @@ async def test_rows_are_not_counted_in_the_event_loop(
 
 async def test_an_epoch_is_claimed_once(tmp_path: Path) -> None:
     """The second trainer that claims an epoch is fenced with the highest one."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(4, claims_epoch=True))
         with pytest.raises(FencedError) as caught:
             await client.hello(_hello(4, client="rank0", claims_epoch=True))
@@ -338,7 +317,7 @@ async def test_an_epoch_is_claimed_once(tmp_path: Path) -> None:
 
 async def test_an_absurd_epoch_is_refused(tmp_path: Path) -> None:
     """Neither a hello nor imported rows can use up the epochs of later runs."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         with pytest.raises(RequestError, match="too far above 0"):
             await client.hello(_hello(2**32 - 1, client="fuzzer"))
         await client.hello(_hello(1))
@@ -353,7 +332,7 @@ async def test_an_absurd_epoch_is_refused(tmp_path: Path) -> None:
 
 async def test_a_log_that_fails_while_idle_stops_the_shard(tmp_path: Path) -> None:
     """The failure shows at the next batch, which is refused as retriable."""
-    async with _serving(_config(tmp_path)) as (shard, client):
+    async with _serving(tmp_path) as (shard, client):
         await client.hello(_hello())
         await client.set_embeddings(_set(1, [1], 1.0))
         shard._ingest._log._writer.failed = StorageError("syncing failed: Input/output error (EIO)")  # type: ignore[attr-defined]
@@ -366,7 +345,7 @@ async def test_a_log_that_fails_while_idle_stops_the_shard(tmp_path: Path) -> No
 
 async def test_a_client_without_ranks_only_imports_rows(tmp_path: Path) -> None:
     """A client without ranks needs a `version_epoch` in each batch."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         hello = _hello()
         hello.world_size = 0
         await client.hello(hello)
@@ -378,11 +357,11 @@ async def test_a_client_without_ranks_only_imports_rows(tmp_path: Path) -> None:
 
 async def test_acked_rows_are_recovered_under_stricter_settings(tmp_path: Path) -> None:
     """NaN in the log is applied even if the shard would refuse it now."""
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello())
         await client.set_embeddings(_set(1, [1], float("nan")))
-    shutil.rmtree(tmp_path / "store")
-    async with _serving(_config(tmp_path, non_finite="reject")) as (_, client):
+    shutil.rmtree(tmp_path / "shard-0000" / "store")
+    async with _serving(tmp_path, non_finite="reject") as (_, client):
         await client.hello(_hello())
         assert np.isnan((await _get(client, [1]))["values"][0])
         with pytest.raises(NonFiniteError):
@@ -391,22 +370,21 @@ async def test_acked_rows_are_recovered_under_stricter_settings(tmp_path: Path) 
 
 async def test_a_lost_store_is_noticed_when_its_log_has_been_trimmed(tmp_path: Path) -> None:
     """Records in neither store nor log stop the start for good."""
-    config = _config(tmp_path)
     for number in (1, 2):  # each start creates a segment
-        async with _serving(config) as (shard, client):
+        async with _serving(tmp_path) as (shard, client):
             await client.hello(_hello())
             await client.set_embeddings(_set(number, [1], 1.0))
             await asyncio.to_thread(shard.log.trim, shard.log.last_seq)
-    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(tmp_path / "shard-0000" / "store")
     with pytest.raises(CorruptionError, match=r"seq 1 .* are lost"):
-        async with open_shard(config):
+        async with _serving(tmp_path):
             pass
 
 
 async def test_several_tables_are_read_at_once(tmp_path: Path) -> None:
     """Rows of each table come in the order of the request, from that table alone."""
     others = [dataclasses.replace(SPEC, fqn="b.weight"), dataclasses.replace(SPEC, fqn="c.weight", has_identities=True)]
-    async with _serving(_config(tmp_path)) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello(tables=[spec_to_idl(spec) for spec in (SPEC, *others)]))
         await client.set_embeddings(_set(1, [5, 7], 1.5))
         more = [idl.RowsWanted(fqn=spec.fqn, row_ids=np.array([7], "<i8")) for spec in (others[1], SPEC, others[0])]
@@ -424,7 +402,7 @@ async def test_several_tables_are_read_at_once(tmp_path: Path) -> None:
 async def test_too_large_reads_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose reply is too long, or has too many rows or tables, is refused before any lookup."""
     with_identities = dataclasses.replace(SPEC, fqn="users.weight", has_identities=True)
-    async with _serving(_config(tmp_path, max_frame_bytes=1 << 16)) as (shard, client):
+    async with _serving(tmp_path, max_frame_bytes=1 << 16) as (shard, client):
         await client.hello(_hello(tables=[spec_to_idl(SPEC), spec_to_idl(with_identities)]))
         await client.set_embeddings(_set(1, [1], 1.0))
         assert (await _get(client, [1] * 1000))["values"] == [1.0] * 1000
@@ -454,7 +432,7 @@ async def test_too_large_reads_are_refused_at_once(tmp_path: Path, monkeypatch: 
 
 async def test_a_writer_that_disconnects_during_its_hello_is_away(tmp_path: Path) -> None:
     """A connection that ends while its hello becomes durable does not count."""
-    async with _serving(_config(tmp_path)) as (shard, client):
+    async with _serving(tmp_path) as (shard, client):
         peer = Peer("gone:1")
         call = dataclasses.make_dataclass("FakeCall", ["peer"])(peer)
         saying = asyncio.create_task(shard.hello(call, _hello()))
@@ -468,13 +446,12 @@ async def test_a_writer_that_disconnects_during_its_hello_is_away(tmp_path: Path
 
 async def test_a_changed_rank_is_recovered(tmp_path: Path) -> None:
     """A client's new rank and world size survive a restart."""
-    config = _config(tmp_path)
-    async with _serving(config) as (_, client):
+    async with _serving(tmp_path) as (_, client):
         await client.hello(_hello())
         hello = _hello()
         hello.rank, hello.world_size = 1, 2
         await client.hello(hello)
-    shutil.rmtree(tmp_path / "store")
-    async with _serving(config) as (_, client):
+    shutil.rmtree(tmp_path / "shard-0000" / "store")
+    async with _serving(tmp_path) as (_, client):
         (writer,) = (await client.status()).clients
     assert (writer.rank, writer.world_size) == (1, 2)

@@ -112,15 +112,23 @@ async def _write_file(maker: SnapshotMaker) -> None:
     await asyncio.to_thread(store.flush)
 
 
-async def test_files_of_an_earlier_attempt_are_not_rehashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A discarded attempt need not read the whole store again."""
-    read: list[str] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of each file of rows once it is hashed."""
+    names: list[str] = []
 
     def note(path: Path, **settings: Any) -> SnapshotFile:
-        read.append(path.name)
-        return hash_file(path, **settings)
+        file = hash_file(path, **settings)
+        if path.suffix == ".sst":
+            names.append(path.name)
+        return file
 
     monkeypatch.setattr("headrace.paramserver.snapshots.directory.hash_file", note)
+    return names
+
+
+async def test_files_of_an_earlier_attempt_are_not_rehashed(tmp_path: Path, read: list[str]) -> None:
+    """A discarded attempt need not read the whole store again."""
     async with _making(tmp_path) as (maker, _):
         await _write_file(maker)
         first = await maker.create(_request("one", epoch=0, min_step=-1))
@@ -131,26 +139,13 @@ async def test_files_of_an_earlier_attempt_are_not_rehashed(tmp_path: Path, monk
         maker._hashed[0, 0, 0, 0] = SnapshotFile(name="compacted.sst", size_bytes=1, crc32c=1)
         await _write_file(maker)
         second = await maker.create(_request("one", epoch=0, min_step=-1))
-        assert {name for name in read if name.endswith(".sst")} == {
-            file.name for file in second.files if file.name.endswith(".sst") and file not in rows
-        }
+        assert set(read) == {file.name for file in second.files if file.name.endswith(".sst") and file not in rows}
         assert set(rows) <= set(second.files)
         assert (0, 0, 0, 0) not in maker._hashed  # files that are gone are forgotten
 
 
-async def test_files_of_an_abandoned_attempt_are_not_hashed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_of_an_abandoned_attempt_are_not_hashed_again(tmp_path: Path, read: list[str]) -> None:
     """After a caller gave up, the next attempt hashes only the rest."""
-    read: list[str] = []
-
-    def note(path: Path, **settings: Any) -> SnapshotFile:
-        file = hash_file(path, **settings)
-        if path.suffix == ".sst":
-            read.append(path.name)
-        return file
-
-    monkeypatch.setattr("headrace.paramserver.snapshots.directory.hash_file", note)
     async with _making(tmp_path) as (maker, _):
         for _ in range(2):
             await _write_file(maker)

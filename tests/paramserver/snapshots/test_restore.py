@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +64,13 @@ def _meta_of(store: Path) -> dict[bytes, bytes]:
         opened.close()
 
 
+def _write_meta(shard: Path, meta_of: Callable[[dict[bytes, bytes]], dict[bytes, bytes]]) -> None:
+    """Add metadata to a shard's store, made from what it has."""
+    store = RowStore.open(shard / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    store.write([], [], meta=meta_of(store.read_meta()), applied_seq=store.applied_seq)
+    store.close()
+
+
 @pytest.mark.parametrize("num_shards", [None, 1, 4])
 def test_every_row_is_there(tmp_path: Path, num_shards: int | None) -> None:
     """All rows keep their bytes, whatever the number of shards, and the snapshot does not change."""
@@ -89,12 +96,9 @@ def test_sessions_restart_but_keep_their_step(tmp_path: Path) -> None:
     amid = Session("run", "rank0", 3, 0, 2, last_client_seq=9, step=5, exact_step=5, time_us=1, ended_client_seq=7)
     at_step = Session("run", "rank1", 3, 1, 2, last_client_seq=7, step=5, exact_step=5, time_us=1, ended_client_seq=7)
     data = build(tmp_path / "data", ROWS, num_shards=1)
-    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
     bringer = Session("fill", "log", 1, 0, 0, last_client_seq=4, last_seq=1002)
     amid.last_seq, at_step.last_seq = 1000, 1001
-    meta = amid.pack() | at_step.pack() | bringer.pack()
-    store.write([], [], meta=meta, applied_seq=store.applied_seq)
-    store.close()
+    _write_meta(data / "shard-0000", lambda _: amid.pack() | at_step.pack() | bringer.pack())
     restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
     sessions = Sessions(_meta_of(tmp_path / "restored" / "shard-0000" / "store"))
     assert max(session.last_seq for session in sessions) <= 1, "or new sessions would be forgotten first"
@@ -110,9 +114,7 @@ def test_an_epoch_seen_by_one_shard_is_not_reused(
 ) -> None:
     """The next epoch is above every shard's, and above those taken since the cut."""
     data = build(tmp_path / "data", ROWS, num_shards=2)
-    store = RowStore.open(data / "shard-0001" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
-    store.write([], [], meta=Session("run", "rank0", seen, 0, 1).pack(), applied_seq=store.applied_seq)
-    store.close()
+    _write_meta(data / "shard-0001", lambda _: Session("run", "rank0", seen, 0, 1).pack())
     restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
     stores = [*(tmp_path / "restored").glob("shard-*/store")]
     assert len(stores) == (num_shards or 2)
@@ -123,11 +125,8 @@ def test_an_epoch_seen_by_one_shard_is_not_reused(
 def test_scalars_are_kept(tmp_path: Path, num_shards: int | None) -> None:
     """A table's scalars are restored with their version."""
     data = build(tmp_path / "data", ROWS, num_shards=1)
-    store = RowStore.open(data / "shard-0000" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
     given = [("step", DType.FLOAT32, np.float32(7).tobytes())]
-    meta = Catalog(store.read_meta()).set_scalars(ITEMS.fqn, given, 2, 5)
-    store.write([], [], meta=meta, applied_seq=store.applied_seq)
-    store.close()
+    _write_meta(data / "shard-0000", lambda meta: Catalog(meta).set_scalars(ITEMS.fqn, given, 2, 5))
     restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored", num_shards=num_shards)
     with SnapshotReader(snapshot_of(tmp_path / "restored", tmp_path / "again")) as reader:
         assert reader.scalars(ITEMS.fqn) == {"step": Scalar(*given[0], 2, 5)}

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -20,13 +19,11 @@ import numpy as np
 import pytest
 from hellos import hello_of_nobody, hello_of_writer
 from set_embeddings import delta_of, request_of
+from shard_servers import serve_shards
 
-from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.rpc.server import ThriftServer
-from headrace.paramserver.shard.service import Shard, open_shard
+from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.snapshots import remote
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_file, hash_folder, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, newest_snapshot
@@ -69,26 +66,20 @@ class Trainer:
         self.step = self.step + 1 if step is None else step
         for half in range(2):
             self._client_seq += 1
-            ends = ends_step and half == 1
-            batches = [
-                self._batch(rows_on(shard, half * 20 + self._rank * 100, half * 20 + num_rows + self._rank * 100), ends)
-                for shard in range(len(self._clients))
-            ]
-            pairs = zip(self._clients, batches, strict=True)
-            await asyncio.gather(*(client.set_embeddings(batch) for client, batch in pairs))
-
-    def _batch(self, rows: Any, ends: bool) -> Any:
-        delta = delta_of(SPEC, rows, self.step)
-        who = {"client": f"rank{self._rank}", "client_seq": self._client_seq}
-        return request_of(delta, **who, step=self.step, ends_step=ends)
+            fields = {"client": f"rank{self._rank}", "client_seq": self._client_seq, "step": self.step}
+            first, ends = half * 20 + self._rank * 100, ends_step and half == 1
+            writing = []
+            for shard, client in enumerate(self._clients):
+                delta = delta_of(SPEC, rows_on(shard, first, first + num_rows), self.step)
+                writing.append(client.set_embeddings(request_of(delta, **fields, ends_step=ends)))
+            await asyncio.gather(*writing)
 
 
 class Server:
-    def __init__(self, directory: Path, shards: list[Shard], addresses: list[tuple[str, int]]) -> None:
-        self.shards = shards
+    def __init__(self, directory: Path, shards: list[Shard], port: int, clients: list[ParamServerClient]) -> None:
+        self.shards, self.clients = shards, clients
         self.files = SnapshotFiles(directory / "snapshots")
-        self.address = f"{addresses[0][0]}:{addresses[0][1]}"
-        self.clients: list[ParamServerClient] = []
+        self.address = f"127.0.0.1:{port}"
 
     async def trained(self) -> Trainer:
         """Return a trainer after its first step."""
@@ -103,32 +94,14 @@ class Server:
 
 @asynccontextmanager
 async def serving(directory: Path, **changes: Any) -> AsyncIterator[Server]:
-    async with AsyncExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_SHARDS)]
-        addresses = [sock.getsockname() for sock in sockets]
-        shards = []
-        for shard, sock in enumerate(sockets):
-            folder = directory / f"shard-{shard:04d}"
-            folder.mkdir(parents=True, exist_ok=True)
-            config = ShardConfig(
-                directory=folder,
-                shard=shard,
-                server_id="a-server",
-                addresses=tuple(addresses),
-                block_cache_bytes=32 << 20,
-                memtable_bytes=6 << 20,
-                **changes,
-            )
-            opened = await stack.enter_async_context(open_shard(config))
-            rpc = ThriftServer(opened, limits=ServerLimits())
-            await rpc.start(sock)
-            stack.push_async_callback(rpc.close, drain_s=5)
-            stack.callback(opened.begin_drain)
-            shards.append(opened)
-        server = Server(directory, shards, addresses)
-        for host, port in addresses:
-            server.clients.append(await stack.enter_async_context(await ParamServerClient.connect(host, port)))
-        yield server
+    shards: list[Shard] = []
+    async with (
+        serve_shards(directory, NUM_SHARDS, opened=shards, server_id="a-server", **changes) as ports,
+        AsyncExitStack() as stack,
+    ):
+        connecting = [ParamServerClient.connect("127.0.0.1", port) for port in ports]
+        clients = [await stack.enter_async_context(await client) for client in connecting]
+        yield Server(directory, shards, ports[0], clients)
 
 
 def rows_of(folder: Path, shard: int) -> dict[int, float]:
