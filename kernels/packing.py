@@ -120,13 +120,11 @@ def pack_rows(
     offsets = [0] * len(tables) if row_offsets is None else list(row_offsets)
     packed, size_bytes = layout_of(tables, [ids.numel() for ids in row_ids], states)
     _check_packing(sources, row_ids, out, size_bytes)
-    first = 0
-    for count, ids in zip(counts, row_ids, strict=True):
-        rows = {source.shape[0] for source in sources[first : first + count]}
+    for table, others, ids in zip(tables, states, row_ids, strict=True):
+        rows = {source.shape[0] for source in (table, *others)}
         if len(rows) > 1:
             raise ValueError(f"weights and states of one table have {sorted(rows)} rows")
         check_vector("row_ids", ids, torch.int64)
-        first += count
     if tables:
         _pack_rows(sources, list(row_ids), counts, offsets, out)
     return packed

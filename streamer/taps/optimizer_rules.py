@@ -88,24 +88,22 @@ def _refuse_small_eps(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> 
 
 
 def _reach_without_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
-    if group["weight_decay"] != 0 or _moves_zeros(group, is_sparse):
-        return Reach.ALL
-    return Reach.GRADIENT
+    return Reach.ALL if group["weight_decay"] != 0 or _moves_zeros(group, is_sparse) else Reach.GRADIENT
 
 
 def _reach_with_moments(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
     # A moment of 0 stays 0 without a gradient, and moves nothing.
-    if group["weight_decay"] != 0 or _moves_zeros(group, is_sparse):
-        return Reach.ALL
-    return Reach.TOUCHED
+    is_all = _reach_without_moments(group, dtype, is_sparse) is Reach.ALL
+    return Reach.ALL if is_all else Reach.TOUCHED
 
 
 def _reach_of_sgd(group: _Settings, dtype: torch.dtype, is_sparse: bool) -> Reach:
-    has_moment = group["momentum"] != 0
+    if group["momentum"] == 0:
+        return _reach_without_moments(group, dtype, is_sparse)
     # Torch 2.13's fused CPU kernel writes half-precision moments into neighboring rows.
-    if has_moment and group.get("fused") and dtype in (torch.float16, torch.bfloat16):
+    if group.get("fused") and dtype in (torch.float16, torch.bfloat16):
         return Reach.ALL
-    return (_reach_with_moments if has_moment else _reach_without_moments)(group, dtype, is_sparse)
+    return _reach_with_moments(group, dtype, is_sparse)
 
 
 def _moves_zeros(group: _Settings, is_sparse: bool) -> bool:
