@@ -20,6 +20,7 @@ from headrace.paramserver.system.limits import machine_memory_bytes
 from headrace.paramserver.system.settings import (
     REQUIRED,
     Kind,
+    choice_setting,
     count_setting,
     merge,
     path_setting,
@@ -27,6 +28,8 @@ from headrace.paramserver.system.settings import (
     setting,
     settings_of,
     size_setting,
+    switch_setting,
+    text_setting,
 )
 from headrace.schemas.errors import ConfigError
 
@@ -100,11 +103,10 @@ class ShardSettings(ThriftSettings):
         64 * _GIB,
         "Memory a shard for rows not yet in a file of RocksDB's. More of it writes less, and recovers longer.",
     )
-    non_finite: str = setting(
+    non_finite: str = choice_setting(
         "accept",
-        kind=Kind.CHOICE,
-        choices=("accept", "reject"),
-        help="Whether to accept a batch with NaN or Inf. Rejecting them costs a look at every value.",
+        ("accept", "reject"),
+        "Whether to accept a batch with NaN or Inf. Rejecting them costs a look at every value.",
     )
     expiry: str | None = setting(
         None,
@@ -154,22 +156,15 @@ class ServerConfig(ShardSettings):
         "Number of shards, fixed when the directory is made. Each is a process with its own budgets.",
         default_text="what the directory has; 1 in a new one",
     )
-    host: str = setting(
-        "127.0.0.1", kind=Kind.TEXT, help="Name or address to listen on; `::` is every address, IPv4 and IPv6."
-    )
+    host: str = text_setting("127.0.0.1", "Name or address to listen on; `::` is every address, IPv4 and IPv6.")
     port: int = count_setting(
         DEFAULT_PORT, 0, 65535, "Port of shard 0; shard i listens on PORT + i. 0 lets the system choose each."
     )
-    advertise_host: str | None = setting(
-        None,
-        kind=Kind.TEXT,
-        default_text="the host listened on",
-        help="Host that clients connect to. Needed with a wildcard host.",
+    advertise_host: str | None = text_setting(
+        None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
     )
-    insecure_bind: bool = setting(
-        False,
-        kind=Kind.SWITCH,
-        help="Listen beyond loopback, though anyone who reaches the port may then read and write.",
+    insecure_bind: bool = switch_setting(
+        False, "Listen beyond loopback, though anyone who reaches the port may then read and write."
     )
     metrics_port: int | None = count_setting(
         None,
@@ -178,10 +173,9 @@ class ServerConfig(ShardSettings):
         "Port of the status page and of Prometheus' /metrics, one for all shards. Off without it; 0 lets the system "
         "choose.",
     )
-    metrics_host: str = setting(
+    metrics_host: str = text_setting(
         "127.0.0.1",
-        kind=Kind.TEXT,
-        help="Address to serve metrics on. Anyone who reaches it sees names and figures, but no rows and no secrets.",
+        "Address to serve metrics on. Anyone who reaches it sees names and figures, but no rows and no secrets.",
     )
     max_quick_deaths: int = count_setting(
         5, 1, 1000, "Give the server up when a shard process ends this often in a row soon after its start."
@@ -195,14 +189,9 @@ class ServerConfig(ShardSettings):
         30 * _DAY_S,
         "Kill and restart a shard process whose event loop has not run for this long; 0 never does.",
     )
-    log_level: str = setting(
-        "info", kind=Kind.CHOICE, choices=("debug", "info", "warning", "error"), help="Least level of log lines."
-    )
-    log_format: str = setting(
-        "auto",
-        kind=Kind.CHOICE,
-        choices=("auto", "text", "json"),
-        help="How log lines look: auto is text on a terminal and JSON otherwise.",
+    log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
+    log_format: str = choice_setting(
+        "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
     )
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "Setting",
     "check",
+    "choice_setting",
     "count_setting",
     "flag_of",
     "merge",
@@ -36,6 +37,8 @@ __all__ = [
     "settings_of",
     "show_default",
     "size_setting",
+    "switch_setting",
+    "text_setting",
 ]
 
 REQUIRED: Any = dataclasses.MISSING
@@ -91,9 +94,18 @@ count_setting = functools.partial(_quantity_setting, Kind.COUNT)
 seconds_setting = functools.partial(_quantity_setting, Kind.SECONDS)
 
 
-def path_setting(default: Any, help: str) -> Any:
-    """Return a path field; see `setting`."""
-    return setting(default, kind=Kind.PATH, help=help)
+def _plain_setting(kind: Kind, default: Any, help: str, **more: Any) -> Any:
+    return setting(default, kind=kind, help=help, **more)
+
+
+path_setting = functools.partial(_plain_setting, Kind.PATH)
+text_setting = functools.partial(_plain_setting, Kind.TEXT)
+switch_setting = functools.partial(_plain_setting, Kind.SWITCH)
+
+
+def choice_setting(default: str | None, choices: tuple[str, ...], help: str, **more: Any) -> Any:
+    """Return a field that takes one of some words; see `setting`."""
+    return setting(default, kind=Kind.CHOICE, choices=choices, help=help, **more)
 
 
 def settings_of(cls: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Setting]]:

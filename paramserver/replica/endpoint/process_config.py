@@ -21,13 +21,14 @@ from headrace.paramserver.rpc.security import client_tls_context
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import (
     REQUIRED,
-    Kind,
+    choice_setting,
     count_setting,
     merge,
     path_setting,
     seconds_setting,
-    setting,
     size_setting,
+    switch_setting,
+    text_setting,
 )
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError
@@ -41,18 +42,6 @@ _MAX_BYTES = 2**50
 _DAY_S = 86400.0
 
 
-def _text(default: Any, help: str, **more: Any) -> Any:
-    return setting(default, kind=Kind.TEXT, help=help, **more)
-
-
-def _switch(help: str) -> Any:
-    return setting(False, kind=Kind.SWITCH, help=help)
-
-
-def _choice(default: str | None, choices: tuple[str, ...], help: str, **more: Any) -> Any:
-    return setting(default, kind=Kind.CHOICE, choices=choices, help=help, **more)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointConfig(ThriftSettings):
     """Everything that `headrace replica` can be configured with.
@@ -60,13 +49,15 @@ class EndpointConfig(ThriftSettings):
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
 
-    server: str = _text(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
-    host: str = _text("127.0.0.1", "Address to listen on.")
+    server: str = text_setting(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
+    host: str = text_setting("127.0.0.1", "Address to listen on.")
     port: int = count_setting(DEFAULT_REPLICA_PORT, 0, 65535, "Port for Thrift clients. 0 lets the system choose.")
-    advertise_host: str | None = _text(
+    advertise_host: str | None = text_setting(
         None, "Host that clients connect to. Needed with a wildcard host.", default_text="the host listened on"
     )
-    insecure_bind: bool = _switch("Listen beyond loopback, though anyone who reaches the port may then read.")
+    insecure_bind: bool = switch_setting(
+        False, "Listen beyond loopback, though anyone who reaches the port may then read."
+    )
     health_port: int | None = count_setting(
         None,
         0,
@@ -77,45 +68,41 @@ class EndpointConfig(ThriftSettings):
     max_lag_s: float = seconds_setting(
         30.0, 0, 30 * _DAY_S, "Not ready while a known update has not become visible for longer; 0 allows any lag."
     )
-    consistency: str = _choice(
+    consistency: str = choice_setting(
         "latest",
         ("latest", "step"),
         "`latest` shows each update when it arrives, `step` whole steps of all shards and tables.",
     )
-    missing: str = _choice(
+    missing: str = choice_setting(
         "zeros", ("zeros", "error"), "What a lookup of a missing row returns: zeros, or an error for the whole request."
     )
-    tables: str | None = _text(None, "Tables to keep, by name, separated by commas.", default_text="all")
+    tables: str | None = text_setting(None, "Tables to keep, by name, separated by commas.", default_text="all")
     snapshot: Path | None = path_setting(
         None, "Directory of a snapshot to start from; without one, start from what the server has."
     )
-    snapshot_dir: Path | None = setting(
+    snapshot_dir: Path | None = path_setting(
         None,
-        kind=Kind.PATH,
+        "Directory for snapshots that are fetched from the server; the last one stays.",
         default_text="a temporary one",
-        help="Directory for snapshots that are fetched from the server; the last one stays.",
     )
-    name: str | None = _text(
+    name: str | None = text_setting(
         None, "Register at the server under this name, so that it keeps log while the replica is away, up to its limit."
     )
     lease_s: float = seconds_setting(600.0, 1, _DAY_S, "How long the server keeps that log, with --name.")
-    precision: str | None = _choice(
+    precision: str | None = choice_setting(
         None,
         PRECISIONS,
         "How rows in memory are kept; lookups return the table's type in any case.",
         default_text="the table's own",
     )
-    disk_tables: str | None = _text(
+    disk_tables: str | None = text_setting(
         None,
         "Tables on disk, behind hot rows in memory: names, or patterns such as `user.*`, separated by commas.",
         default_text="none",
     )
     disk_table_bytes: int = size_setting(256 * _MIB, _MIB, _MAX_BYTES, "Memory for each table on disk.")
-    disk_dir: Path | None = setting(
-        None,
-        kind=Kind.PATH,
-        default_text="a temporary one",
-        help="Directory for tables on disk, for this replica alone.",
+    disk_dir: Path | None = path_setting(
+        None, "Directory for tables on disk, for this replica alone.", default_text="a temporary one"
     )
     max_memory_bytes: int | None = size_setting(
         None,
@@ -141,10 +128,10 @@ class EndpointConfig(ThriftSettings):
         default_text="never",
     )
     lookup_threads: int = count_setting(4, 1, 256, "Lookups that run at the same time; others wait their turn.")
-    server_hostname: str | None = _text(
+    server_hostname: str | None = text_setting(
         None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
     )
-    server_tls: bool = _switch("Speak TLS to the server; implied by the other --server-tls settings.")
+    server_tls: bool = switch_setting(False, "Speak TLS to the server; implied by the other --server-tls settings.")
     server_tls_authority: Path | None = path_setting(
         None, "PEM file with the authorities to trust the server by, instead of the system's."
     )
@@ -153,8 +140,8 @@ class EndpointConfig(ThriftSettings):
     )
     server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
     server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
-    log_level: str = _choice("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
-    log_format: str = _choice(
+    log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
+    log_format: str = choice_setting(
         "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
     )
 
