@@ -17,7 +17,7 @@ from headrace.paramserver.store.catalog import Catalog
 from headrace.schemas.errors import GoneError, HeadraceError
 from headrace.schemas.tables import DType, TableSpec
 
-__all__ = ["SPEC", "WAIT_S", "Begun", "FakeBuilder", "FakeCopy", "made", "switch", "until"]
+__all__ = ["SPEC", "WAIT_S", "Begun", "FakeBuilder", "FakeCopy", "made", "switch", "turns", "until"]
 
 WAIT_S = 20.0
 SPEC = TableSpec(fqn="t", num_rows=9, dim=1, dtype=DType.FLOAT32)
@@ -111,3 +111,9 @@ async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not is_so():  # noqa: ASYNC110 (what is waited for belongs to the code under test)
             await asyncio.sleep(0)
+
+
+async def turns(number: int = 10) -> None:
+    """Let the loop run for some turns: long enough for what would go on by itself."""
+    for _ in range(number):
+        await asyncio.sleep(0)

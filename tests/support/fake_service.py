@@ -154,6 +154,13 @@ class Served:
             await connected.hello(hello_request(client=client))
         return connected
 
+    async def slow_read(self, client: ParamServerClient, **settings: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
+        """Return a read that runs in the service, and the event that lets it answer `1`."""
+        gate = self.service.gates["slow"] = asyncio.Event()
+        reading = asyncio.create_task(client.get_embeddings(read("slow", b"1"), **settings))
+        await self.service.wait_running(1)
+        return reading, gate
+
 
 @asynccontextmanager
 async def serve(

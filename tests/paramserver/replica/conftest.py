@@ -19,6 +19,9 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def training(server: ServerProcess) -> Iterator[Training]:
+    """Return a run that has flushed its first step."""
     training = Training(server.address)
+    training.step()
+    training.flush()
     yield training
     training.close()

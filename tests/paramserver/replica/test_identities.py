@@ -14,11 +14,9 @@ import torch
 from identity_writer import IdentityWriter, identity_spec, weights_of
 from replica_of import replica_of
 from shard_servers import serve_shards
-from watched_server import wait_until
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica import EmbeddingReplica
-from headrace.paramserver.replica.api.config import DiskStorage
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.schemas.errors import RequestError, UnknownTableError
 from headrace.schemas.idl import idl
@@ -110,16 +108,3 @@ async def test_what_is_refused(tmp_path: Path) -> None:
             for look in (replica.lookup_by_identity, replica.find_rows):
                 with pytest.raises(UnknownTableError):
                     look("no.such", [1])
-
-
-async def test_prefetched_rows_do_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """Prefetched rows, of any shape, are each read once; their lookup has only hits."""
-    async with serving(tmp_path) as (writer, address):
-        await writer.write({row: 100 + row for row in range(20)})
-        async with following(address, storage={FQN: DiskStorage(memory_bytes=8 << 20)}) as replica:
-            assert replica.hot_rows()[FQN].admitted == 0
-            replica.prefetch(FQN, torch.tensor([[3, 5], [5, 17]]))
-            await asyncio.to_thread(wait_until, lambda: replica.hot_rows()[FQN].admitted == 3)
-            rows = replica.lookup(FQN, [17, 3, 5])
-            assert rows.tolist() == [weights_of(row, 100 + row, 1) for row in (17, 3, 5)]
-            assert (replica.hot_rows()[FQN].hits, replica.hot_rows()[FQN].misses) == (3, 0)

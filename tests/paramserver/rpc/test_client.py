@@ -402,10 +402,8 @@ async def test_a_server_that_owes_too_many_replies(monkeypatch: pytest.MonkeyPat
 async def test_seqids_wrap_and_are_not_reused_in_flight() -> None:
     """After 2³¹ - 1 comes 1, and a seqid in flight is not reused."""
     async with serve() as served, await served.connect() as client:
-        served.service.gates["slow"] = gate = asyncio.Event()
         client._last_seqid = 2**31 - 2
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, gate = await served.slow_read(client)
         await client.status()
         assert client._last_seqid == 1
         client._last_seqid = 2**31 - 2

@@ -190,10 +190,8 @@ async def test_a_connection_with_a_request_is_not_idle(monkeypatch: pytest.Monke
     """The idle deadline does not run while a request is in flight."""
     clock = ClockAhead(monkeypatch)
     async with serve(limits=dataclasses.replace(LIMITS, idle_timeout_s=100.0)) as served:
-        served.service.gates["slow"] = gate = asyncio.Event()
         client = await served.connect()
-        call = asyncio.create_task(client.get_embeddings(read("slow", b"1"), timeout_s=1000.0))
-        await served.service.wait_running(1)
+        call, gate = await served.slow_read(client, timeout_s=1000.0)
         await clock.pass_by(240)
         gate.set()
         assert bytes((await call).weights) == b"1"
@@ -356,16 +354,6 @@ def test_idle_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, idle_timeout_s=0.0)
     watched.clock.advance(1e6)
     assert (watched.expired, watched.clock.timers) == ([], [])
-
-
-def test_a_frame_ends_in_time_however_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte is activity, but the frame's time counts from its first one."""
-    watched = Watched(monkeypatch)
-    for _ in range(60):
-        watched.deadlines.touch()
-        watched.deadlines.note_input(is_mid_frame=True, num_begun=1, num_moved=0)
-        watched.clock.advance(0.1)
-    assert watched.expired[0] == (5.0, True)
 
 
 @pytest.mark.parametrize("is_stranger", [False, True])

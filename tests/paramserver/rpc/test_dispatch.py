@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from typing import Any
@@ -26,20 +25,10 @@ from headrace.schemas.messages import CALL, encode_message
 async def test_calls_are_answered_in_any_order() -> None:
     """A read that waits does not hold up the ones behind it on its connection."""
     async with serve() as served, await served.connect() as client:
-        served.service.gates["slow"] = gate = asyncio.Event()
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, gate = await served.slow_read(client)
         assert bytes((await client.get_embeddings(read("fast", b"2"))).weights) == b"2"
         gate.set()
         assert bytes((await slow).weights) == b"1"
-
-
-async def test_requests_of_a_connection_begin_in_their_order() -> None:
-    """What a method does before it waits happens in the order in which the requests were sent."""
-    async with serve() as served, await served.connect() as client:
-        sizes = [10, MIB, 10, 20_000, 100_000, 10] * 4
-        await asyncio.gather(*(client.set_embeddings(batch(seq, size_bytes=n)) for seq, n in enumerate(sizes)))
-        assert served.service.begun == list(range(len(sizes)))
 
 
 async def test_declared_errors_arrive_with_what_they_carry() -> None:

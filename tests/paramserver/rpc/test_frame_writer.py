@@ -121,37 +121,6 @@ async def test_while_the_peer_does_not_read_nothing_more_is_written() -> None:
     assert pipe.frames() == [b"first", b"second", bytes(100 * KIB), b"fourth"]
 
 
-async def test_who_gives_up_waiting_disturbs_nobody() -> None:
-    """Cancelled before its frame's first byte, a sender leaves the connection and those behind it as they were."""
-    writer, pipe = attached()
-    pipe.stuck = True
-    await writer.send([b"first"])
-    impatient = asyncio.create_task(writer.send([b"never"]))
-    patient = asyncio.create_task(writer.send([b"second"]))
-    await asyncio.sleep(0)
-    impatient.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
-    await asyncio.sleep(0)
-    pipe.unstick()
-    await patient
-    assert pipe.frames() == [b"first", b"second"]
-    assert not pipe.is_aborted
-
-
-async def test_cancelled_in_mid_frame_the_connection_is_lost() -> None:
-    """A frame that is cut cannot be mended."""
-    writer, pipe = attached()
-    pipe.stuck = True
-    send = asyncio.create_task(writer.send([bytes(300 * KIB)]))
-    await pipe.written.wait()
-    await asyncio.sleep(0)
-    send.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await send
-    assert pipe.is_aborted
-
-
 @pytest.mark.parametrize("size_bytes", [10, 300 * KIB])
 async def test_a_peer_that_takes_nothing_is_cut_off(size_bytes: int) -> None:
     """Frames of any length have to be taken in time, the last one too."""

@@ -270,15 +270,6 @@ def test_a_pool_without_idle_room() -> None:
     assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
 
 
-def test_poison_shows_a_use_after_the_return() -> None:
-    """A poisoned pool overwrites returned buffers."""
-    pool = BufferPool(max_buffer_bytes=MIB, max_idle_bytes=MIB, poison=0xDD)
-    buffer = pool.take(10)
-    buffer[:10] = b"0123456789"
-    pool.give(buffer)
-    assert bytes(buffer[:10]) == b"\xdd" * 10
-
-
 @given(size=st.integers(1, 64 * MIB), limit=st.integers(1, 64 * MIB))
 def test_a_buffer_is_long_enough_and_not_a_quarter_longer(size: int, limit: int) -> None:
     """Capacity is at least the size, at most 5/4 of it, and never above the longest."""

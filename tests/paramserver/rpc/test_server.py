@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 import pytest
-from fake_service import WAIT_S, FakeService, batch, hello_request, read, serve
+from fake_service import WAIT_S, FakeService, batch, hello_request, serve
 from raw_peer import LIMITS, MIB, call_frame, dial
 
 from headrace.paramserver.rpc import connection
@@ -89,10 +89,8 @@ async def test_without_descriptors_the_server_tries_again(caplog: pytest.LogCapt
 async def test_close_answers_what_is_in_flight() -> None:
     """A drain answers running requests, refuses new ones as unavailable, and accepts nobody."""
     async with serve() as served:
-        served.service.gates["slow"] = gate = asyncio.Event()
         client = await served.connect()
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, gate = await served.slow_read(client)
         closing = asyncio.create_task(served.server.close(drain_s=WAIT_S))
         await asyncio.sleep(0)  # lets it begin
         with pytest.raises(UnavailableError, match="stopping"):
@@ -113,10 +111,8 @@ async def test_close_refuses_those_who_wait_for_room() -> None:
     """A request that waits for room when the drain begins is answered."""
     limits = dataclasses.replace(LIMITS, max_client_requests=1)
     async with serve(limits=limits) as served:
-        served.service.gates["slow"] = gate = asyncio.Event()
         client = await served.connect()
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, gate = await served.slow_read(client)
         waiting = asyncio.create_task(client.set_embeddings(batch(1)))
         other = await served.connect()  # its hello is answered after the other bytes have been read
         closing = asyncio.create_task(served.server.close(drain_s=WAIT_S))
@@ -132,10 +128,8 @@ async def test_close_refuses_those_who_wait_for_room() -> None:
 async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture) -> None:
     """After the drain's deadline the rest is cancelled and every connection closed."""
     async with serve() as served:
-        served.service.gates["slow"] = asyncio.Event()
         client = await served.connect()
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, _ = await served.slow_read(client)
         await asyncio.gather(*(served.server.close(drain_s=0.05) for _ in range(3)))
         with pytest.raises(UnavailableError):
             await slow
@@ -149,10 +143,8 @@ async def test_close_cancels_what_does_not_end(caplog: pytest.LogCaptureFixture)
 async def test_close_before_start_and_cancelled_close() -> None:
     """A server that never started closes, and a cancelled `close` goes on by itself."""
     async with serve() as served:
-        served.service.gates["slow"] = gate = asyncio.Event()
         client = await served.connect()
-        slow = asyncio.create_task(client.get_embeddings(read("slow", b"1")))
-        await served.service.wait_running(1)
+        slow, gate = await served.slow_read(client)
         closing = asyncio.create_task(served.server.close(drain_s=WAIT_S))
         await asyncio.sleep(0)  # lets it begin
         with pytest.raises(UnavailableError, match="stopping"):

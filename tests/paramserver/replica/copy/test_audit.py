@@ -350,16 +350,6 @@ def test_wide_rows_are_held_up_in_smaller_numbers(dim: int, num_rows_held: int) 
     assert spans[0].num_rows() == 262_144
 
 
-def test_a_replica_that_lags_shows_what_the_store_has(server: ServerProcess, training: Training) -> None:
-    """A row that the replica should have and has not, is named as well."""
-    with EmbeddingReplica(server.address) as replica:
-        training.settle(replica)
-        put(replica, "large.weight", 70_000, flipped_bit=None)
-        (audit,) = replica.audit(tables=["large.weight"], timeout_s=WAIT_S).tables
-        assert (audit.differing_buckets, audit.differing_row_ids) == ([1], [70_000])
-        assert audit.num_rows == ROWS - 1
-
-
 def test_an_audit_has_a_deadline(server: ServerProcess, training: Training) -> None:
     """One that cannot end in time says so, and the replica follows on."""
     with EmbeddingReplica(server.address) as replica:

@@ -31,7 +31,7 @@ from headrace.paramserver.replica.copy import builder as builder_module
 from headrace.paramserver.replica.copy import live
 from headrace.paramserver.replica.copy.builder import CopyBuilder, load_live, load_snapshot
 from headrace.paramserver.replica.copy.fetched_snapshots import FetchedSnapshots
-from headrace.paramserver.replica.copy.live import CopyLease
+from headrace.paramserver.replica.copy.live import CopyLease, LiveCopy
 from headrace.paramserver.replica.copy.storage import CopyStorage
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables import disk_stores, identity_map
@@ -103,6 +103,13 @@ class Server:
         await writer.hello()
         return writer
 
+    async def begin(self, spec: TableSpec = VIRTUAL) -> Writer:
+        """Write rows of a first step, and take the snapshot `one` of them."""
+        writer = await self.writer(spec)
+        await writer.write(1, range(100))
+        await self.snapshot("one")
+        return writer
+
     async def snapshot(self, name: str) -> None:
         await create_snapshot(self.address, dial=ADMIN, name=name, timeout_s=WAIT_S)
 
@@ -126,6 +133,41 @@ async def serving(directory: Path) -> AsyncIterator[Server]:
                 await client.close()
 
 
+@asynccontextmanager
+async def built(builder: CopyBuilder) -> AsyncIterator[LiveCopy]:
+    """Build a copy from what the server has, and close it with its tables."""
+    copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
+    yield copy
+    await copy.close()
+    await asyncio.to_thread(copy.table_set.close)
+
+
+class LateVerification:
+    """Stands for `verify_snapshot`: that of one snapshot waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.verified: list[str] = []
+        self.may_go_on = threading.Event()
+        self._has_begun = threading.Event()
+
+    def __call__(self, folder: Path, **_: Any) -> Any:
+        if folder.name == "one":
+            self._has_begun.set()
+            assert self.may_go_on.wait(WAIT_S)
+        self.verified.append(folder.name)
+        return verify_snapshot(folder)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._has_begun.wait, WAIT_S)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateVerification:
+    late = LateVerification()
+    monkeypatch.setattr(builder_module, "verify_snapshot", late)
+    return late
+
+
 async def _looked_up(replica: EmbeddingReplica, fqn: str, rows: range) -> set[float]:
     """Return the set of values in some rows."""
     found = await asyncio.to_thread(replica.lookup, fqn, list(rows))
@@ -138,33 +180,22 @@ def _names(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", [None, "replica"])
 async def test_a_copy_that_loads_for_long_finds_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+    tmp_path: Path, late: LateVerification, name: str | None
 ) -> None:
     """A copy is built once, though its snapshot is removed meanwhile and the log outgrows retention."""
-    loading, may_load, loaded = threading.Event(), threading.Event(), []
-
-    def verify_late(folder: Path, **_: Any) -> Any:
-        loading.set()
-        assert may_load.wait(WAIT_S)
-        loaded.append(folder.name)
-        return verify_snapshot(folder)
-
-    monkeypatch.setattr(builder_module, "verify_snapshot", verify_late)
     async with serving(tmp_path / "data") as server:
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        trainer = await server.begin()
         beginning = asyncio.create_task(asyncio.to_thread(EmbeddingReplica, server.address, name=name))
-        assert await asyncio.to_thread(loading.wait, WAIT_S)
+        await late.begun()
         for step in range(2, 5):
             await trainer.write(step, range(60_000))
         await server.snapshot("two")
         await asyncio.to_thread(server.files.remove, "one")
         await server.trim()
-        may_load.set()
+        late.may_go_on.set()
         replica = await beginning
         try:
-            assert loaded == ["one"]
+            assert late.verified == ["one"]
             await asyncio.to_thread(replica.wait_for, 4, WAIT_S)
             assert await _looked_up(replica, VIRTUAL.fqn, range(0, 60_000, 7)) == {4.0}
         finally:
@@ -187,27 +218,21 @@ async def test_who_waits_for_a_copy_hears_that_it_gets_on(
     monkeypatch.setattr(builder_module, "verify_snapshot", verify)
     monkeypatch.setattr(builder_module, "_LIVE_ROWS", 10_000)
     async with serving(tmp_path / "data") as server:
-        trainer = await server.writer(VIRTUAL if kind == "fetched" else PLAIN)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        await server.begin(VIRTUAL if kind == "fetched" else PLAIN)
         builder = CopyBuilder(server.address, ADMIN, ReplicaConfig())
         builder.on_progress = lambda: told.append(builder.doing)
-        copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
-        # Each part that has been read; files that are fetched, then checked, and rows.
-        if kind == "live":
-            assert len(told) == 6
-        else:
-            num_fetched = told.count("snapshot 'one' is being fetched")
-            assert num_fetched > 1
-            assert checked[0] > 1
-            assert len(told) > num_fetched + checked[0]
-        await copy.close()
-        await asyncio.to_thread(copy.table_set.close)
+        async with built(builder):
+            # Each part that has been read; files that are fetched, then checked, and rows.
+            if kind == "live":
+                assert len(told) == 6
+            else:
+                num_fetched = told.count("snapshot 'one' is being fetched")
+                assert num_fetched > 1
+                assert checked[0] > 1
+                assert len(told) > num_fetched + checked[0]
         heard: list[int] = []
-        begin = functools.partial(EmbeddingReplica, server.address, on_progress=lambda: heard.append(1))
-        replica = await asyncio.to_thread(begin)
-        await asyncio.to_thread(replica.close)
-        assert len(heard) >= len(told)
+        async with replica_of(server.address, on_progress=lambda: heard.append(1)):
+            assert len(heard) >= len(told)
 
 
 async def test_each_file_that_is_linked_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,15 +246,11 @@ async def test_each_file_that_is_linked_is_progress(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(disk_stores, "link_or_copy", link)
     config = ReplicaConfig(storage={"*": DiskStorage(memory_bytes=8 * MIB)}, disk_dir=tmp_path / "disk")
     async with serving(tmp_path / "data") as server:
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        await server.begin()
         builder = CopyBuilder(server.address, ADMIN, config)
         builder.on_progress = lambda: told.append(1)
-        copy = await builder.build(None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None)
-        assert len(at_files) > NUM_SHARDS and len(set(at_files)) == len(at_files)
-        await copy.close()
-        await asyncio.to_thread(copy.table_set.close)
+        async with built(builder):
+            assert len(at_files) > NUM_SHARDS and len(set(at_files)) == len(at_files)
         builder.close()
 
 
@@ -250,9 +271,7 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
 
         original = builder_module.fetch_snapshot
         monkeypatch.setattr(builder_module, "fetch_snapshot", fetch)
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        await server.begin()
         async with replica_of(server.address, snapshot_dir=tmp_path / "kept") as replica:
             assert fetched == ["one", "two"] and _names(tmp_path / "kept") == ["two"]
             assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
@@ -295,9 +314,7 @@ async def test_replicas_share_a_directory_of_snapshots(tmp_path: Path, monkeypat
             return await original(link, name, path, offset)
 
         monkeypatch.setattr(remote, "_piece", piece)
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        trainer = await server.begin()
         begin = functools.partial(asyncio.to_thread, EmbeddingReplica, server.address, snapshot_dir=kept)
         replicas = await asyncio.gather(begin(), begin())
         try:
@@ -316,35 +333,23 @@ async def test_replicas_share_a_directory_of_snapshots(tmp_path: Path, monkeypat
                 await asyncio.to_thread(replica.close)
 
 
-async def test_a_snapshot_that_a_copy_loads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_snapshot_that_a_copy_loads_is_not_removed(tmp_path: Path, late: LateVerification) -> None:
     """A replica that switches to a newer snapshot leaves one that another replica loads."""
-    kept, loading, may_load = tmp_path / "kept", threading.Event(), threading.Event()
-
-    def verify_late(folder: Path, **_: Any) -> Any:
-        if folder.name == "one":
-            loading.set()
-            assert may_load.wait(WAIT_S)
-        return verify_snapshot(folder)
-
-    monkeypatch.setattr(builder_module, "verify_snapshot", verify_late)
+    kept = tmp_path / "kept"
     async with serving(tmp_path / "data") as server:
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
-        begin = functools.partial(asyncio.to_thread, EmbeddingReplica, server.address, snapshot_dir=kept)
-        slow = asyncio.create_task(begin())
-        assert await asyncio.to_thread(loading.wait, WAIT_S)
+        await server.begin()
+        slow = asyncio.create_task(asyncio.to_thread(EmbeddingReplica, server.address, snapshot_dir=kept))
+        await late.begun()
         await server.snapshot("two")
-        quick = await begin()
-        assert _names(kept) == ["one", "two"]
-        may_load.set()
-        replica = await slow
-        try:
-            assert _names(kept) == ["one"]  # the last that changed over keeps its own
-            assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
-        finally:
-            await asyncio.to_thread(replica.close)
-            await asyncio.to_thread(quick.close)
+        async with replica_of(server.address, snapshot_dir=kept):
+            assert _names(kept) == ["one", "two"]
+            late.may_go_on.set()
+            replica = await slow
+            try:
+                assert _names(kept) == ["one"]  # the last that changed over keeps its own
+                assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+            finally:
+                await asyncio.to_thread(replica.close)
 
 
 def test_what_a_late_replica_waits_for_is_told(tmp_path: Path) -> None:
@@ -370,9 +375,7 @@ async def test_another_s_fetch_is_told_as_a_fetch(tmp_path: Path, monkeypatch: p
     """A replica that waits for another replica's fetch says so."""
     monkeypatch.setattr(builder_module, "FetchedSnapshots", ShortlyAlone)
     async with serving(tmp_path / "data") as server:
-        trainer = await server.writer(VIRTUAL)
-        await trainer.write(1, range(100))
-        await server.snapshot("one")
+        await server.begin()
         async with FetchedSnapshots(tmp_path / "kept").alone(lambda: None):
             with pytest.raises(UnavailableError, match="snapshot 'one' is being fetched"):
                 await asyncio.to_thread(EmbeddingReplica, server.address, snapshot_dir=tmp_path / "kept")
@@ -428,9 +431,8 @@ async def test_a_copy_that_is_given_up_twice_leaves_no_storage(monkeypatch: pyte
     monkeypatch.setattr(EmbeddingReader, "connect", connect)
     monkeypatch.setattr(CopyStorage, "close", lambda storage: closed.append(storage))
     with pytest.raises(asyncio.CancelledError):
-        await CopyBuilder("127.0.0.1:1", ADMIN, ReplicaConfig()).build(
-            None, held_bytes=0, on_change=lambda: None, on_lost=lambda *_: None
-        )
+        async with built(CopyBuilder("127.0.0.1:1", ADMIN, ReplicaConfig())):
+            pytest.fail("there is no server")
     assert len(closed) == 1
 
 
@@ -545,9 +547,8 @@ def test_small_tables_are_read_together() -> None:
     assert found == {spec.fqn: list(range(spec.num_rows)) for spec in specs}
 
 
-def test_wide_rows_are_read_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_rows_are_read_few_at_once() -> None:
     """A request has a few megabytes, whatever a row takes, so that it crosses a slow link soon."""
-    monkeypatch.setattr(builder_module, "_LIVE_ROWS", 65_536)
     sizes = {64: 40_000, 1 << 15: 70, 65_535: 3}
     specs = [dataclasses.replace(SPEC, fqn=str(dim), dim=dim, num_rows=num_rows) for dim, num_rows in sizes.items()]
     parts = [[(spec.dim, ids.size) for spec, ids in part] for part in builder_module._live_parts(specs)]
@@ -556,9 +557,8 @@ def test_wide_rows_are_read_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(sum(4 * dim * num_rows for dim, num_rows in part) <= 4 << 20 for part in parts)
 
 
-def test_no_more_tables_are_read_together_than_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_tables_are_read_together_than_come_in_time() -> None:
     """The number of tables per request is limited too."""
-    monkeypatch.setattr(builder_module, "_LIVE_ROWS", 65_536)
     specs = [dataclasses.replace(SPEC, fqn=f"t{number}", num_rows=1) for number in range(600)]
     assert [len(part) for part in builder_module._live_parts(specs)] == [256, 256, 88]
 
@@ -605,7 +605,7 @@ def test_identities_are_loaded_some_at_a_time(tmp_path: Path, monkeypatch: pytes
         folder,
         verify_snapshot(folder),
         is_by_step=False,
-        make_table=lambda spec: MemoryTable(spec),
+        make_table=MemoryTable,
         check_wanted=lambda: num_checked.append(1),
     )
     assert len(num_checked) == 1 + 4  # the rows, and ten identities at a time
@@ -619,9 +619,7 @@ def test_a_part_of_another_place_in_the_log_is_not_followed_from(tmp_path: Path)
     manifest = verify_snapshot(folder)
 
     def load(manifest: SnapshotManifest) -> TableSet:
-        return load_snapshot(
-            folder, manifest, is_by_step=False, make_table=lambda spec: MemoryTable(spec), check_wanted=lambda: None
-        )
+        return load_snapshot(folder, manifest, is_by_step=False, make_table=MemoryTable, check_wanted=lambda: None)
 
     assert [tail.seq for tail in load(manifest).tails] == [part.seq for part in manifest.parts]
     for off in (-1, 1):

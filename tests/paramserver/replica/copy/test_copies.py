@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from fake_copies import SPEC, WAIT_S, Begun, FakeBuilder, FakeCopy, made, switch, until
+from fake_copies import SPEC, WAIT_S, Begun, FakeBuilder, FakeCopy, made, switch, turns, until
 
 from headrace.paramserver.replica.copy import copies as copies_module
 from headrace.paramserver.replica.copy.copies import Copies
@@ -109,8 +109,7 @@ async def _told(copy: FakeCopy, builder: FakeBuilder, seq: int, visible: Any) ->
     original = builder.on_progress
     builder.on_progress = lambda: told.append(1)
     copy.move(seq, visible)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     builder.on_progress = original
     return len(told)
 
@@ -269,8 +268,7 @@ async def test_one_copy_is_begun_at_a_time() -> None:
     first, second = FakeCopy(seq=1, target_seq=2), FakeCopy()
     copies, builder = made(first, second)
     switching = [asyncio.create_task(switch(copies)) for _ in range(2)]
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert builder.given == [first]
     first.move(2, (1, 1))
     await asyncio.gather(*switching)
@@ -324,8 +322,7 @@ async def test_what_the_old_copy_shows_meanwhile_is_waited_for(begun: Begun) -> 
     second = builder.given[1]
     first.move(110, (5, 110))
     second.move(100, (5, 100))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns()
     assert copies.current is first.table_set
     second.move(110, (5, 110))
     await switching
@@ -345,8 +342,7 @@ async def test_a_server_that_goes_on_is_waited_for(begun: Begun) -> None:
     second.tail.visible_seq = 99  # a row that the first one shows may be in the last record
     second.table_set.visible = (5, 100)
     second._changed.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert copies.current is first.table_set
     second.move(100, (5, 100))
     await until(lambda: copies.current is second.table_set)

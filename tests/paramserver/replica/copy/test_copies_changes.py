@@ -30,8 +30,6 @@ def test_snapshots_are_switched_under_lookups(
     server: ServerProcess, training: Training, tmp_path: Path, storage: Any
 ) -> None:
     """Switching to another snapshot and back fails no lookup, and the rows are equal."""
-    training.step()
-    training.flush()
     first = make_snapshot(server)
     training.step()
     training.flush()
@@ -81,8 +79,6 @@ def test_snapshots_are_switched_under_lookups(
 
 def test_directories_may_be_strings(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """Directories may be given as strings."""
-    training.step()
-    training.flush()
     snapshot, kept = str(make_snapshot(server)), str(tmp_path / "kept")
     settings: dict[str, Any] = {
         "storage": {"*": DiskStorage()},
@@ -97,8 +93,6 @@ def test_directories_may_be_strings(server: ServerProcess, training: Training, t
 
 def test_a_bad_snapshot_changes_nothing(server: ServerProcess, training: Training, tmp_path: Path) -> None:
     """A damaged, missing or too large snapshot is refused, and lookups go on."""
-    training.step()
-    training.flush()
     folder = make_snapshot(server)
     with EmbeddingReplica(server.address) as replica:
         with pytest.raises(ConfigError, match="no snapshot"):
@@ -187,8 +181,6 @@ def test_a_copy_whose_disk_failed_is_replaced(
     server: ServerProcess, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a torn write lookups fail until another copy has caught up, and show no partial step."""
-    training.step()
-    training.flush()
     storage = {"right.*": DiskStorage()}
     (tmp_path / "disk" / "copy-000009").mkdir(parents=True)  # of a replica that was killed
     with EmbeddingReplica(server.address, consistency="step", storage=storage, disk_dir=tmp_path / "disk") as replica:
@@ -240,8 +232,6 @@ def test_a_server_that_goes_while_a_copy_is_begun(
 
 def test_a_lookup_that_ends_in_an_old_copy_is_made_again(server: ServerProcess, training: Training) -> None:
     """A lookup that ends in a replaced copy is repeated, or the next one could see older rows."""
-    training.step()
-    training.flush()
     looked_at: list[ReplicaTable] = []
     with EmbeddingReplica(server.address) as replica:
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from fake_copies import turns, until
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading import follower
@@ -49,6 +50,14 @@ class Silent:
 
     async def close(self) -> None:
         pass
+
+
+def keep_waiting(copy: LiveCopy) -> None:
+    """Fill a copy's memory with a record that is not shown, so that no more is fetched."""
+    tail = copy.table_set.tails[0]
+    tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
+    tail.seq, tail.pending_bytes = 1, 100
+    copy.table_set.limits = [0]
 
 
 _opened: list[LiveCopy] = []
@@ -174,8 +183,7 @@ async def test_what_is_written_to_disk_in_a_thread_is_written_to_its_end(monkeyp
     copy._tasks.append(cast("Any", taking))
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     closing = asyncio.create_task(copy.close())
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert not closing.done() and copy._taking.locked()
     may_end.set()
     await closing
@@ -193,8 +201,7 @@ async def test_a_copy_is_held_by_one_at_a_time() -> None:
 
     async with copy.paused():
         pausing = asyncio.create_task(pause())
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns()
         assert not is_held.is_set()
     await asyncio.wait_for(pausing, WAIT_S)
     assert is_held.is_set() and copy.table_set.limits is None
@@ -265,10 +272,7 @@ async def test_a_copy_that_waits_for_others_keeps_its_log() -> None:
     """A shard that is not fetched from keeps its lease, from its present position."""
     server = Silent()
     copy, _ = live_copy("step", server=server, name="replica", lease_s=0.003, max_pending_bytes=1)
-    tail = copy.table_set.tails[0]
-    tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
-    tail.seq, tail.pending_bytes = 1, 100
-    copy.table_set.limits = [0]
+    keep_waiting(copy)
     async with asyncio.timeout(WAIT_S):
         request = await server.asked.get()  # it answers the first one never: that is enough
         assert (request.max_bytes, request.wait_ms, request.follower) == (1, 0, "replica")
@@ -293,14 +297,11 @@ async def test_a_shown_copy_without_a_name_may_wait_for_others_for_long() -> Non
     """A shown copy without a name has no lease to renew."""
     server = Answering()
     copy, lost = live_copy("step", server=server, lease_s=0.003, max_pending_bytes=1)
-    tail = copy.table_set.tails[0]
     async with asyncio.timeout(WAIT_S):
         await copy.show_when(lambda: True)
         while (await server.asked.get()).follower is not None:
             server.turns.release()
-        tail.pending.append(Change(1, 1, 1, 0, (), False, None, 100))
-        tail.seq, tail.pending_bytes = 1, 100
-        copy.table_set.limits = [0]
+        keep_waiting(copy)
         server.turns.release()
         ended, _ = await asyncio.wait(copy._tasks, timeout=0.05)  # longer than a lease would last
     assert not ended and not lost
@@ -311,8 +312,7 @@ async def test_a_copy_that_is_lost_at_the_last_moment_is_not_shown() -> None:
     copy, _ = live_copy()
     async with copy._taking:
         showing = asyncio.create_task(copy.show_when(lambda: True))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns()
         copy._end(GoneError("its place is gone"))
     with pytest.raises(GoneError):
         await showing
@@ -325,11 +325,9 @@ async def test_a_copy_is_shown_when_nobody_is_changing_it() -> None:
     is_so = True
     async with copy._taking:
         showing = asyncio.create_task(copy.show_when(lambda: is_so))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns()
         is_so = False
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns()
     assert not showing.done() and not copy.table_set.is_shown
     is_so = True
     copy._changed.set()
@@ -343,8 +341,7 @@ async def test_a_copy_is_shown_when_nobody_is_changing_the_one_before() -> None:
     (old, _), (new, _) = live_copy(), live_copy()
     async with old._taking:
         showing = asyncio.create_task(new.show_when(lambda: True, beside=[old]))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns()
         assert not showing.done() and not new.table_set.is_shown
     async with asyncio.timeout(WAIT_S):
         await showing
@@ -362,32 +359,11 @@ async def test_who_waits_for_a_copy_that_is_closed_is_told() -> None:
             await copy.show_up_to([5])
 
     auditing = asyncio.create_task(audit())
-    while copy.table_set.limits != (5,):  # noqa: ASYNC110 (what is waited for belongs to the code under test)
-        await asyncio.sleep(0)
+    await until(lambda: copy.table_set.limits == (5,))
     await copy.close()
     with pytest.raises(UnavailableError, match="not followed any more"):
         await asyncio.wait_for(auditing, WAIT_S)
     assert not lost and copy.table_set.limits is None
-
-
-async def test_a_shard_that_greets_and_gives_no_answer_is_told() -> None:
-    """A shard that accepts connections and hangs is reported once a fetch takes too long."""
-    server = Silent()
-    copy, lost = live_copy(server=server)
-    async with asyncio.timeout(WAIT_S):
-        await server.asked.get()
-    assert copy.silence is None
-    await copy.close()
-    assert copy.silence is None  # it is not asked any more
-    copy, lost = live_copy(server=server, fetch_wait_s=0.01, timeout_s=0.01)
-    async with asyncio.timeout(WAIT_S):
-        while copy.silence is None:  # noqa: ASYNC110 (it becomes so by the clock)
-            await asyncio.sleep(0.001)
-    assert copy.silence.startswith("nowhere has not answered for ") and not lost
-    server.links[0].failure = OverloadedError("too many requests")
-    assert copy.silence.endswith("s: too many requests")
-    server.links[0].moved_s = math.inf
-    assert copy.silence is None  # a long answer is on its way, however slowly
 
 
 async def test_a_shard_is_silent_when_a_fetch_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +372,7 @@ async def test_a_shard_is_silent_when_a_fetch_takes_too_long(monkeypatch: pytest
     monkeypatch.setattr(follower, "time", clock)
     server, now_s = Silent(), 1000.0
     server.links.append(SimpleNamespace(**vars(server.links[0]) | {"address": "elsewhere"}))
-    copy, _ = live_copy(server=server, num_shards=2, fetch_wait_s=40.0, timeout_s=20.0)
+    copy, lost = live_copy(server=server, num_shards=2, fetch_wait_s=40.0, timeout_s=20.0)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
             await server.asked.get()
@@ -406,6 +382,10 @@ async def test_a_shard_is_silent_when_a_fetch_takes_too_long(monkeypatch: pytest
     assert copy.silence == "nowhere has not answered for 61 s"
     server.links[0].moved_s = 1002.0
     assert copy.silence == "elsewhere has not answered for 61 s"
+    server.links[1].failure = OverloadedError("too many requests")
+    assert copy.silence == "elsewhere has not answered for 61 s: too many requests"
+    server.links[1].moved_s = math.inf
+    assert copy.silence is None and not lost  # a long answer is on its way, however slowly
     await copy.close()
     assert copy.silence is None  # it is not asked any more
 
@@ -447,9 +427,7 @@ async def test_the_next_records_are_on_their_way_while_these_are_taken(monkeypat
     server = Ahead(None)
     copy, lost = live_copy(server=server)
     taken = _takes(copy, server, monkeypatch)
-    async with asyncio.timeout(WAIT_S):
-        while not taken:  # noqa: ASYNC110 (what is waited for belongs to the code under test)
-            await asyncio.sleep(0)
+    await until(lambda: bool(taken))
     assert taken == [([1], 2, [1, 2])]
     await copy.close()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == [] == lost

@@ -109,6 +109,15 @@ class Copy:
         return self.table_set.tables["t"].gather(np.array(rows))[0].flatten().tolist()
 
 
+def begun(num_shards: int = 1, *, is_by_step: bool = True) -> tuple[Copy, list[Shard]]:
+    """Return a copy that shows step 1 of its shards."""
+    copy, shards = Copy(num_shards, is_by_step=is_by_step), [Shard() for _ in range(num_shards)]
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    return copy, shards
+
+
 def test_a_step_waits_for_all_shards() -> None:
     """Rows of a step change at once, when all shards have ended it."""
     copy, shards = Copy(2), [Shard(), Shard()]
@@ -155,10 +164,7 @@ def test_a_newer_run_is_waited_for() -> None:
 
 def test_what_is_brought_in_is_shown_at_the_step_that_is_visible() -> None:
     """Backfilled rows are visible at once, even while a shard is within the next step."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for number, shard in enumerate(shards):
-        shard.write(1, 1.0)
-        copy.take(number, shard.take())
+    copy, shards = begun(2)
     shards[0].backfill(7, 7.0)
     assert copy.take(0, shards[0].take()) and copy.values(0, 7) == [1.0, 7.0]
     shards[1].write(2, 2.0, ends=False)
@@ -171,10 +177,7 @@ def test_what_is_brought_in_is_shown_at_the_step_that_is_visible() -> None:
 
 def test_a_step_that_is_ended_again_is_seen_whole_again() -> None:
     """A second flush of a step becomes visible once all shards have it, not with a later step."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for number, shard in enumerate(shards):
-        shard.write(1, 1.0)
-        copy.take(number, shard.take())
+    copy, shards = begun(2)
     for shard in shards:
         shard.write(1, 1.5, clock_us=5)
     assert not copy.take(0, shards[0].take()) and copy.values(0) == [1.0]
@@ -218,9 +221,7 @@ def take_all(copy: Copy, shard: int, updates: list[Update]) -> int:
 
 def test_a_copy_that_is_shown_does_not_grow_with_a_step() -> None:
     """A shown copy within an endless step ends with an error, and lookups see the last step."""
-    copy, shard = Copy(1), Shard()
-    shard.write(1, 1.0)
-    take_all(copy, 0, shard.take())
+    copy, (shard,) = begun()
     copy.table_set.is_shown = True
     shard.write(2, 2.0, ends=False)  # and there the trainer dies
     for row in range(100):
@@ -251,10 +252,7 @@ def test_a_shard_that_is_ahead_keeps_the_steps_that_others_come_to(is_shown: boo
 
 def test_a_copy_that_nobody_sees_applies_what_it_cannot_keep() -> None:
     """A hidden copy bounds its memory during a step, and shows the next step that ends."""
-    copy, shards = Copy(2), [Shard(), Shard()]
-    for number, shard in enumerate(shards):
-        shard.write(1, 1.0)
-        assert take_all(copy, number, shard.take()) < MAX_BYTES
+    copy, shards = begun(2)
     assert copy.table_set.visible == (1, 1)
     for value in range(200):
         shards[0].write(2, float(value), ends=False)
@@ -325,9 +323,7 @@ def test_a_copy_that_begins_at_a_step_shows_it() -> None:
 
 def test_a_failure_amid_a_step_is_known_before_the_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers learn of a partly applied step before they see it."""
-    copy, shard = Copy(1), Shard()
-    shard.write(1, 1.0)
-    copy.take(0, shard.take())
+    copy, (shard,) = begun()
 
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no room for a larger table")
@@ -358,9 +354,7 @@ def test_latest_shows_everything_at_once() -> None:
 
 def test_what_is_held_counts_for_no_step() -> None:
     """During a pause `visible` stays at what lookups see."""
-    copy, shard = Copy(1, is_by_step=False), Shard()
-    shard.write(1, 1.0)
-    copy.take(0, shard.take())
+    copy, (shard,) = begun(is_by_step=False)
     copy.table_set.limits = [copy.table_set.tails[0].visible_seq]
     shard.write(2, 2.0)
     assert not copy.take(0, shard.take())
@@ -392,9 +386,7 @@ def test_freshness_is_measured_and_an_idle_shard_is_not_stale() -> None:
 
 def test_a_record_without_rows_leaves_nobody_behind() -> None:
     """A hello that waits for the first step is no lag; pending or unfetched rows are."""
-    copy, shard = Copy(1), Shard()
-    shard.write(1, 1.0)
-    copy.take(0, shard.take())
+    copy, (shard,) = begun()
     shard.hello(0, epoch=2)
     copy.take(0, shard.take())
     (found,) = copy.table_set.freshness()
