@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.families import server_families
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
+from headrace.paramserver.replica.endpoint.health import SelfAudit
 from headrace.paramserver.replica.endpoint.metrics import AuditCollector, ReplicaCollector
-from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
 from headrace.streamer.stats import StreamerCollector, StreamerStats
 
 ROOT = Path(__file__).resolve().parent.parent

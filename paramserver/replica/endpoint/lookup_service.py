@@ -23,8 +23,7 @@ from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE
 from headrace.paramserver.replica.copy.shard_tail import Freshness
-from headrace.paramserver.replica.endpoint.readiness import Readiness
-from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
+from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
 from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name

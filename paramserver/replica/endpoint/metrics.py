@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.copy.shard_tail import Freshness
-from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
+from headrace.paramserver.replica.endpoint.health import SelfAudit
 
 __all__ = ["AuditCollector", "ReplicaCollector", "replica_metrics"]
 

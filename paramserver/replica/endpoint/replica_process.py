@@ -24,11 +24,10 @@ import torch
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.endpoint.lookup_service import ReplicaService
 from headrace.paramserver.replica.endpoint.metrics import replica_metrics
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
-from headrace.paramserver.replica.endpoint.readiness import Readiness
-from headrace.paramserver.replica.endpoint.self_audit import SelfAudit
 from headrace.paramserver.rpc.address import bind_listener, format_address
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import Protection, load_token
