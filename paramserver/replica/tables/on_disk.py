@@ -18,7 +18,7 @@ import torch
 from headrace.paramserver.replica.tables.base import Bools, Found, Ids, Pooling, default_row
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.hot_rows import HotRows, HotRowStats, capacity_for
-from headrace.paramserver.replica.tables.slot_rows import pool_rows
+from headrace.paramserver.replica.tables.slot_rows import opaque_rows, pool_rows
 from headrace.paramserver.store.coalescing import SortedRun, coalesce
 from headrace.paramserver.store.deltas import Batch, Part, RowDelta
 from headrace.paramserver.store.memtable import ShardSource
@@ -107,7 +107,7 @@ class DiskTable:
 
     def _gather(self, ids: Ids, *, is_use: bool) -> Found:
         found = torch.empty(ids.size, self.spec.dim, dtype=self._default.dtype)
-        rows = self._opaque(found)
+        rows = opaque_rows(found)
         with self._stores.in_use():
             is_here, is_present = self._hot.gather(ids, rows, is_use=is_use)
             if not is_here.all():
@@ -312,14 +312,9 @@ class DiskTable:
         with self._counting:
             self._num_prefetching -= number
 
-    def _opaque(self, rows: torch.Tensor) -> _Array:
-        """Return `[n]` opaque rows over the memory of `[n, dim]`."""
-        view: _Array = rows.view(torch.uint8).numpy().view(f"V{self._row_bytes}")[:, 0]
-        return view
-
     @property
     def _default_row(self) -> Any:
-        return self._opaque(self._default[None])[0]
+        return opaque_rows(self._default[None])[0]
 
 
 def _part_of(run: SortedRun, at: Ids) -> SortedRun:

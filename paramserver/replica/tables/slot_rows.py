@@ -30,6 +30,7 @@ __all__ = [
     "Precision",
     "check_precision",
     "make_slot_rows",
+    "opaque_rows",
     "pool_rows",
     "precision_of",
     "stored_row_bytes",
@@ -132,7 +133,7 @@ class _PlainRows:
 
     def put(self, slots: Ids, shard: ColumnShard, values: _Opaque) -> None:
         if self._precision is not None:
-            values = _opaque(quantize_rows(_as_rows(values, self._dtype), self._precision))
+            values = opaque_rows(quantize_rows(_as_rows(values, self._dtype), self._precision))
         # As opaque bytes: one memcpy a row for any dtype, also from buffers that torch does not accept.
         self._columns(self._weights, shard)[slots] = values
 
@@ -192,11 +193,11 @@ class _PackedRows:
         for part, packed in self._parts_of(shard):
             first = part.offset - shard.offset
             codes = quantize_rows(rows[:, first : first + part.width], self._precision)
-            _opaque(packed)[slots] = _opaque(codes)
+            opaque_rows(packed)[slots] = opaque_rows(codes)
 
     def clear(self, slots: Ids, shard: ColumnShard) -> None:
         for part, packed in self._parts_of(shard):
-            _opaque(packed)[slots] = _opaque(self._default_of(part))[0]
+            opaque_rows(packed)[slots] = opaque_rows(self._default_of(part))[0]
 
     def grow(self, num_slots: int) -> None:
         parts = []
@@ -242,7 +243,7 @@ def _as_rows(values: _Opaque, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(values.view(np.uint8).reshape(values.size, -1).copy()).view(dtype)
 
 
-def _opaque(rows: torch.Tensor) -> _Opaque:
+def opaque_rows(rows: torch.Tensor) -> _Opaque:
     """Return `[n]` opaque rows over the memory of a contiguous `[n, width]`."""
     view: _Opaque = rows.view(torch.uint8).numpy().view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
     return view
