@@ -176,15 +176,6 @@ async def test_what_moves_on_is_what_the_peer_has_taken() -> None:
     assert writer.moved_s == clock.time()
 
 
-async def test_flush_hands_over_what_waits() -> None:
-    """Whoever closes the connection in peace loses no answer."""
-    writer, pipe = attached()
-    await writer.send([b"a"])
-    await writer.send([b"b"])
-    writer.flush()
-    assert pipe.frames() == [b"a", b"b"]
-
-
 async def test_a_lost_connection_is_told() -> None:
     """After `detach` a sender that waits and one that comes are told so."""
     writer, pipe = attached()

@@ -8,18 +8,12 @@ from collections.abc import Iterator
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from loop_clock import Clock
 
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.schemas.errors import HeadraceError, UnauthorizedError, UnavailableError
 
 PEER = "10.0.0.7:7601"
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +30,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def log(clock: Clock) -> OutageLog:
-    return OutageLog(clock_s=clock)
+    return OutageLog(clock_s=clock.time)
 
 
 def fail(log: OutageLog, clock: Clock, *, takes_s: float = 0.0, peer: str = PEER, why: str = "refused") -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loop_clock import Clock
 from replica_answers import IDS, told, write
 from replica_endpoint import replica_endpoint
 from rich.console import Console
@@ -28,9 +29,7 @@ from headrace.schemas.idl import idl
 from headrace.scripts.commands.status import _describe_audit
 
 
-def shard(
-    visible_seq: int, last_seq: int, *, number: int = 0, is_behind: bool | None = None, steps: int = 0
-) -> Freshness:
+def shard(visible_seq: int, last_seq: int, *, number: int = 0, steps: int = 0) -> Freshness:
     return Freshness(
         shard=number,
         visible_seq=visible_seq,
@@ -63,27 +62,20 @@ class FakeReplica:
         return self.shards
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
 def readiness(clock: Clock, replica: Any, max_lag_s: float = 5.0) -> Readiness:
-    made = Readiness(max_lag_s=max_lag_s, clock=clock)
+    made = Readiness(max_lag_s=max_lag_s, clock=clock.time)
     made.replica = replica
     return made
 
 
 def test_not_ready_before_it_has_begun(clock: Clock) -> None:
     """Without a replica it is not ready, and says what happens."""
-    state = Readiness(max_lag_s=5.0, clock=clock)
+    state = Readiness(max_lag_s=5.0, clock=clock.time)
     state.starting = "starting: it copies"
     assert (state.look().is_ready, state.look().failure) == (False, "starting: it copies")
 
@@ -158,7 +150,7 @@ def test_a_server_that_is_away_takes_no_readiness_and_is_told(clock: Clock) -> N
 
 def test_what_keeps_it_from_beginning_is_told(clock: Clock) -> None:
     """Before there is a replica, the unreachable server is named, until the process stops."""
-    state = Readiness(max_lag_s=5.0, clock=clock)
+    state = Readiness(max_lag_s=5.0, clock=clock.time)
     state.starting = "starting: it copies"
     state.reach_log.failed("h:1", UnavailableError("refused"), began_s=clock.now_s)
     clock.now_s += 3.0
