@@ -15,7 +15,6 @@ page faults, so the second trainer's time does not count.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import itertools
@@ -25,7 +24,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,7 +42,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches.child import Child, Worker
 from headrace.scripts.benches.harness import FolderOption, OnStage, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.workload import zipf_ranks
@@ -96,10 +94,7 @@ class OverheadConfig:
     num_rounds: RoundsOption = 4
     num_steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps of a block.")] = 60
     num_warm_steps: int = 4  # before them: a streamer's first flush, and caches after a switch
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A streamer setting; may be repeated.", show_default=False),
-    ] = None
+    settings: dict[str, Any] = field(default_factory=dict)  # of the streamer
     folder: FolderOption = None
 
 
@@ -109,32 +104,32 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
     The trainer, a DLRM of 26 tables in FBGEMM's table-batched module with fused rowwise Adagrad, has one processor and
     the server another. The exit code is 1 if a figure misses its bound.
     """
-    settings = _parse_settings(config.settings or [])
-    staging_bytes = StreamerConfig.load(**settings).staging_bytes
+    staging_bytes = StreamerConfig.load(**config.settings).staging_bytes
     timed: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     memory: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     usable = sorted(os.sched_getaffinity(0))  # the trainer gets the first, the server the last
     with bench_folder(config.folder) as folder:
         with _on_processor(usable[-1]):
             server = ServerProcess.start(folder / "data", shards=1)
-        pids = [server.pid, *server.shard_pids]
-        with server, _continued_at_end(pids):
 
-            def train(trainer: Child, kind: str) -> _Block:
-                return trainer.ask(
-                    address=None if kind == "off" else server.address,
-                    num_warm_steps=config.num_warm_steps,
-                    num_steps=config.num_steps,
-                    stopped_pids=pids if kind == "outage" else [],
-                    settings=settings,
-                )
+        def start_trainer(environ: dict[str, str]) -> Child:
+            with _on_processor(usable[0]):
+                return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(config.model))
 
-            with _start_trainer(usable[0], config.model) as trainer:
+        def train(trainer: Child, kind: str) -> _Block:
+            address = None if kind == "off" else server.address
+            trainer.ask(address=address, num_warm_steps=config.num_warm_steps, settings=config.settings)
+            with _stopped([server.pid, *server.shard_pids] if kind == "outage" else []):
+                block = trainer.ask(num_steps=config.num_steps)
+            return block | trainer.ask()
+
+        with server:
+            with start_trainer({}) as trainer:
                 for number in range(config.num_rounds):
                     for kind in ("off", "on", "off", "outage"):
                         on_stage(f"round {number + 1}: streaming {kind}")
                         timed[kind].append(train(trainer, kind))
-            with _start_trainer(usable[0], config.model, _RETURNS_MEMORY) as trainer:
+            with start_trainer(_RETURNS_MEMORY) as trainer:
                 # Before the first streamer, so that nothing a streamer leaves behind counts as the trainer's own.
                 on_stage("memory: streaming off")
                 memory["off"].append(train(trainer, "off"))
@@ -187,25 +182,6 @@ def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]]
 overhead = bench_command("overhead", OverheadConfig, measure, has_bounds=True)
 
 
-def _parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Return `NAME=VALUE` pairs as settings, each value with the type of its field."""
-    types = {field.name: field.type for field in dataclasses.fields(StreamerConfig)}
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        kind = types.get(name)
-        try:
-            settings[name] = int(value) if kind == "int" else float(value) if kind == "float" else value
-        except ValueError as exc:
-            raise ConfigError(f"--set {pair}: {value!r} is not a number") from exc
-    return settings
-
-
-def _start_trainer(processor: int, model: ModelConfig, environ: dict[str, str] | None = None) -> Child:
-    with _on_processor(processor):
-        return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(model))
-
-
 @contextmanager
 def _on_processor(processor: int) -> Iterator[None]:
     """Keep this thread, and processes that it starts meanwhile, on one processor."""
@@ -218,12 +194,14 @@ def _on_processor(processor: int) -> Iterator[None]:
 
 
 @contextmanager
-def _continued_at_end(pids: list[int]) -> Iterator[None]:
-    """Let processes run again at the end: a trainer that was killed left the server stopped, so it could not end."""
+def _stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Keep processes from running. They run again also after an error: stopped ones could not end."""
     try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         yield
     finally:
-        for pid in pids:
+        for pid in reversed(pids):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -231,19 +209,59 @@ def _continued_at_end(pids: list[int]) -> Iterator[None]:
 def _train(**model: Any) -> Worker:
     """Train block after block; the first order is a `ModelConfig`.
 
-    An answer has `step_s` and `ours_s`, the clock's time of each step and the part of it that the training thread spent
-    in Headrace; over all steps, `ours_cpu_s`, its processor time, and `thread_cpu_s` and `cpu_s`, that of the training
-    thread and of all threads; `memory_bytes`, the largest resident memory after a step; `num_rows_sent`, acked by the
-    end of the block; and `num_dirty_rows`, not sent yet after the last step.
+    A block takes three orders. The first one warms up: `num_warm_steps`, with a streamer with `settings` if there is an
+    `address`. The second one measures `num_steps`. Its answer has `step_s` and `ours_s`, the clock's time of each step
+    and the part of it that the training thread spent in Headrace; over all steps, `ours_cpu_s`, its processor time, and
+    `thread_cpu_s` and `cpu_s`, that of the training thread and of all threads; `memory_bytes`, the largest resident
+    memory after a step; and `num_dirty_rows`, not sent yet after the last step. The third one flushes, and its answer
+    has `num_rows_sent`, acked by then.
     """
     # Each block is a run of its own on the store that the first one filled, and the streamer would warn every time.
     logging.getLogger(RawEmbeddingStreamer.__module__).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    trainer = _Trainer(ModelConfig(**model))
+    trainer, clock = _Trainer(ModelConfig(**model)), _Clock()
     answer: dict[str, Any] = {}
     while True:
         order = yield answer
-        answer = trainer.train(**order)
+        gc.collect()
+        with ExitStack() as stack:
+            streamer = None
+            if order["address"] is not None:
+                streamer = RawEmbeddingStreamer(order["address"], run="bench", **order["settings"])
+                stack.callback(streamer.close, flush=False)
+                streamer.attach(trainer.model, trainer.optimizer)
+            trainer.train(order["num_warm_steps"])
+            if streamer is not None:
+                # The first flushes touch new memory, which happens once in a training run.
+                for _ in range(_MAX_WARM_STEPS):
+                    if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
+                        break
+                    trainer.train(1)
+            order = yield {}
+            measured = _measure_steps(trainer, clock, order["num_steps"])
+            yield measured | {"num_dirty_rows": streamer.stats().num_dirty_rows if streamer else 0}
+            if streamer is not None:
+                streamer.flush()
+            answer = {"num_rows_sent": streamer.stats().num_rows_sent if streamer else 0}
+
+
+def _measure_steps(trainer: _Trainer, clock: _Clock, num_steps: int) -> dict[str, Any]:
+    step_s, ours_s, memory_bytes = [], [], 0
+    begin_cpu_s, begin_thread_s, begin_ours_s = time.process_time(), time.thread_time(), clock.cpu_s
+    for _ in range(num_steps):
+        begin_s, ours_before_s = time.perf_counter(), clock.total_s
+        trainer.train(1)
+        step_s.append(time.perf_counter() - begin_s)
+        ours_s.append(clock.total_s - ours_before_s)
+        memory_bytes = max(memory_bytes, _resident_bytes())
+    return {
+        "step_s": step_s,
+        "ours_s": ours_s,
+        "ours_cpu_s": clock.cpu_s - begin_ours_s,
+        "thread_cpu_s": time.thread_time() - begin_thread_s,
+        "cpu_s": time.process_time() - begin_cpu_s,
+        "memory_bytes": memory_bytes,
+    }
 
 
 class _Model(nn.Module):
@@ -281,92 +299,27 @@ def _mlp(*widths: int) -> nn.Sequential:
 class _Trainer:
     def __init__(self, config: ModelConfig) -> None:
         torch.manual_seed(config.seed)
-        self._model = _Model(config)
-        self._optimizer = torch.optim.SGD([*self._model.bottom.parameters(), *self._model.top.parameters()], lr=0.01)
-        self._batches = list(_make_batches(config))
-        self._step = 0
-        self._clock = _Clock()
+        self.model = _Model(config)
+        self.optimizer = torch.optim.SGD([*self.model.bottom.parameters(), *self.model.top.parameters()], lr=0.01)
+        self._batches = itertools.cycle(list(_make_batches(config)))
 
-    def train(
-        self,
-        address: str | None,  # None trains without streaming
-        num_warm_steps: int,  # with streaming, more follow until each staging buffer was filled twice
-        num_steps: int,
-        stopped_pids: Sequence[int],  # processes to stop during the measured steps
-        settings: dict[str, Any],  # of the streamer
-    ) -> _Block:
-        gc.collect()
-        if address is None:
-            self._train_steps(num_warm_steps)
-            return self._measure(num_steps, stopped_pids) | {"num_rows_sent": 0, "num_dirty_rows": 0}
-        streamer = RawEmbeddingStreamer(address, run="bench", **settings)
-        try:
-            with self._clock.watching():
-                streamer.attach(self._model, self._optimizer)
-                self._train_steps(num_warm_steps)
-                # The first flushes touch new memory, which happens once in a training run.
-                for _ in range(_MAX_WARM_STEPS):
-                    if streamer.stats().num_flushes >= 2 * NUM_STAGING_BUFFERS:
-                        break
-                    self._train_steps(1)
-                found = self._measure(num_steps, stopped_pids, streamer)
-            streamer.flush()
-            return found | {"num_rows_sent": streamer.stats().num_rows_sent}
-        finally:
-            streamer.close(flush=False)
-
-    def _measure(
-        self, num_steps: int, stopped_pids: Sequence[int], streamer: RawEmbeddingStreamer | None = None
-    ) -> dict[str, Any]:
-        step_s, ours_s, memory_bytes, clock = [], [], 0, self._clock
-        with _stopped(stopped_pids):
-            begin_cpu_s, begin_thread_s, begin_ours_s = time.process_time(), time.thread_time(), clock.cpu_s
-            for _ in range(num_steps):
-                begin_s, ours_before_s = time.perf_counter(), clock.total_s
-                self._train_steps(1)
-                step_s.append(time.perf_counter() - begin_s)
-                ours_s.append(clock.total_s - ours_before_s)
-                memory_bytes = max(memory_bytes, _resident_bytes())
-            cpu_s, thread_cpu_s = time.process_time() - begin_cpu_s, time.thread_time() - begin_thread_s
-            num_dirty_rows = streamer.stats().num_dirty_rows if streamer else 0
-        return {
-            "step_s": step_s,
-            "ours_s": ours_s,
-            "ours_cpu_s": clock.cpu_s - begin_ours_s,
-            "thread_cpu_s": thread_cpu_s,
-            "cpu_s": cpu_s,
-            "memory_bytes": memory_bytes,
-            "num_dirty_rows": num_dirty_rows,
-        }
-
-    def _train_steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            dense, ids, labels = self._batches[self._step % len(self._batches)]
-            self._step += 1
-            self._optimizer.zero_grad()
-            loss = nn.functional.binary_cross_entropy_with_logits(self._model(dense, ids), labels)
+    def train(self, num_steps: int) -> None:
+        for dense, ids, labels in itertools.islice(self._batches, num_steps):
+            self.optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(self.model(dense, ids), labels)
             torch.autograd.backward(loss)  # the fused optimizer updates the rows here
-            self._optimizer.step()
+            self.optimizer.step()
 
 
 class _Clock:
     """Counts the time that the training thread spends in our hooks: `total_s`, and `cpu_s` of the processor."""
 
     def __init__(self) -> None:
+        """Time the hooks that are registered from now on, to the end of the process."""
         self.total_s = self.cpu_s = 0.0
         self._depth = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Time the hooks that are registered meanwhile."""
-        plain = [(owner, name, getattr(owner, name)) for owner, name in _TIMED]
-        for owner, name, function in plain:
-            setattr(owner, name, self._timed(function))
-        try:
-            yield
-        finally:
-            for owner, name, function in plain:
-                setattr(owner, name, function)
+        for owner, name in _TIMED:
+            setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -382,18 +335,6 @@ class _Clock:
                     self.cpu_s += time.thread_time() - begin_cpu_s
 
         return timed
-
-
-@contextmanager
-def _stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Keep processes from running."""
-    try:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in reversed(pids):
-            os.kill(pid, signal.SIGCONT)
 
 
 def _make_batches(config: ModelConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

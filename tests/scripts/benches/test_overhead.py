@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 
 from headrace.schemas.errors import ConfigError
@@ -23,7 +24,7 @@ def test_figures_of_a_tiny_run(capfd: pytest.CaptureFixture[str]) -> None:
 
     The trainer does not warn that the store has tables from the blocks before: that is how the bench is made.
     """
-    settings = ["staging_bytes=65536", "flush_percent=100"]
+    settings = {"staging_bytes": 65536, "flush_percent": 100}
     config = OverheadConfig(model=TINY, num_rounds=1, num_steps=6, num_warm_steps=2, settings=settings)
     figures = measure(config, lambda stage: None)
     assert "before this run" not in capfd.readouterr().err
@@ -48,14 +49,13 @@ def _is_stopped(pid: int) -> bool:
 
 
 def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-C kills a trainer that has stopped the server's processes; the bench lets them run again."""
+    """After Ctrl-C in an outage the server's processes run again, so that they can end."""
     stopped: list[int] = []
 
     class Interrupted(contextlib.nullcontext[Any]):
-        def ask(self, *, stopped_pids: list[int], **order: Any) -> dict[str, Any]:
-            for pid in stopped_pids:
-                os.kill(pid, signal.SIGSTOP)
-                stopped.append(pid)
+        def ask(self, **order: Any) -> dict[str, Any]:
+            children = psutil.Process().children(recursive=True)
+            stopped.extend(child.pid for child in children if child.status() == psutil.STATUS_STOPPED)
             if stopped:
                 raise KeyboardInterrupt
             return {}
@@ -74,11 +74,10 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
     assert len(stopped) == 2 and not left
 
 
-@pytest.mark.parametrize(("setting", "message"), [("flush_percent=0", r"flush.percent"), ("flush_percent=x", "'x'")])
-def test_settings_are_checked_before_anything_starts(setting: str, message: str) -> None:
+def test_settings_are_checked_before_anything_starts() -> None:
     """A wrong streamer setting is refused at once."""
-    with pytest.raises(ConfigError, match=message):
-        measure(OverheadConfig(model=TINY, settings=[setting]), pytest.fail)
+    with pytest.raises(ConfigError, match=r"flush.percent"):
+        measure(OverheadConfig(model=TINY, settings={"flush_percent": 0}), pytest.fail)
 
 
 def _block(step_s: float, ours_s: float, memory_bytes: int) -> dict[str, Any]:
