@@ -80,39 +80,44 @@ def _shrink(value: Any, scale: float, least: int) -> Any:
     return value * scale if isinstance(value, float) else max(least, round(value * scale))
 
 
-_INGEST = {"num_batches": 4, "num_acked_batches": 2, "num_redis_batches": 1}
-_LOOKUP = {"num_rows": 10_000, "redis_rows": 10_000, "disk_rows": 10_000, "num_lookups": 5}
-_LAG = {"block_s": 0, "min_batches": 10, "capacity_batches": 40, "num_rows": 20_000}
-_FEW_COSTS = {"tables": (1, 1000), "rows": (10**5, 10**8), "connections": (1, 64)}
-_FEW_WIDTHS = {"dims": (16, 128), "shards": (1, 4)}
-_FEW_SIZES = {"mebibytes": (64, 1024)}
-_WIDTHS = "Throughput against shards and the width of a row"
-_SIZES = "Recovery time against the size of the log"
-_COSTS = "Cost against tables, rows and clients"
 _FILES = {"num_rows": 5000}
 
 PARTS: tuple[Part, ...] = (
-    Part("ingest", "Ingest", 3, 180, "ingest:measure_ingest", _INGEST),
+    Part(
+        *("ingest", "Ingest", 3, 180, "ingest:measure_ingest"),
+        {"num_batches": 4, "num_acked_batches": 2, "num_redis_batches": 1},
+    ),
     Part("recovery", "Recovery", 3, 60, "ingest:measure_recovery", {"mebibytes": 4}),
     Part("wire", "Wire", 9, 100, "wire:measure", {"num_writes": 4, "num_reads": 32, "num_idle": 40}),
-    Part("lookup", "Lookup", 3, 180, "lookup:measure", _LOOKUP),
+    Part(
+        *("lookup", "Lookup", 3, 180, "lookup:measure"),
+        {"num_rows": 10_000, "redis_rows": 10_000, "disk_rows": 10_000, "num_lookups": 5},
+    ),
     Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
     Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
     Part("backfill", "Backfill", 1, 60, "table_files:measure_backfill", _FILES),
     Part("export", "Export", 1, 60, "table_files:measure_export", _FILES),
     Part("kernels", "Row kernels", 7, 40, "kernels:measure", {"num_rows": 100_000, "step_ids": 1000}),
     Part(
-        "throughput",
-        _WIDTHS,
-        3,
-        420,
-        "sweeps:measure_throughput",
+        *("throughput", "Throughput against shards and the width of a row", 3, 420, "sweeps:measure_throughput"),
         {"run_bytes": 2**20, "max_batches": 4},
-        _FEW_WIDTHS,
+        {"dims": (16, 128), "shards": (1, 4)},
     ),
-    Part("lag", "Lag against load", 2, 180, "sweeps:measure_lag", _LAG, {"loads": (0.05, 1.25)}),
-    Part("recovery-size", _SIZES, 2, 120, "sweeps:measure_sizes", {"mebibytes": 4}, _FEW_SIZES),
-    Part("cost", _COSTS, 2, 240, "sweeps:measure_cost", {"num_batches": 8, "num_steps": 2}, _FEW_COSTS),
+    Part(
+        *("lag", "Lag against load", 2, 180, "sweeps:measure_lag"),
+        {"block_s": 0, "min_batches": 10, "capacity_batches": 40, "num_rows": 20_000},
+        {"loads": (0.05, 1.25)},
+    ),
+    Part(
+        *("recovery-size", "Recovery time against the size of the log", 2, 120, "sweeps:measure_sizes"),
+        {"mebibytes": 4},
+        {"mebibytes": (64, 1024)},
+    ),
+    Part(
+        *("cost", "Cost against tables, rows and clients", 2, 240, "sweeps:measure_cost"),
+        {"num_batches": 8, "num_steps": 2},
+        {"tables": (1, 1000), "rows": (10**5, 10**8), "connections": (1, 64)},
+    ),
 )
 """In the order in which they run."""
 

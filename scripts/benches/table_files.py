@@ -80,22 +80,18 @@ def measure_backfill(config: BackfillConfig, on_stage: OnStage) -> dict[str, Any
         for name, num_rows in (("few", took.few_rows), ("all", config.num_rows)):
             _run(_write_source, path=folder / f"{name}.safetensors", num_rows=num_rows)
         on_stage("a fifth of it, for the memory")
-        took.add("few", _run(_fill_directory, source=folder / "few.safetensors", target=folder / "few.data"))
+        took.run("few", _fill_directory, source=folder / "few.safetensors", target=folder / "few.data")
         for number in range(config.num_rounds):
             on_stage(f"round {number + 1}: backfill")
-            took.add("backfill", _run(_fill_directory, source=folder / "all.safetensors", target=folder / "data"))
+            took.run("backfill", _fill_directory, source=folder / "all.safetensors", target=folder / "data")
             shutil.rmtree(folder / "data")
             on_stage(f"round {number + 1}: RocksDB")
-            took.add("rocksdb", _run(_put_rows, path=folder / "rocksdb", num_rows=config.num_rows))
+            took.run("rocksdb", _put_rows, path=folder / "rocksdb", num_rows=config.num_rows)
             shutil.rmtree(folder / "rocksdb")
     return {
         "offline_vs_rocksdb": took.wall_s.ratio("rocksdb", "backfill"),
         "offline_vs_rocksdb_cpu": took.cpu_s.ratio("rocksdb", "backfill"),
-        "num_rows": config.num_rows,
-        "rows_per_s": took.per_s(config.num_rows),
-        "cpu_us_per_row": took.cpu_us_per_row(),
-        "peak_rss_bytes": took.peak_rss_bytes("backfill"),
-        "wall_s": took.walls(),
+        **took.figures("backfill"),
     }
 
 
@@ -112,26 +108,24 @@ def measure_export(config: ExportBenchConfig, on_stage: OnStage) -> dict[str, An
         on_stage("making the snapshots")
         few, whole = (_make_snapshot(folder, num_rows) for num_rows in (took.few_rows, config.num_rows))
         on_stage("a fifth of it, for the memory")
-        took.add("few", _run(_write_files, snapshot=few, to=folder / "few.out", **to))
+        took.run("few", _write_files, snapshot=few, to=folder / "few.out", **to)
         for number in range(config.num_rounds):
             on_stage(f"round {number + 1}: export")
             out = folder / "out"
-            took.add("export", _run(_write_files, snapshot=whole, to=out, **to))
+            took.run("export", _write_files, snapshot=whole, to=out, **to)
             size_bytes = sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out]))
             shutil.rmtree(out) if out.is_dir() else out.unlink()
             on_stage(f"round {number + 1}: disk")
-            took.add("disk", _run(_write_bytes, path=folder / "disk", size_bytes=size_bytes))
+            took.run("disk", _write_bytes, path=folder / "disk", size_bytes=size_bytes)
             (folder / "disk").unlink()
+    figures = took.figures("export")
+    of_export = {name: figures[name]["export"] for name in ("rows_per_s", "cpu_us_per_row")}
     return {
         "export_vs_disk": took.wall_s.ratio("disk", "export"),
         "format": config.format_name,
-        "num_rows": config.num_rows,
         "size_bytes": size_bytes,
-        "rows_per_s": took.per_s(config.num_rows)["export"],
-        "cpu_us_per_row": took.cpu_us_per_row()["export"],
         "bytes_per_s": took.per_s(size_bytes),
-        "peak_rss_bytes": took.peak_rss_bytes("export"),
-        "wall_s": took.walls(),
+        **(figures | of_export),
     }
 
 
@@ -145,24 +139,29 @@ class _Took:
         self._num_rows, self.few_rows = num_rows, max(num_rows // _FEW_ROWS_SHARE, 1)
         self.wall_s, self.cpu_s, self._peak_bytes = Rounds(), Rounds(), Rounds()
 
-    def add(self, name: str, answer: dict[str, float]) -> None:
+    def run(self, name: str, work: Callable[..., None], **arguments: Any) -> None:
+        """Run a function of this module in a process of its own."""
+        answer = _run(work, **arguments)
         for rounds, key in ((self.wall_s, "wall_s"), (self.cpu_s, "cpu_s"), (self._peak_bytes, "peak_rss_bytes")):
             rounds.add(name, answer[key])
 
-    def walls(self) -> dict[str, list[float]]:
-        return {name: seconds for name, seconds in self.wall_s.items() if name != "few"}
+    def figures(self, name: str) -> dict[str, Any]:
+        """Return the figures that both benches have, of the work with this name and its peer."""
+        peaks = {str(self.few_rows): self._peak_bytes["few"][0], str(self._num_rows): max(self._peak_bytes[name])}
+        return {
+            "num_rows": self._num_rows,
+            "rows_per_s": self.per_s(self._num_rows),
+            "cpu_us_per_row": _without_few(self.cpu_s.medians(1e6 / self._num_rows)),
+            "peak_rss_bytes": peaks,
+            "wall_s": _without_few(self.wall_s),
+        }
 
     def per_s(self, amount: float) -> dict[str, float]:
-        medians = self.wall_s.medians()
-        return {name: amount / medians[name] for name in self.walls()}
+        return {name: amount / seconds for name, seconds in _without_few(self.wall_s.medians()).items()}
 
-    def cpu_us_per_row(self) -> dict[str, float]:
-        medians = self.cpu_s.medians(1e6 / self._num_rows)
-        return {name: medians[name] for name in self.walls()}
 
-    def peak_rss_bytes(self, name: str) -> dict[str, float]:
-        """Return the peak memory for the small table and for the whole one, by their rows."""
-        return {str(self.few_rows): self._peak_bytes["few"][0], str(self._num_rows): max(self._peak_bytes[name])}
+def _without_few(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "few"}
 
 
 def _make_snapshot(folder: Path, num_rows: int) -> Path:
@@ -243,22 +242,10 @@ def _columns(num_rows: int) -> Iterator[tuple[int, npt.NDArray[np.float32], npt.
 
 def _write_source(path: str, num_rows: int) -> None:
     """Write the table as a safetensors file that describes itself."""
-    weights_bytes = num_rows * _DIM * 4
+    from safetensors.numpy import save_file
+
     names = {"weights": _FQN, "states": {"momentum1": f"{_FQN}/momentum1"}}
     note = {"spec": pack_spec(_make_spec(num_rows)), "first_row": 0, "precision": None, "identities": None, **names}
-    ends = [weights_bytes, weights_bytes + num_rows * 4]
-    header = {
-        "__metadata__": {"headrace": json.dumps({"version": 1, "tables": [note]})},
-        _FQN: {"dtype": "F32", "shape": [num_rows, _DIM], "data_offsets": [0, weights_bytes]},
-        f"{_FQN}/momentum1": {"dtype": "F32", "shape": [num_rows], "data_offsets": ends},
-    }
-    packed = json.dumps(header).encode()
-    packed += b" " * (-len(packed) % 8)
-    start = 8 + len(packed)
-    with open(path, "wb") as file:
-        file.write(len(packed).to_bytes(8, "little") + packed)
-        for first, weights, states in _columns(num_rows):
-            os.pwrite(file.fileno(), weights.tobytes(), start + first * _DIM * 4)
-            os.pwrite(file.fileno(), states.tobytes(), start + weights_bytes + first * 4)
-        file.flush()
-        os.fsync(file.fileno())
+    _, weights, states = zip(*_columns(num_rows), strict=True)
+    tensors = {_FQN: np.concatenate(weights), f"{_FQN}/momentum1": np.concatenate(states)}
+    save_file(tensors, path, {"headrace": json.dumps({"version": 1, "tables": [note]})})
