@@ -21,7 +21,7 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_records import FLAG_DELETED, KEY_BYTES, PRESENT, RECORD_VERSION, RecordLayout, key_prefix
+from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, DType
 
 __all__ = ["Piece", "RowScanner"]
@@ -63,8 +63,8 @@ class RowScanner:
         if not layouts or self._next_row > _LAST_ROW:
             return None
         if len(layouts) == 1 and layouts[0].shard == self._table.spec.whole:
-            return self._store.map_errors(lambda: self._piece_of_whole_rows(layouts[0]))
-        return self._store.map_errors(lambda: self._piece_of_parts(layouts))
+            return self._piece_of_whole_rows(layouts[0])
+        return self._piece_of_parts(layouts)
 
     def _piece_of_whole_rows(self, layout: RecordLayout) -> Piece | None:
         parts, num_rows = [], 0
@@ -134,31 +134,12 @@ class RowScanner:
     def _chunks(self, layout: RecordLayout, num_rows: int) -> Iterator[tuple[_Ids, list[tuple[bytes, bytes]]]]:
         """Yield the next `num_rows` records of a column shard in chunks, none of them empty."""
         prefix = key_prefix(self._table.table_id, layout.shard)
-        last_key = prefix + self._next_row.to_bytes(8, "big")
-        pairs = self._store.scan_now(prefix, start=last_key)
+        start = prefix + self._next_row.to_bytes(8, "big")
         most = max(min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // layout.size_bytes), 1)
-        left = num_rows
-        while left > 0:
-            chunk = [*itertools.islice(pairs, min(most, left))]
-            if chunk:
-                last_key = chunk[-1][0]
-            is_last = len(chunk) < min(most, left)
-            if is_last:
-                self._store.check_end(last_key)
-            if chunk and not chunk[-1][0].startswith(prefix):
-                chunk = [pair for pair in chunk if pair[0].startswith(prefix)]
-                is_last = True
-            if chunk:
-                yield _ids_of(chunk), chunk
-            if is_last:
-                return
-            left -= len(chunk)
+        sizes = [min(most, num_rows - before) for before in range(0, num_rows, most)]
+        for chunk in self._store.scan_chunks(prefix, start=start, sizes=sizes):
+            yield decode_row_ids([key for key, _ in chunk]), chunk
             time.sleep(0)  # releases the GIL to waiting threads now, not after 5 ms
-
-
-def _ids_of(pairs: list[tuple[bytes, bytes]]) -> _Ids:
-    keys = np.frombuffer(b"".join([key for key, _ in pairs]), np.uint8).reshape(-1, KEY_BYTES)
-    return np.ascontiguousarray(keys[:, 8:]).view(">u8").reshape(-1).astype(np.int64)
 
 
 def _concatenate(parts: list[RowFacts]) -> RowFacts:

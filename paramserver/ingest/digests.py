@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import functools
 import itertools
 import time
@@ -73,7 +72,7 @@ class Digester:
             chunks: list[_Scan] = []
             # The applier pauses only while the iterators are created; they keep seeing the store of that moment.
             await self._applier.run_at(seq, lambda: chunks.append(_Scan(self._store, query)))
-            return await asyncio.to_thread(self._store.map_errors, lambda: chunks[0].run(seq))
+            return await asyncio.to_thread(chunks[0].run, seq)
 
     def _check(self, request: Any) -> _Query:
         table = self._ingest.catalog.find(request.fqn)
@@ -170,18 +169,23 @@ def _whole_rows(
     return ids, column("weights"), {state.name: column(f"state:{state.name}") for state in spec.states}
 
 
+def _sizes() -> Iterator[int]:
+    size = _FIRST_ROWS_AT_ONCE
+    while True:
+        yield size
+        size = min(2 * size, _ROWS_AT_ONCE)
+
+
 class _Stream:
     """The records of one column shard, in the order of their rows."""
 
     def __init__(self, store: RowStore, prefix: bytes, first_row: int, end_row: int, source: ShardSource) -> None:
         self.source = source
-        self._store, self._prefix, self._end_row = store, prefix, end_row
-        self._last_key = prefix + first_row.to_bytes(8, "big")
-        self._pairs = store.scan_now(prefix, start=self._last_key)
+        self._end_row = end_row
+        self._chunks = store.scan_chunks(prefix, start=prefix + first_row.to_bytes(8, "big"), sizes=_sizes())
         self._rows: list[tuple[bytes, bytes]] = []
         self._ids: _Ids = np.empty(0, np.int64)
         self._has_ended = False
-        self._rows_at_once = _FIRST_ROWS_AT_ONCE
 
     @property
     def last_row(self) -> int:
@@ -191,19 +195,10 @@ class _Stream:
     def fill(self) -> bool:
         """Read more rows if none is left; return False at the end."""
         if not self._rows and not self._has_ended:
-            rows = list(itertools.islice(self._pairs, self._rows_at_once))
-            if rows:
-                self._last_key = rows[-1][0]
-            self._has_ended = len(rows) < self._rows_at_once
-            if self._has_ended:
-                self._store.check_end(self._last_key)
-            self._rows_at_once = min(2 * self._rows_at_once, _ROWS_AT_ONCE)
-            if rows and not rows[-1][0].startswith(self._prefix):
-                self._has_ended = True
-                del rows[bisect.bisect_left(rows, True, key=lambda row: not row[0].startswith(self._prefix)) :]
+            rows = next(self._chunks, [])
             ids = decode_row_ids([key for key, _ in rows])
             num_wanted = int(np.searchsorted(ids, self._end_row))
-            self._has_ended |= num_wanted < ids.size
+            self._has_ended = not rows or num_wanted < ids.size
             self._rows, self._ids = rows[:num_wanted], ids[:num_wanted]
         return bool(self._rows)
 

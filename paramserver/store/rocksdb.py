@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -227,6 +229,35 @@ class RocksDb:
             self.map_errors(iterator.next)
         # After an error an iterator claims to be at its end.
         self.map_errors(iterator.status)
+
+    def scan_chunks(self, prefix: bytes, *, start: bytes, sizes: Iterable[int]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Return an iterator over chunks of the pairs with a prefix that are there now; later writes do not show.
+
+        It makes the objects of a chunk at once with the GIL held, which is several times faster than `scan`.
+
+        Args:
+            prefix: Of the keys.
+            start: First key, if it is after the prefix.
+            sizes: How many pairs to read at a time; the iterator ends after the last.
+        """
+        pairs = self.map_errors(lambda: self.raw.items(from_key=max(start, prefix)))
+
+        def chunks() -> Iterator[list[tuple[bytes, bytes]]]:
+            last_key = start
+            for size in sizes:
+                chunk = self.map_errors(lambda: list(itertools.islice(pairs, size)))  # noqa: B023
+                last_key = chunk[-1][0] if chunk else last_key
+                if is_last := len(chunk) < size:
+                    # Rocksdict's iterator just ends at damage, which may be in this key's block or in the next one.
+                    deque(self.scan(b"", start=last_key, limit=2), maxlen=0)
+                if chunk and not last_key.startswith(prefix):
+                    chunk, is_last = [pair for pair in chunk if pair[0].startswith(prefix)], True
+                if chunk:
+                    yield chunk
+                if is_last:
+                    return
+
+        return chunks()
 
     def flush(self) -> None:
         """Write RocksDB's memtable to files. Releases the GIL; others may write meanwhile."""

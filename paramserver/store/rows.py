@@ -10,9 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgpack
 
@@ -38,8 +37,6 @@ _FORMAT = b"1"
 _INCOMING_NAME = "incoming-rows"
 # RocksDB slows writes at this limit, but not the ingestion of files.
 _MAX_LEVEL_0_FILES = 20
-
-_T = TypeVar("_T")
 
 
 class RowStore:
@@ -318,28 +315,9 @@ class RowStore:
         """Yield at most `limit` pairs of a key prefix, in key order, from `start` on. Other threads wait at each."""
         return self._db.scan(prefix, start=start, limit=limit)
 
-    def scan_now(self, prefix: bytes, *, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Return an iterator over the present pairs from `start` on; later writes do not show.
-
-        Keys after the prefix may follow. The iterator raises rocksdict's own errors: use `map_errors`, then
-        `check_end`.
-        """
-        pairs: Iterator[tuple[bytes, bytes]] = self._db.map_errors(
-            lambda: self._db.raw.items(from_key=max(start, prefix))
-        )
-        return pairs
-
-    def check_end(self, last_key: bytes) -> None:
-        """Check that a `scan_now` that ended after `last_key` met the end of the store, and not a damaged block.
-
-        `last_key` is the last key that came, or the first one wanted. Rocksdict's iterator just ends at damage.
-        """
-        for _ in self._db.scan(b"", start=last_key, limit=2):
-            pass  # the damage may be in this key's block or in the next one
-
-    def map_errors(self, work: Callable[[], _T]) -> _T:
-        """Call `work`, which uses what `scan_now` returned, with rocksdict's errors mapped to ours."""
-        return self._db.map_errors(work)
+    def scan_chunks(self, prefix: bytes, *, start: bytes, sizes: Iterable[int]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Return an iterator over chunks of the present pairs of a prefix; see `RocksDb.scan_chunks`."""
+        return self._db.scan_chunks(prefix, start=start, sizes=sizes)
 
     def _scan_meta(self) -> Iterator[tuple[bytes, bytes]]:
         return self.scan(META_PREFIX)

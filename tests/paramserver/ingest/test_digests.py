@@ -15,7 +15,7 @@ from headrace.paramserver.ingest.digests import _Query, _Scan, _Stream
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.memtable import ShardSource
-from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.rocksdb import RocksDb, StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.row_digest import BUCKET_ROWS
@@ -29,7 +29,7 @@ SOURCE = ShardSource(RecordLayout(SPEC, SPEC.whole), None, True)
 @pytest.mark.parametrize(
     ("num_rows", "end_row", "most"), [(10, 100, 64), (0, 100, 64), (64, 100, 192), (5000, 3000, 4032)]
 )
-def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> None:
+def test_little_is_read_for_nothing(tmp_path: Path, num_rows: int, end_row: int, most: int) -> None:
     """A stream returns every row of the table up to the requested end, and reads few rows after it."""
     keys = [
         bytes(key)
@@ -44,8 +44,8 @@ def test_little_is_read_for_nothing(num_rows: int, end_row: int, most: int) -> N
             num_read += 1
             yield key, b""
 
-    store = cast("Any", SimpleNamespace(scan_now=lambda *_, **__: pairs(), check_end=lambda _: None))
-    stream = _Stream(store, key_prefix(1, SPEC.whole), 0, end_row, SOURCE)
+    store = RocksDb(tmp_path, SimpleNamespace(items=lambda from_key: pairs()))
+    stream = _Stream(cast("Any", store), key_prefix(1, SPEC.whole), 0, end_row, SOURCE)
     found: list[int] = []
     while stream.fill():
         ids, held = stream.take_up_to(stream.last_row)
