@@ -21,7 +21,7 @@ import torch
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.row_query import MAX_TABLES_READ
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE
+from headrace.paramserver.replica.copy.audit import ROWS_AT_ONCE, ReplicaAuditReport
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import Readiness, SelfAudit
 from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable
@@ -306,13 +306,12 @@ def _shard_to_idl(shard: Freshness) -> Any:
 
 
 def _audit_to_idl(audit: SelfAudit) -> Any:
-    report = audit.report
-    difference = "" if report is None else report.difference
+    report = audit.report or ReplicaAuditReport(tables=(), left_out={})
     return idl.ReplicaAudit(
-        ended_us=0 if report is None else int(audit.ended_s * 1e6),
-        num_rows=0 if report is None else report.num_rows,
-        num_differing_buckets=0 if report is None else report.num_differing_buckets,
-        difference=wire_text(difference) if difference else None,
+        ended_us=0 if audit.report is None else int(audit.ended_s * 1e6),
+        num_rows=report.num_rows,
+        num_differing_buckets=report.num_differing_buckets,
+        difference=wire_text(report.difference) or None,
         failure=None if audit.failure is None else wire_text(audit.failure),
-        num_left_out=0 if report is None else len(report.left_out),
+        num_left_out=len(report.left_out),
     )
