@@ -20,6 +20,11 @@ from headrace.schemas.errors import OverloadedError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 
+# Room for one batch of a megabyte at a time, and hardly any wait for it.
+NARROW = dataclasses.replace(
+    LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=2 * MIB, max_inflight_bytes=2 * MIB, admission_timeout_s=0.05
+)
+
 
 async def test_frames_may_arrive_byte_by_byte() -> None:
     """The borders between TCP segments do not matter."""
@@ -106,14 +111,7 @@ async def test_a_greedy_client_does_not_starve_another() -> None:
 
 async def test_waiting_too_long_for_room() -> None:
     """A request without room in time gets an overloaded reply; its bytes are skipped, not kept."""
-    limits = dataclasses.replace(
-        LIMITS,
-        max_frame_bytes=2 * MIB,
-        max_client_bytes=2 * MIB,
-        max_inflight_bytes=2 * MIB,
-        admission_timeout_s=0.05,
-        retry_after_s=0.25,
-    )
+    limits = dataclasses.replace(NARROW, retry_after_s=0.25)
     async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
         served.service.gate.clear()
         first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB)))
@@ -240,11 +238,8 @@ async def test_requests_go_on_when_their_peer_is_gone() -> None:
 
 async def test_a_second_hello_while_a_request_waits() -> None:
     """A request that gives up after a second hello leaves the line that it stood in."""
-    limits = dataclasses.replace(
-        LIMITS, max_frame_bytes=2 * MIB, max_client_bytes=2 * MIB, max_inflight_bytes=2 * MIB, admission_timeout_s=0.05
-    )
     async with (
-        serve(limits=limits) as served,
+        serve(limits=NARROW) as served,
         await served.connect(client="holder") as holder,
         dial(served, client="before") as raw,
     ):
@@ -293,8 +288,7 @@ async def test_a_refused_frame_without_a_header() -> None:
 async def test_a_refused_request_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection whose request was refused is idle again, and ends at its deadline."""
     clock = ClockAhead(monkeypatch)
-    bounds = {"max_frame_bytes": 2 * MIB, "max_client_bytes": 2 * MIB, "max_inflight_bytes": 2 * MIB}
-    limits = dataclasses.replace(LIMITS, **bounds, admission_timeout_s=0.05, idle_timeout_s=100.0)
+    limits = dataclasses.replace(NARROW, idle_timeout_s=100.0)
     async with serve(limits=limits) as served, await served.connect() as one, await served.connect() as two:
         served.service.gate.clear()
         first = asyncio.create_task(one.set_embeddings(batch(1, size_bytes=MIB), timeout_s=1000.0))

@@ -103,6 +103,16 @@ def test_refuses_what_it_cannot_pool(server: ServerProcess, tmp_path: Path) -> N
             )
 
 
+def _of_one_table(*, dim: int, precision: Any = None, is_weighted: bool = False) -> ReplicaEmbeddingBagCollection:
+    """Return a collection over an empty table in this process."""
+    table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=dim, dtype=DType.FLOAT32), precision=precision)
+    replica = SimpleNamespace(
+        tables={"t": table.spec}, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
+    )
+    tables = [BagTable(fqn="t", features=("f",))]
+    return ReplicaEmbeddingBagCollection(cast("Any", replica), tables, is_weighted=is_weighted)
+
+
 @pytest.mark.parametrize("precision", [None, "fp16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("ids", "offsets", "says"),
@@ -120,11 +130,7 @@ def test_refuses_what_it_cannot_pool(server: ServerProcess, tmp_path: Path) -> N
 )
 def test_bags_that_are_none_are_refused(precision: Any, ids: Any, offsets: Any, says: str) -> None:
     """No kernel reads beyond the ids, whatever the offsets are."""
-    table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=8, dtype=DType.FLOAT32), precision=precision)
-    replica = SimpleNamespace(
-        tables={"t": table.spec}, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
-    )
-    ebc = ReplicaEmbeddingBagCollection(cast("Any", replica), [BagTable(fqn="t", features=("f",))])
+    ebc = _of_one_table(dim=8, precision=precision)
     assert ebc.pool({"f": (torch.tensor([1, 2, 3]), torch.tensor([0, 0, 3]))}).shape == (2, 8)
     with pytest.raises(RequestError, match=says):
         ebc.pool({"f": (torch.tensor(ids), torch.tensor(offsets))})
@@ -136,15 +142,7 @@ def test_bags_that_are_none_are_refused(precision: Any, ids: Any, offsets: Any, 
 
 def test_weights_go_with_a_weighted_collection_alone() -> None:
     """Missing, surplus and wrongly typed weights are refused."""
-    table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=2, dtype=DType.FLOAT32))
-    replica = SimpleNamespace(
-        tables={"t": table.spec}, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
-    )
-    tables = [BagTable(fqn="t", features=("f",))]
-    plain, weighted = (
-        ReplicaEmbeddingBagCollection(cast("Any", replica), tables, is_weighted=is_weighted)
-        for is_weighted in (False, True)
-    )
+    plain, weighted = (_of_one_table(dim=2, is_weighted=is_weighted) for is_weighted in (False, True))
     pair = (torch.tensor([1, 2]), torch.tensor([0, 2]))
     assert weighted.pool({"f": (*pair, torch.ones(2))}).shape == plain.pool({"f": pair}).shape == (1, 2)
     with pytest.raises(RequestError, match="feature 'f': 2 tensors; of a collection that is weighted"):

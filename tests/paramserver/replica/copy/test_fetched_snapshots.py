@@ -27,21 +27,20 @@ from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 WAIT_S = 20.0
 
 
+def described(name: str, *, seq: int = 3, files: Any = ()) -> SnapshotManifest:
+    """Return a manifest of a snapshot that may not be here."""
+    part = ShardPart(shard=0, server_id="s", seq=seq, epoch=1, step=2, tables=(), files=files)
+    return SnapshotManifest(name=name, created_us=1, parts=(part,))
+
+
 def make(files: SnapshotFiles, name: str, *, seq: int = 3) -> SnapshotManifest:
     """Publish a snapshot as a fetch does; the folder may exist."""
     folder = files.new_folder(name) / "shard-0000"
     folder.mkdir(parents=True)
     (folder / "000001.sst").write_bytes(bytes(range(256)))
-    part = ShardPart(shard=0, server_id="s", seq=seq, epoch=1, step=2, tables=(), files=hash_folder(folder))
-    manifest = SnapshotManifest(name=name, created_us=1, parts=(part,))
+    manifest = described(name, seq=seq, files=hash_folder(folder))
     files.publish(manifest)
     return manifest
-
-
-def described(name: str) -> SnapshotManifest:
-    """Return a manifest of a snapshot that is not here yet."""
-    part = ShardPart(shard=0, server_id="s", seq=3, epoch=1, step=2, tables=(), files=())
-    return SnapshotManifest(name=name, created_us=1, parts=(part,))
 
 
 def fetch(snapshots: FetchedSnapshots, name: str, *, seq: int = 3) -> SnapshotManifest:
