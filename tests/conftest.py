@@ -10,6 +10,8 @@ import pytest
 from held_ports import released_ports
 from hypothesis import HealthCheck, settings
 
+from headrace.paramserver.shard.launch import ServerProcess
+
 # How long an example takes is the machine's: other processes may share it.
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")
@@ -30,6 +32,13 @@ def _held_ports() -> Iterator[None]:
     """Give back the ports that a test has kept for itself."""
     with released_ports():
         yield
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Return a real server of two shards, which the tests of a module share; some modules have another one."""
+    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as process:
+        yield process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

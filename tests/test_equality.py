@@ -31,12 +31,6 @@ BATCH = 16
 TABLES = [("users", 500, 16), ("films", 303, 8), ("shops", 7, 36)]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
 class TorchModel(nn.Module):
     """(a) Plain embedding tables with a torch optimizer."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from collision_training import ROWS, train_collisions_on_rank
+from collision_training import train_collisions_on_rank
 from ranks import run_ranks
+from stored_rows import read_rows
 
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica import EmbeddingReplica
@@ -17,21 +17,6 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
-def read_all(address: str, fqn: str) -> Rows:
-    async def read() -> Rows:
-        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
-            assert reader.tables[fqn].has_identities
-            return await reader.get(fqn, np.arange(ROWS), with_states=True)
-
-    return asyncio.run(read())
 
 
 def read_by_identity(address: str, fqn: str, identities: list[int]) -> Rows:
@@ -51,7 +36,7 @@ def test_rows_states_and_identities(server: ServerProcess, world_size: int, is_b
     results = run_ranks(train_collisions_on_rank, world_size, server.address, name, is_bag, publish, 13, 3)
     assert [result["step"] for result in results] == [13] * world_size
     assert any(result["lost_ids"] for result in results), "no row has changed hands: the test shows nothing"
-    rows = read_all(server.address, results[0]["fqn"])
+    rows = read_rows(server.address, results[0]["fqn"], with_states=True)
     is_there = rows.presence == idl.RowPresence.PRESENT
     assert rows.identities is not None
     assert is_there.all() or publish == "updated"

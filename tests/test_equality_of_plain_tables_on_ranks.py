@@ -6,9 +6,8 @@ dimensions, trained on 2 or 4 processes with gloo and streamed to a real server.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from replicated_training import (
     train_dtensor_on_rank,
     train_fsdp_on_rank,
 )
+from stored_rows import read_rows
 
-from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
@@ -37,18 +36,14 @@ ADAM = ("Adam", (("lr", 0.1),))
 MOMENTUM = ("SGD", (("lr", 0.1), ("momentum", 0.9), ("weight_decay", 0.01)))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
 def train(function: Callable[..., Any], world_size: int, job: PlainJob) -> list[dict[str, Any]]:
     """Train on ranks, and compare every row of the store with what each rank holds."""
     results: list[dict[str, Any]] = run_ranks(function, world_size, job)
     assert [result["step"] for result in results] == [job.num_steps] * world_size
     _check_owners(results)
-    asyncio.run(_compare(job.address, results))
+    for result in results:  # replicas are equal, so each of them equals the store
+        for fqn, values in result["values"].items():
+            _check_equal(job.address, fqn, values)
     return results
 
 
@@ -66,19 +61,15 @@ def _check_owners(results: list[dict[str, Any]]) -> None:
         assert set(cells[fqn].values()) == {1}
 
 
-async def _compare(address: str, results: list[dict[str, Any]]) -> None:
-    async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
-        for fqn in results[0]["values"]:
-            spec = reader.tables[fqn]
-            rows = await reader.get(fqn, np.arange(spec.num_rows), with_states=True)
-            assert (rows.presence == idl.RowPresence.PRESENT).all()
-            for result in results:  # replicas are equal, so each of them equals the store
-                values = result["values"][fqn]
-                assert values.keys() == {"weights", *rows.states}
-                for name, trained in values.items():
-                    stored = rows.weights if name == "weights" else rows.states[name]
-                    assert stored.shape == trained.shape
-                    assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{fqn} {name} differs"
+def _check_equal(address: str, fqn: str, values: dict[str, Any]) -> None:
+    """Compare every row of the store with what a rank holds."""
+    rows = read_rows(address, fqn, with_states=True)
+    assert (rows.presence == idl.RowPresence.PRESENT).all(), fqn
+    assert values.keys() == {"weights", *rows.states}, fqn
+    for name, trained in values.items():
+        stored = rows.weights if name == "weights" else rows.states[name]
+        assert stored.shape == trained.shape, f"{fqn} {name}"
+        assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{fqn} {name} differs"
 
 
 @pytest.mark.parametrize(
@@ -131,18 +122,8 @@ def test_each_torch_optimizer_under_each_placement(server: ServerProcess) -> Non
     assert len(values) == len(PLAIN_KINDS) * len(OPTIMIZERS)
     fqn_of = {fqn.split(".")[-2]: fqn for result in results for fqn in result["fqns"]}
     assert fqn_of.keys() == values.keys()
-
-    async def compare() -> None:
-        async with await EmbeddingReader.connect(server.address, timeout_s=30.0) as reader:
-            for name, columns in values.items():
-                rows = await reader.get(fqn_of[name], np.arange(len(columns["weights"])), with_states=True)
-                assert (rows.presence == idl.RowPresence.PRESENT).all(), name
-                assert columns.keys() == {"weights", *rows.states}, name
-                for column, trained in columns.items():
-                    stored = rows.weights if column == "weights" else rows.states[column]
-                    assert stored.tobytes() == np.ascontiguousarray(trained).tobytes(), f"{name} {column} differs"
-
-    asyncio.run(compare())
+    for name, columns in values.items():
+        _check_equal(server.address, fqn_of[name], columns)
 
 
 @pytest.mark.parametrize(

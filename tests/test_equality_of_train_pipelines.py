@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import collision_training
 import pytest
 from pipelined_training import CASES, ROWS, STEPS, reshard_on_rank, run_cases_on_rank
@@ -14,12 +12,6 @@ from headrace.paramserver.shard.launch import ServerProcess
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
 
 pytest.importorskip("torchrec")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +13,6 @@ from torch import nn
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.streamer.compare import compare_with_store
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as server:
-        yield server
 
 
 class Loop:

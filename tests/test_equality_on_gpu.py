@@ -29,12 +29,6 @@ TABLES = [("users", 1500, 16), ("films", 303, 8), ("shops", 7, 36)]
 PLACES = [pytest.param("cuda", id="on a GPU", marks=pytest.mark.gpu), pytest.param("cpu", id="on a fake device")]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
-
-
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where tables are; the CPU stands for a fake device."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from ranks import run_ranks
 from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
+from stored_rows import read_rows
 from torchrec_models import FUSED
 
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -25,12 +25,6 @@ from headrace.schemas.idl import idl
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
 
 Whole = dict[str, dict[str, npt.NDArray[Any]]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess.start(tmp_path_factory.mktemp("server"), shards=2) as process:
-        yield process
 
 
 def everywhere(kind: str, *names: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -94,21 +88,15 @@ def run(world_size: int, local_size: int, job: Job) -> list[dict[str, Any]]:
 
 def read_all(address: str, fqns: list[str]) -> Whole:
     """Return every row of some tables, each present, with one of their states."""
-
-    async def read() -> Whole:
-        found: Whole = {}
-        async with await EmbeddingReader.connect(address, timeout_s=30.0) as reader:
-            for fqn in fqns:
-                spec = reader.tables[fqn]
-                rows = await reader.get(fqn, np.arange(spec.num_rows), with_states=True)
-                assert (rows.presence == idl.RowPresence.PRESENT).all(), f"{fqn}: rows are missing"
-                assert len(rows.states) <= 1
-                found[fqn] = {"weights": rows.weights}
-                for state in rows.states.values():
-                    found[fqn]["state"] = state
-        return found
-
-    return asyncio.run(read())
+    found: Whole = {}
+    for fqn in fqns:
+        rows = read_rows(address, fqn, with_states=True)
+        assert (rows.presence == idl.RowPresence.PRESENT).all(), f"{fqn}: rows are missing"
+        assert len(rows.states) <= 1
+        found[fqn] = {"weights": rows.weights}
+        for state in rows.states.values():
+            found[fqn]["state"] = state
+    return found
 
 
 def check_equal(stored: Whole, trained: Whole) -> None:

@@ -67,12 +67,17 @@ def streamer(server: ServerProcess, **settings: Any) -> RawEmbeddingStreamer:
     return RawEmbeddingStreamer(server.address, run="protected", **(defaults | settings))
 
 
-async def refused_by(server: ServerProcess) -> int:
-    """Return how often the shards say that they have refused somebody."""
+async def connected(server: ServerProcess, token: Token | None) -> EmbeddingReader:
+    """Return a reader that shows a certificate and a token."""
     context = client_tls_context(
         authority=TLS / "authority.pem", certificate=CLIENT["tls_certificate"], key=CLIENT["tls_key"]
     )
-    async with await EmbeddingReader.connect(server.address, ssl_context=context, token=Token(SECRET)) as reader:
+    return await EmbeddingReader.connect(server.address, ssl_context=context, token=token)
+
+
+async def refused_by(server: ServerProcess) -> int:
+    """Return how often the shards say that they have refused somebody."""
+    async with await connected(server, Token(SECRET)) as reader:
         return sum(status.num_refused for status in await reader.status())
 
 
@@ -97,11 +102,7 @@ def test_rows_travel_with_certificate_and_token(
         running.flush()
 
     async def read() -> Any:
-        context = client_tls_context(
-            authority=TLS / "authority.pem", certificate=CLIENT["tls_certificate"], key=CLIENT["tls_key"]
-        )
-        token = load_token(path=file, environ={})
-        async with await EmbeddingReader.connect(server.address, ssl_context=context, token=token) as reader:
+        async with await connected(server, load_token(path=file, environ={})) as reader:
             return await reader.get(f"{source}_rows.weight", list(range(100)))
 
     assert (asyncio.run(read()).weights == table.weight.detach().numpy()).all()

@@ -31,8 +31,6 @@ from chaos_shard import BREAKAGES, Synced
 from chaos_trainer import DIMS, ROWS, TrainerOrder
 from chaos_trainer_process import ChaosError, Trainer
 from new_directory import new_directory
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headrace.paramserver.log.inspection import find_logs, inspect_log
 from headrace.paramserver.log.segment_reader import SegmentReader
@@ -373,25 +371,16 @@ def main(
     if breakage not in BREAKAGES:
         raise typer.BadParameter(f"no breakage {breakage!r}; there is {', '.join(BREAKAGES)}")
     directory = new_directory(data, prefix="headrace-chaos-")
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started_s, done, error = time.monotonic(), 0, None
-    with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        Chaos(directory, seed=seed, breakage=breakage) as chaos,
-    ):
-        task = progress.add_task("starting", total=cycles)
+    with Chaos(directory, seed=seed, breakage=breakage) as chaos:
         for name in deck(cycles, seed, fault or tuple(FAULTS)):
-            progress.update(task, description=name)
+            print(f"{time.monotonic() - started_s:5.0f} s  {name}", flush=True)
             try:
                 chaos.run_cycle(name)
             except (ChaosError, AssertionError) as exc:
                 error = f"FAILED in cycle {done + 1} ({name}): {exc}\nleft in {directory}"
                 break
             done += 1
-            progress.advance(task)
-            if not console.is_terminal and done % 10 == 0:
-                print(f"{done} cycles, {time.monotonic() - started_s:.0f} s", flush=True)
     print(summarize(chaos, cycles=done, seed=seed, seconds=time.monotonic() - started_s))
     if error is not None:
         print(error, file=sys.stderr)

@@ -25,14 +25,20 @@ needs_library = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def generated(tmp_path: Path) -> str:
+    """Return a folder with the Python code that the compiler makes."""
+    folder = tmp_path / "generated"
+    folder.mkdir()
+    subprocess.run(["thrift", "--gen", "py", "-out", folder, IDL], check=True, timeout=DEADLINE_S)
+    return str(folder)
+
+
 @needs_compiler
 @needs_library
-def test_generated_python_client(tmp_path: Path) -> None:
+def test_generated_python_client(tmp_path: Path, generated: str) -> None:
     """Apache's generated client says hello, writes durably, reads back bit for bit, and gets errors as errors."""
-    generated = tmp_path / "generated"
-    generated.mkdir()
-    subprocess.run(["thrift", "--gen", "py", "-out", generated, IDL], check=True, timeout=DEADLINE_S)
-    client = [sys.executable, str(Path(__file__).with_name("python_client.py")), str(generated)]
+    client = [sys.executable, str(Path(__file__).with_name("python_client.py")), generated]
     with ServerProcess.start(tmp_path / "data") as server:
         for epoch in (1, 2):  # the second time as a restarted trainer
             done = subprocess.run([*client, server.address], capture_output=True, text=True, timeout=DEADLINE_S)
@@ -43,17 +49,14 @@ def test_generated_python_client(tmp_path: Path) -> None:
 
 @needs_compiler
 @needs_library
-def test_generated_python_client_of_a_replica(tmp_path: Path) -> None:
+def test_generated_python_client_of_a_replica(tmp_path: Path, generated: str) -> None:
     """Apache's generated client reads from `headrace replica` what another has written to the server."""
-    generated = tmp_path / "generated"
-    generated.mkdir()
-    subprocess.run(["thrift", "--gen", "py", "-out", generated, IDL], check=True, timeout=DEADLINE_S)
     folder = Path(__file__).parent
     with ServerProcess.start(tmp_path / "data") as server:
-        writer = [sys.executable, str(folder / "python_client.py"), str(generated), server.address]
+        writer = [sys.executable, str(folder / "python_client.py"), generated, server.address]
         assert subprocess.run(writer, capture_output=True, timeout=DEADLINE_S).returncode == 0
         with replica_endpoint(tmp_path, server.address) as replica:
-            reader = [sys.executable, str(folder / "python_replica_client.py"), str(generated), replica.address]
+            reader = [sys.executable, str(folder / "python_replica_client.py"), generated, replica.address]
             done = subprocess.run(reader, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "read 3 of 4 rows of interop.weight at step 1; refused: this is a replica" in done.stdout

@@ -8,21 +8,12 @@ import pytest
 from fake_shard import FakeStore, hosted
 from streamed_training import Training
 
-from headrace.paramserver.shard.launch import ServerProcess
-
 
 @pytest.fixture
 def store() -> Iterator[FakeStore]:
     """Return a store that is served."""
     with hosted(FakeStore(num_shards=3)) as store:
         yield store
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Return a real server of two shards."""
-    with ServerProcess.start(tmp_path_factory.mktemp("server") / "data", shards=2) as server:
-        yield server
 
 
 @pytest.fixture

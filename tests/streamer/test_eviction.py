@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evicting_training import Evicting, VirtualTap, evict_on_rank, read_rows
+from evicting_training import Evicting, VirtualTap, evict_on_rank
 from fake_shard import FakeStore, hosted
 from held_ports import hold_ports
 from ranks import run_ranks
+from stored_rows import read_rows
 from streamed_training import attached
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
 

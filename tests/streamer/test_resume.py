@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evicting_training import read_rows
 from held_ports import hold_ports
 from ranks import run_ranks
 from resumed_training import ROWS as RANK_ROWS
 from resumed_training import Saved, resume_on_rank, resumed_on_rank, train_on_rank
 from set_back_training import ROWS, Trainer, put_back
+from stored_rows import read_rows
 from streamed_training import attached
 from torch import distributed as dist
 from torch import nn

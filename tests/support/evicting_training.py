@@ -1,19 +1,15 @@
-"""A trainer that evicts rows, alone or on several ranks, and what the store says of its rows."""
+"""A trainer that evicts rows, alone or on several ranks."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.paramserver.reading.reader import EmbeddingReader, Rows
-
-__all__ = ["Evicting", "VirtualTap", "evict_on_rank", "read_rows"]
+__all__ = ["Evicting", "VirtualTap", "evict_on_rank"]
 
 
 class Evicting:
@@ -54,16 +50,6 @@ class VirtualTap:
 
     def close(self) -> None:
         """There is no hook to remove."""
-
-
-def read_rows(address: str, fqn: str, row_ids: Iterable[int]) -> Rows:
-    """Return rows as the store has them."""
-
-    async def read() -> Rows:
-        async with await EmbeddingReader.connect(address, timeout_s=60.0) as reader:
-            return await reader.get(fqn, np.array(list(row_ids), np.int64), with_states=True)
-
-    return asyncio.run(read())
 
 
 def evict_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:

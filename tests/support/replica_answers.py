@@ -50,14 +50,6 @@ async def connected(address: str) -> ParamServerClient:
     return await ParamServerClient.connect(*parse_address(address, default_port=0), timeout_s=WAIT_S)
 
 
-def read(address: str, fqn: str, ids: Any, **options: Any) -> Any:
-    async def ask() -> Any:
-        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
-            return await reader.get(fqn, ids, **options)
-
-    return asyncio.run(ask())
-
-
 def told(address: str) -> Any:
     """Return the `StatusReply`."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from counted_training import WAIT_S, make_snapshot
+from counted_training import make_snapshot
 from held_ports import hold_ports
 from set_back_training import ROWS, Trainer, put_back
+from stored_rows import read_rows
 from watched_server import wait_until
 
-from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.replica.api.config import DiskStorage
 from headrace.paramserver.shard.launch import ServerProcess
@@ -34,12 +33,7 @@ def train(address: str, *steps: tuple[int, int]) -> None:
 
 def rows_of(address: str) -> torch.Tensor:
     """Return a server's rows; zeros for missing ones."""
-
-    async def read() -> Any:
-        async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
-            return await reader.get("t.weight", range(ROWS))
-
-    return torch.from_numpy(asyncio.run(read()).weights)
+    return torch.from_numpy(read_rows(address, "t.weight", range(ROWS)).weights)
 
 
 def is_equal(replica: EmbeddingReplica, rows: torch.Tensor) -> bool:

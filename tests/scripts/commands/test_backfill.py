@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from stored_rows import read_rows
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
 from headrace import cli
@@ -48,11 +49,7 @@ def parquet(tmp_path: Path) -> Path:
 
 
 def _read(server: ServerProcess, fqn: str, ids: Any) -> Rows:
-    async def read() -> Rows:
-        async with await EmbeddingReader.connect(server.address) as reader:
-            return await reader.get(fqn, ids, with_states=True, with_versions=True)
-
-    return asyncio.run(read())
+    return read_rows(server.address, fqn, ids, with_states=True, with_versions=True)
 
 
 def _report(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:

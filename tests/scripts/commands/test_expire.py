@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from expiry_training import SPEC, train
+from stored_rows import read_rows
 
 from headrace.cli import main
 from headrace.paramserver.reading.link import Dial, ShardLink
-from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
@@ -30,12 +30,8 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def _present(address: str, rows: range = ROWS) -> list[int]:
-    async def read() -> list[int]:
-        async with await EmbeddingReader.connect(address, timeout_s=60) as reader:
-            found = await reader.get(SPEC.fqn, np.array(rows))
-        return [row for row, presence in zip(rows, found.presence.tolist(), strict=True) if presence == 1]
-
-    return asyncio.run(read())
+    presence = read_rows(address, SPEC.fqn, rows).presence.tolist()
+    return [row for row, found in zip(rows, presence, strict=True) if found == 1]
 
 
 def test_a_dry_run_and_a_real_one(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:

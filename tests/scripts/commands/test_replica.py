@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from held_ports import hold_ports
-from replica_answers import HALF, IDS, SPEC, call, read, told, values, write
+from replica_answers import HALF, IDS, SPEC, call, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
+from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
 
 from headrace.cli import main
@@ -52,12 +53,12 @@ def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
     """Rows that are kept smaller, or on disk, are served in the table's own type."""
     arguments = ["--precision=fp16", f"--disk-tables={HALF.fqn}", "--disk-table-bytes=1MiB", f"--disk-dir={tmp_path}/d"]
     with replica_endpoint(tmp_path, server.address, *arguments) as endpoint:
-        mine, theirs = (read(address, SPEC.fqn, IDS).weights for address in (endpoint.address, server.address))
+        mine, theirs = (read_rows(address, SPEC.fqn, IDS).weights for address in (endpoint.address, server.address))
         assert mine.dtype == np.float32
         assert np.array_equal(mine, theirs.astype(np.float16).astype(np.float32))
         assert list((tmp_path / "d").rglob("CURRENT")), "no table is on disk"
-        half = read(endpoint.address, HALF.fqn, np.arange(50)).weights
-        assert half.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+        half = read_rows(endpoint.address, HALF.fqn, np.arange(50)).weights
+        assert half.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
 
 
 def test_status(endpoint: Endpoint, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +82,11 @@ def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
         begun_at = told(endpoint.address).replica.visible_step
         write(server, begun_at + 1)
         wait_until(lambda: told(endpoint.address).replica.visible_step == begun_at + 1)
-        assert read(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(begun_at + 1).tobytes()
+        assert read_rows(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(begun_at + 1).tobytes()
         delay_s = told(endpoint.address).replica.shards[0].delay_p50_s
         assert 0 < delay_s < WAIT_S
         with pytest.raises(UnknownTableError):
-            read(endpoint.address, HALF.fqn, [1])
+            read_rows(endpoint.address, HALF.fqn, [1])
         (warning,) = (fact["message"] for fact in endpoint.facts() if fact["level"] == "warning")
         known = "there are 'item.weight', 'user.weight'"
         assert warning == f"replica: tables: 'no.such' is no table of the server yet; {known}"
@@ -106,7 +107,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pyte
             assert (replica.is_ready, replica.visible_step, replica.lag_steps) == (False, 1, 1)
             assert replica.lag_s > 0.3 and "that are not visible" in replica.failure
             # Lookups are answered all the same.
-            assert read(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(1).tobytes()
+            assert read_rows(endpoint.address, SPEC.fqn, IDS).weights.tobytes() == values(1).tobytes()
             # The server goes away: what is known to be missing stays known.
             server.kill()
             assert get(endpoint.health, "/readyz")[0] == 503
@@ -172,7 +173,7 @@ def test_a_server_that_never_comes(tmp_path: Path) -> None:
 def test_drains_and_stops(server: ServerProcess, tmp_path: Path, number: signal.Signals | None) -> None:
     """A signal, or with --watch-stdin the end of stdin, ends it with 0, and no file stays."""
     with replica_endpoint(tmp_path, server.address) as endpoint:
-        read(endpoint.address, SPEC.fqn, IDS)
+        read_rows(endpoint.address, SPEC.fqn, IDS)
         if number is None:
             assert endpoint.process.stdin is not None
             endpoint.process.stdin.close()

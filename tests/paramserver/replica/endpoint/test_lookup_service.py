@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hellos import hello_of_nobody
-from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, read, told, write
+from replica_answers import HALF, IDS, OTHER, SPEC, WAIT_S, call, connected, told, write
 from replica_endpoint import Endpoint, get, replica_endpoint
 from set_embeddings import request_of
+from stored_rows import read_rows
 
 from headrace import cli
 from headrace.paramserver.shard.launch import ServerProcess
@@ -44,15 +45,15 @@ def endpoint(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_reader_of_the_server_reads_from_a_replica(server: ServerProcess, endpoint: Endpoint) -> None:
     """A client gets the same bytes from both, for any order, repeats and missing rows."""
     ids = np.concatenate([np.arange(999, -1, -1), [4, 4, 4]])
-    mine, theirs = read(endpoint.address, SPEC.fqn, ids), read(server.address, SPEC.fqn, ids)
+    mine, theirs = read_rows(endpoint.address, SPEC.fqn, ids), read_rows(server.address, SPEC.fqn, ids)
     assert mine.weights.tobytes() == theirs.weights.tobytes()
     # A row that was deleted is missing here, where the server remembers it.
     assert mine.presence.tolist() == np.where(theirs.presence == 2, 0, theirs.presence).tolist()
     assert set(theirs.presence) == {0, 1, 2}
-    half = read(endpoint.address, HALF.fqn, np.arange(50))
+    half = read_rows(endpoint.address, HALF.fqn, np.arange(50))
     assert half.weights.dtype == np.uint16
-    assert half.weights.tobytes() == read(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
-    assert read(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
+    assert half.weights.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
+    assert read_rows(endpoint.address, SPEC.fqn, []).weights.shape == (0, 3)
 
 
 def test_without_an_interval_there_are_no_audits(endpoint: Endpoint) -> None:
@@ -64,7 +65,7 @@ def test_without_an_interval_there_are_no_audits(endpoint: Endpoint) -> None:
 def test_a_long_read_comes_in_chunks(endpoint: Endpoint) -> None:
     """A reader splits what does not fit the replica's frames."""
     ids = np.tile(np.arange(1000), 20)
-    assert read(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
+    assert read_rows(endpoint.address, SPEC.fqn, ids).weights.nbytes > 2 * 2**16
 
 
 def test_one_request_reads_several_tables(server: ServerProcess, endpoint: Endpoint) -> None:
