@@ -39,7 +39,7 @@ _LEASE_S = 3600
 _WRITERS = {
     "safetensors": "headrace.scripts.table_io.safetensors_file:write_safetensors",
     "parquet": "headrace.scripts.table_io.parquet:write_parquet",
-    "dcp": "headrace.scripts.table_io.dcp_writer:write_checkpoint",
+    "dcp": "headrace.scripts.table_io.dcp:write_checkpoint",
 }
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from headrace.schemas.errors import CorruptionError
 from headrace.schemas.tables import DType
 from headrace.scripts.table_io.columns import Column, Piece, RawColumn, TensorSource, map_file_errors
-from headrace.scripts.table_io.dense_writer import (
+from headrace.scripts.table_io.dense import (
     IDENTITIES,
     blank_column,
     check_dense,

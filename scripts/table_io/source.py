@@ -187,7 +187,7 @@ def open_source(path: Path, config: SourceConfig) -> OpenSource:
     if tensors is None:
         tables = _import("parquet:parquet_tables")(parquet, config)
     else:
-        tables = _import("dense_reader:dense_tables")(tensors, config)
+        tables = _import("dense:dense_tables")(tensors, config)
     config.naming.check_used(str(path))
     return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
 
@@ -216,7 +216,7 @@ def _open_tensors(path: Path) -> TensorSource:
     if path.is_dir():
         if not (path / ".metadata").exists():
             raise ConfigError(f"{path}: neither a checkpoint (no .metadata) nor a directory of .parquet files")
-        reader = "dcp_reader:open_checkpoint"
+        reader = "dcp:open_checkpoint"
     elif not path.exists():
         raise ConfigError(f"{path}: there is no such file or directory")
     elif path.suffix in _READERS:

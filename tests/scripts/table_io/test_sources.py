@@ -26,8 +26,8 @@ from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError,
 from headrace.schemas.tables import DType, StateKind
 from headrace.scripts.commands.backfill import BackfillConfig
 from headrace.scripts.table_io.columns import Piece, RawColumn
-from headrace.scripts.table_io.dcp_reader import METADATA_NAME
-from headrace.scripts.table_io.dense_reader import find_states
+from headrace.scripts.table_io.dcp import METADATA_NAME
+from headrace.scripts.table_io.dense import find_states
 from headrace.scripts.table_io.source import Naming
 
 TABLE = "sparse.items.weight"
