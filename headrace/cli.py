@@ -13,7 +13,10 @@ interruptions end in a traceback instead.
 from __future__ import annotations
 
 import errno
+import importlib
+import inspect
 import os
+import re
 import select
 import signal
 import sys
@@ -26,9 +29,8 @@ import typer.core
 
 from headrace import __version__
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.lazy import LazyCommand
 
-__all__ = ["main"]
+__all__ = ["LazyCommand", "load_command", "main"]
 
 _EXIT_ERROR = 1
 _EXIT_USAGE = 2
@@ -42,6 +44,9 @@ _FIRST_PROCESS = 1
 _PATH_ERRORS = frozenset(
     {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOENT, errno.ENOTDIR}
 )
+
+# These sections of a Google docstring are for callers of the function, not for the command's help.
+_DOCSTRING_SECTION = re.compile(r"^(Args|Returns|Raises|Cancellation|Thread|Source|Example|Note)s?:", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +119,44 @@ def _front_door(
         if text:
             typer.echo(text)
         raise typer.Exit(_EXIT_USAGE)
+
+
+class LazyCommand(typer.core.TyperCommand):
+    """Stands for a command in the list, and imports it to parse its arguments.
+
+    Parsing needs the options first, also for `--help`.
+    """
+
+    def __init__(self, name: str, target: str, help: str) -> None:
+        """Import nothing yet; see `load_command`."""
+        super().__init__(name=name, help=help)
+        self._target = target
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Import the command and parse its arguments."""
+        assert self.name is not None
+        assert self.help is not None
+        command = load_command(self.name, self._target, self.help)
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def load_command(name: str, target: str, help: str) -> Any:
+    """Import a command and return it as a click command.
+
+    Args:
+        name: Name on the command line.
+        target: `module:function`: a plain function whose parameters carry `typer.Option` or `typer.Argument`, or a
+            `typer.Typer` with commands of its own.
+        help: Help text if the function has no docstring.
+    """
+    module, _, name_in_module = target.partition(":")
+    function = getattr(importlib.import_module(module), name_in_module)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
+    text = _DOCSTRING_SECTION.split(inspect.getdoc(function) or help)[0].strip()
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=text)(function)
+    return typer.main.get_command(app)
 
 
 def _build(entries: Sequence[_Entry]) -> Any:

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from headrace import __version__, cli
+from headrace.cli import load_command
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.schemas.errors import ConfigError
-from headrace.scripts.commands.lazy import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"

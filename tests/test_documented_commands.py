@@ -12,7 +12,7 @@ import pytest
 from documented_blocks import NOT_RUN, Block, DocumentedPage, blocks_of, commands_of, is_run, missing_line
 
 from headrace import cli
-from headrace.scripts.commands.lazy import load_command
+from headrace.cli import load_command
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are run from top to bottom, and how many blocks and commands of theirs that is at least.

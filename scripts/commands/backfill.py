@@ -27,9 +27,17 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH
-from headrace.scripts.commands.progress_bar import ProgressBar, show_rows
 from headrace.scripts.commands.replay import target_of
-from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, ServerAddress, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    OnlyTables,
+    ProgressBar,
+    ServerAddress,
+    option,
+    show_rows,
+    with_server_flags,
+)
 from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
 from headrace.scripts.table_io.source import Naming, OpenSource, SourceConfig, Versions, open_source
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 import typer.core
 
-from headrace.scripts.commands.lazy import LazyCommand
+from headrace.cli import LazyCommand
 
 __all__ = ["bench", "check_checkout"]
 

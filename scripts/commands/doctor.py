@@ -1,14 +1,23 @@
-"""`headrace doctor`: check this machine, a configuration and a running server, and advise on problems."""
+"""`headrace doctor`: check this machine, a configuration and a running server, and advise on problems.
+
+Each check returns findings, and changes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import http.client
 import json
 import os
+import resource
+import socket
+import ssl
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -16,34 +25,309 @@ from typing import Annotated
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
 from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.system.flags import settings_sources
+from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
+from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.doctor_checks import (
-    Finding,
-    Level,
-    check_directory,
-    check_disk,
-    check_gpu,
-    check_memory,
-    check_open_files,
-    check_ports,
-    check_protection,
-    check_versions,
-    note,
-    ok,
-    problem,
-)
-from headrace.scripts.commands.server_flags import Access, AsJson, ServerAddress, option, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, ServerAddress, option, with_server_flags
 
-__all__ = ["check_clock", "doctor"]
+__all__ = [
+    "Finding",
+    "Level",
+    "check_clock",
+    "check_disk",
+    "check_gpu",
+    "check_memory",
+    "check_open_files",
+    "check_ports",
+    "check_protection",
+    "check_versions",
+    "doctor",
+]
 
 _TIMEOUT_S = 5.0
 _MAX_CLOCK_S = 1.0
+# Several pairs load together; these are the tested versions.
+_TORCH, _TORCHREC = "2.13.", "1.8."
+_PROCESS_BYTES = 600 << 20
+_VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"}
+_NUM_SYNCS, _SYNC_BYTES = 32, 256 << 10
+_SLOW_SYNC_S = 0.05
+_SOON_S = 30 * 86400.0
+
+
+class Level(enum.Enum):
+    """The severity of a finding."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.PROBLEM: "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The result of one check; `advice` is empty if there is nothing to do."""
+
+    subject: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def _ok(subject: str, text: str) -> Finding:
+    return Finding(subject=subject, level=Level.OK, text=text)
+
+
+def _note(subject: str, text: str, advice: str = "") -> Finding:
+    return Finding(subject=subject, level=Level.NOTE, text=text, advice=advice)
+
+
+def _problem(subject: str, text: str, advice: str) -> Finding:
+    return Finding(subject=subject, level=Level.PROBLEM, text=text, advice=advice)
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(version_of: Callable[[str], str | None] = _version_of) -> Iterator[Finding]:
+    """Compare the versions of distributions that must fit together; `version_of` returns None for a missing one."""
+    subject = "versions"
+    yield _ok(subject, f"Headrace {version_of('headrace')}, Python {sys.version.split()[0]}")
+    torch = version_of("torch")
+    if torch is None:
+        yield _note(subject, "torch is not installed: enough for a server", "Trainers and replicas: headrace[torch].")
+        return
+    if not torch.startswith(_TORCH):
+        advice = f"pip install 'torch=={_TORCH}*'"
+        yield _problem(subject, f"torch {torch}: Headrace is tested with {_TORCH}x alone", advice)
+    else:
+        yield _ok(subject, f"torch {torch}")
+    torchrec, fbgemm = version_of("torchrec"), version_of("fbgemm-gpu") or version_of("fbgemm-gpu-cpu")
+    if torchrec is None and fbgemm is None:
+        yield _note(subject, "torchrec and fbgemm are not installed: enough for torch.optim models")
+        return
+    for name, version in (("torchrec", torchrec), ("fbgemm-gpu", fbgemm)):
+        if version is None or not version.startswith(_TORCHREC):
+            text = f"{name} is {version or 'missing'}; {_TORCHREC}x goes with torch {_TORCH}x"
+            advice = f"pip install --no-deps '{name}=={_TORCHREC}0' (without a GPU fbgemm-gpu-cpu)"
+            yield _problem(subject, text, advice)
+        else:
+            yield _ok(subject, f"{name} {version}")
+
+
+def check_gpu() -> Iterator[Finding]:
+    """Check for a GPU and kernels for it."""
+    subject = "gpu"
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        yield _ok(subject, "none seen; everything runs on processors")
+        return
+    from headrace.kernels.runtime.cuda_module import FAMILIES, KernelsUnavailableError
+    from headrace.kernels.runtime.dispatch import gpu_module
+
+    name = torch.cuda.get_device_name()
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        for family in FAMILIES:
+            gpu_module(family, device)
+    except KernelsUnavailableError as exc:
+        yield _note(subject, f"{name}, without kernels for it, so torch's own operations are used: {exc}")
+    else:
+        yield _ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
+
+
+def _check_directory(config: ServerConfig) -> tuple[Finding, int]:
+    """Check the data directory as a start does; return the finding and the number of shards."""
+    subject = "directory"
+    try:
+        manifest = check_data_dir(config.data, num_shards=config.shards)
+    except HeadraceError as exc:
+        return _problem(subject, str(exc), "`headrace serve` would not start."), config.shards or 1
+    if manifest is None:
+        return _ok(subject, f"{config.data}: no store yet, a start makes it"), config.shards or 1
+    shards = f"{manifest.num_shards} shard{'s' * (manifest.num_shards > 1)}"
+    return _ok(subject, f"{config.data} holds a store of {shards}"), manifest.num_shards
+
+
+def check_open_files(max_connections: int) -> Iterator[Finding]:
+    """Compare the limit of open files with the number that a shard may need."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + FILES_OF_STORE
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        advice = f"Raise it (ulimit -Hn {wanted}, LimitNOFILE= in systemd), or lower --max-connections."
+        yield _problem("open files", f"the limit is {hard}, a shard may need {wanted}", advice)
+    else:
+        yield _ok("open files", f"a shard may need {wanted}, and may have them")
+
+
+def check_memory(config: ServerConfig, num_shards: int, memory_bytes: int | None = None) -> Iterator[Finding]:
+    """Compare the memory that the server may take with the machine's, `memory_bytes` if not None.
+
+    A block cache of 0 counts as the fraction of the machine's memory that it will be.
+    """
+    memory_bytes = machine_memory_bytes() if memory_bytes is None else memory_bytes
+    cache = config.block_cache_bytes or memory_bytes // 4 // num_shards
+    shard = cache + config.memtable_bytes + 2 * config.max_inflight_bytes
+    shard += config.max_log_pending_bytes + config.max_backlog_bytes + _PROCESS_BYTES
+    total = shard * num_shards
+    text = f"{num_shards} shards may take {format_size(total)}, the machine has {format_size(memory_bytes)}"
+    if total > memory_bytes:
+        advice = "Lower --max-inflight-bytes, --max-backlog-bytes or --block-cache-bytes, or take fewer shards."
+        yield _problem("memory", text, advice)
+    else:
+        yield _ok("memory", text)
+
+
+def check_ports(config: ServerConfig, num_shards: int) -> Iterator[Finding]:
+    """Check that the ports of the server are free."""
+    wanted = [(config.host, config.port + shard, "--port") for shard in range(num_shards) if config.port]
+    if config.metrics_port:
+        wanted.append((config.metrics_host, config.metrics_port, "--metrics-port"))
+    is_running = config.data.is_dir() and is_in_use(config.data)
+    taken = [(port, flag) for host, port, flag in wanted if not _is_free(host, port)]
+    if not taken:
+        yield _ok("ports", f"free: {', '.join(str(port) for _, port, _ in wanted) or 'the system chooses'}")
+    elif is_running:
+        yield _note("ports", f"taken: {', '.join(str(port) for port, _ in taken)}, and a server runs in --data")
+    else:
+        for port, flag in taken:
+            yield _problem("ports", f"port {port} is taken", f"End who has it (ss -ltnp), or choose another {flag}.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(1)
+    except OSError:
+        return False
+    return True
+
+
+def check_protection(config: ServerConfig, environ: Mapping[str, str], now_s: float | None = None) -> Iterator[Finding]:
+    """Load certificate, key, authorities and token as the server does, and check the certificates' dates.
+
+    Args:
+        config: Settings.
+        environ: Environment that may have a token.
+        now_s: Wall clock, seconds since 1970; None reads it.
+    """
+    subject, now_s = "protection", time.time() if now_s is None else now_s
+    try:
+        protection = Protection.load(config, environ)
+    except HeadraceError as exc:
+        yield _problem(subject, str(exc), "The server would not start; mend the file or the flag.")
+        return
+    yield _ok(
+        subject,
+        "clients are authenticated over TLS"
+        if protection.is_complete
+        else "clients show nothing; it listens on loopback only",
+    )
+    for path in (config.tls_certificate, config.tls_client_authority):
+        if path is not None:
+            yield _check_dates(path, now_s)
+
+
+def _check_dates(path: Path, now_s: float) -> Finding:
+    # The only access to a certificate's dates in the standard library; a package would be needed just for this.
+    dates = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    begins_s, ends_s = (ssl.cert_time_to_seconds(dates[name]) for name in ("notBefore", "notAfter"))
+    if now_s < begins_s:
+        return _problem("protection", f"{path} holds from {dates['notBefore']} on", "Look at this machine's clock.")
+    if now_s >= ends_s:
+        return _problem("protection", f"{path} has expired on {dates['notAfter']}", "Renew it and restart the server.")
+    if ends_s - now_s < _SOON_S:
+        days = int((ends_s - now_s) // 86400)
+        return _problem("protection", f"{path} expires in {days} days", "Renew it and restart the server.")
+    return _ok("protection", f"{path} holds until {dates['notAfter']}")
+
+
+def check_disk(config: ServerConfig, num_shards: int, mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
+    """Check the file system of the data directory: type, room, and how long a sync takes.
+
+    Writes 8 MiB to an unnamed file in it, or in the nearest directory above it that exists. `mounts` lists the mounted
+    file systems.
+    """
+    subject = "disk"
+    place = config.data.absolute()
+    while not place.is_dir():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        advice = "Let the server's user write there, or choose another --data."
+        yield _problem(subject, f"{place} is not writable", advice)
+        return
+    kind = _kind_of(place.resolve(), mounts)
+    if kind in _VOLATILE:
+        yield _problem(subject, f"{place} is on {kind}: gone after a restart", "An ack means on disk: choose a disk.")
+    elif kind in _REMOTE:
+        advice = "Locks and syncs may not hold there: choose a local disk."
+        yield _problem(subject, f"{place} is on {kind}, a file system of another machine", advice)
+    yield from _check_room(config, num_shards, place)
+    yield from _check_syncs(place)
+
+
+def _kind_of(place: Path, mounts: Path) -> str:
+    """Return the type of a directory's file system, the one with the longest mount point above it."""
+    found, kind = "", "unknown"
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, point, of, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        if place.is_relative_to(point) and len(point) >= len(found):
+            found, kind = point, of
+    return kind
+
+
+def _check_room(config: ServerConfig, num_shards: int, place: Path) -> Iterator[Finding]:
+    files = os.statvfs(place)
+    free = files.f_bavail * files.f_frsize
+    log = config.log_hold_bytes * num_shards
+    if files.f_favail and files.f_favail < 10_000:
+        text = f"only {files.f_favail} inodes are free at {place}"
+        yield _problem("disk", text, "Remove files, or choose another disk.")
+    if free < log:
+        text = f"{format_size(free)} free at {place}; the logs of {num_shards} shards may take {format_size(log)}"
+        yield _problem("disk", text, "Lower --log-hold-bytes and --log-retention-bytes, or add disk.")
+    else:
+        yield _ok("disk", f"{format_size(free)} free at {place}; logs may take {format_size(log)}, rows come on top")
+
+
+def _check_syncs(place: Path) -> Iterator[Finding]:
+    block, times_s = os.urandom(_SYNC_BYTES), []
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            for _ in range(_NUM_SYNCS):
+                begun_s = time.perf_counter()
+                file.write(block)
+                os.fdatasync(file.fileno())
+                times_s.append(time.perf_counter() - begun_s)
+    except OSError as exc:
+        yield _problem("disk", f"writing to {place}: {exc.strerror}", "Look at the disk and at its file system.")
+        return
+    median_s, rate = sorted(times_s)[len(times_s) // 2], _NUM_SYNCS * _SYNC_BYTES / sum(times_s)
+    text = f"a write of 256 KiB with its sync takes {median_s * 1000:.1f} ms, {format_size(rate)} a second"
+    if median_s > _SLOW_SYNC_S:
+        yield _problem("disk", text, "Each ack waits for a sync: choose a faster disk.")
+    else:
+        yield _ok("disk", text)
 
 
 @with_server_flags
@@ -71,7 +355,7 @@ def doctor(
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
         except HeadraceError as exc:
             advice = "Is it running, is this its address, are token and TLS those it asks for?"
-            findings.append(problem("server", str(exc), advice))
+            findings.append(_problem("server", str(exc), advice))
     if metrics is not None:
         findings.append(check_clock(metrics))
     has_problem = any(finding.level is Level.PROBLEM for finding in findings)
@@ -88,9 +372,9 @@ def _check_server_settings(data: Path | None, file: Path | None) -> Iterator[Fin
     try:
         settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file)
     except HeadraceError as exc:
-        yield problem("settings", str(exc), "`headrace serve` would not start.")
+        yield _problem("settings", str(exc), "`headrace serve` would not start.")
         return
-    directory, num_shards = check_directory(settings)
+    directory, num_shards = _check_directory(settings)
     yield directory
     yield from check_open_files(settings.max_connections)
     yield from check_memory(settings, num_shards)
@@ -103,13 +387,13 @@ def _check_server(access: StatusAccess) -> Iterator[Finding]:
     states = asyncio.run(ask_shards(access))
     ours = metadata.version("headrace")
     for version in sorted({state.sample.version for state in states if state.sample is not None} - {ours}):
-        yield note("server", f"it runs version {version}, this is {ours}", "Update the older one.")
+        yield _note("server", f"it runs version {version}, this is {ours}", "Update the older one.")
     problems = find_problems(states)
     for found in problems:
         level = Level.NOTE if found.severity is Severity.NOTE else Level.PROBLEM
         yield Finding(subject="server", level=level, text=found.text, advice=found.advice)
     if not problems:
-        yield ok("server", f"{len(states)} shards answer, and nothing is wrong")
+        yield _ok("server", f"{len(states)} shards answer, and nothing is wrong")
 
 
 def check_clock(address: str) -> Finding:
@@ -125,7 +409,7 @@ def check_clock(address: str) -> Finding:
         connection.request("GET", "/status.json")
         theirs_s = float(json.loads(connection.getresponse().read())["time_s"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as exc:
-        return problem("clock", f"{address} does not tell its time: {exc}", "Is this its --metrics-port?")
+        return _problem("clock", f"{address} does not tell its time: {exc}", "Is this its --metrics-port?")
     finally:
         connection.close()
     ended_s = time.time()
@@ -134,8 +418,8 @@ def check_clock(address: str) -> Finding:
     text = f"this clock and the server's are {'less than ' if apart_s < 0.001 else ''}{max(apart_s, 0.001):.3f} s apart"
     if apart_s > _MAX_CLOCK_S:
         advice = "Lags and the times of rows are told by both: keep them with NTP."
-        return problem("clock", text, advice)
-    return ok("clock", text)
+        return _problem("clock", text, advice)
+    return _ok("clock", text)
 
 
 def _show(findings: list[Finding], console: Console) -> None:

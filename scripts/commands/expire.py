@@ -19,8 +19,7 @@ from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressAr
 from headrace.paramserver.reading.link import ShardLink, link_all
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.progress_bar import show_rows
-from headrace.scripts.commands.server_flags import Access, AsJson, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, show_rows, with_server_flags
 
 __all__ = ["expire"]
 

@@ -20,10 +20,18 @@ from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapsho
 from headrace.paramserver.system.text import describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.lazy import import_with_extra
-from headrace.scripts.commands.progress_bar import show_bytes, show_rows
-from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, ServerAddress, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    OnlyTables,
+    ServerAddress,
+    option,
+    show_bytes,
+    show_rows,
+    with_server_flags,
+)
 from headrace.scripts.table_io.exported import ExportConfig, ExportTable
+from headrace.scripts.table_io.source import import_with_extra
 from headrace.scripts.table_io.written_aside import check_place, work_folder, written_aside
 
 __all__ = ["ExportResult", "export", "export_snapshot"]
@@ -37,9 +45,9 @@ _LEASE_S = 3600
 
 # Format: module and function.
 _WRITERS = {
-    "safetensors": "headrace.scripts.table_io.safetensors_file:write_safetensors",
-    "parquet": "headrace.scripts.table_io.parquet:write_parquet",
-    "dcp": "headrace.scripts.table_io.dcp:write_checkpoint",
+    "safetensors": "safetensors_file:write_safetensors",
+    "parquet": "parquet:write_parquet",
+    "dcp": "dcp:write_checkpoint",
 }
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from headrace.paramserver.log.inspection import LogReport, find_logs, inspect_log, size_of_log
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import CorruptionError
-from headrace.scripts.commands.progress_bar import show_bytes
+from headrace.scripts.commands.terminal import show_bytes
 
 __all__ = ["LogPath", "log", "show_range", "show_time"]
 

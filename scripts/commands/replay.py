@@ -28,8 +28,7 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import LogPath, show_range, show_time
-from headrace.scripts.commands.progress_bar import show_bytes
-from headrace.scripts.commands.server_flags import Access, with_server_flags
+from headrace.scripts.commands.terminal import Access, show_bytes, with_server_flags
 
 __all__ = ["replay", "target_of"]
 

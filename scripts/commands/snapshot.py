@@ -27,8 +27,15 @@ from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.scripts.commands.log import show_time
-from headrace.scripts.commands.progress_bar import ProgressBar, show_bytes, show_rows
-from headrace.scripts.commands.server_flags import Access, AsJson, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    ProgressBar,
+    option,
+    show_bytes,
+    show_rows,
+    with_server_flags,
+)
 
 __all__ = ["snapshot"]
 

@@ -24,7 +24,7 @@ from headrace.paramserver.observe.sample import (
 )
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import format_size
-from headrace.scripts.commands.server_flags import Access, AsJson, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, with_server_flags
 
 __all__ = ["number_table", "show_duration", "show_problem", "show_writer", "status"]
 

@@ -32,8 +32,8 @@ from headrace.paramserver.observe.status_query import (
 )
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.server_flags import Access, with_server_flags
 from headrace.scripts.commands.status import number_table, show_duration, show_problem, show_writer
+from headrace.scripts.commands.terminal import Access, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
 

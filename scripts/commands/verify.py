@@ -31,8 +31,15 @@ from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
-from headrace.scripts.commands.progress_bar import ProgressBar, show_rows
-from headrace.scripts.commands.server_flags import Access, AsJson, OnlyTables, option, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    AsJson,
+    OnlyTables,
+    ProgressBar,
+    option,
+    show_rows,
+    with_server_flags,
+)
 
 __all__ = ["verify"]
 

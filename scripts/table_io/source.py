@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,10 +13,18 @@ from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, SpecMismatchError, StorageError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.scripts.commands.lazy import import_with_extra
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
 
-__all__ = ["Naming", "OpenSource", "SourceConfig", "SourceTable", "Versions", "open_source", "state_of"]
+__all__ = [
+    "Naming",
+    "OpenSource",
+    "SourceConfig",
+    "SourceTable",
+    "Versions",
+    "import_with_extra",
+    "open_source",
+    "state_of",
+]
 
 # By suffix: module and function.
 _READERS = {
@@ -23,6 +32,8 @@ _READERS = {
     ".pth": "torch_reader:open_torch_file",
     ".safetensors": "safetensors_file:open_safetensors",
 }
+# Library: the extra that installs it.
+_EXTRAS = {"torch": "torch", "pyarrow": "tools", "safetensors": "tools"}
 
 
 class Naming:
@@ -185,9 +196,9 @@ def open_source(path: Path, config: SourceConfig) -> OpenSource:
         time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
         config = replace(config, versions=replace(config.versions, time_us=time_us))
     if tensors is None:
-        tables = _import("parquet:parquet_tables")(parquet, config)
+        tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, config)
     else:
-        tables = _import("dense:dense_tables")(tensors, config)
+        tables = import_with_extra("dense:dense_tables", what="this")(tensors, config)
     config.naming.check_used(str(path))
     return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
 
@@ -226,9 +237,22 @@ def _open_tensors(path: Path) -> TensorSource:
             f"{path}: unknown ending {path.suffix!r}; .pt, .safetensors and .parquet files and directories of "
             "checkpoints are read"
         )
-    source: TensorSource = _import(reader)(path)
+    source: TensorSource = import_with_extra(reader, what="this")(path)
     return source
 
 
-def _import(function: str) -> Callable[..., Any]:
-    return import_with_extra(f"headrace.scripts.table_io.{function}", what="this")
+def import_with_extra(function: str, *, what: str) -> Callable[..., Any]:
+    """Return the function `module:function` of this folder, whose library may be missing.
+
+    Raises:
+        ConfigError: A library that an extra installs is missing; `what` needs it.
+    """
+    try:
+        module, _, name = function.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(f"headrace.scripts.table_io.{module}"), name)
+        return found
+    except ModuleNotFoundError as exc:
+        library = (exc.name or "").partition(".")[0]
+        if library not in _EXTRAS:
+            raise
+        raise ConfigError(f"{what} needs {library}: pip install 'headrace[{_EXTRAS[library]}]'") from exc

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from headrace import HeadraceError, __version__, cli
-from headrace.scripts.commands.lazy import load_command
+from headrace.cli import load_command
 
 
 def _wind(turns: Annotated[int, typer.Option(help="How many turns.", min=1)] = 3) -> None:

@@ -33,7 +33,7 @@ from headrace.schemas.idl import idl
 from headrace.schemas.row_digest import TableDigest, digest_rows
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.commands import verify as verify_module
-from headrace.scripts.commands.progress_bar import ProgressBar
+from headrace.scripts.commands.terminal import ProgressBar
 
 SPEC = TableSpec(
     fqn="items.weight",

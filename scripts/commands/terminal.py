@@ -1,0 +1,127 @@
+"""What commands share at the terminal: flags and progress bars."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+from headrace.paramserver.observe.status_query import (
+    AuthorityFlag,
+    CertificateFlag,
+    KeyFlag,
+    StatusAccess,
+    TlsFlag,
+    TokenFlag,
+)
+
+__all__ = [
+    "Access",
+    "AsJson",
+    "OnlyTables",
+    "ProgressBar",
+    "ServerAddress",
+    "option",
+    "show_bytes",
+    "show_rows",
+    "with_server_flags",
+]
+
+Access = Callable[..., StatusAccess]
+"""Takes a server's address and `timeout_s`, and returns a `StatusAccess` made with the flags and the environment."""
+
+
+def option(text: str, metavar: str | None = None, *names: str, **settings: Any) -> Any:
+    """Return a flag with a help text, and without its default there."""
+    return typer.Option(*names, help=text, metavar=metavar, show_default=False, **settings)
+
+
+AsJson = Annotated[bool, option("Print one JSON object.", None, "--json")]
+OnlyTables = Annotated[list[str] | None, option("Only this table; may be repeated.", "FQN")]
+ServerAddress = Annotated[str | None, option("Any shard of a running server.", "HOST:PORT")]
+
+_FLAGS: dict[str, tuple[Any, Any]] = {
+    "tls": (TlsFlag, False),
+    "tls_authority": (AuthorityFlag, None),
+    "tls_certificate": (CertificateFlag, None),
+    "tls_key": (KeyFlag, None),
+    "token_file": (TokenFlag, None),
+}
+
+
+def with_server_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the flags in place of its keyword-only parameter `access`, an `Access`."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> Any:
+        flags = {name: given.pop(name, default) for name, (_, default) in _FLAGS.items()}
+        return function(*args, access=functools.partial(StatusAccess.load, **flags), **given)
+
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [parameter for parameter in own if parameter.name != "access"]
+    for name, (annotation, default) in _FLAGS.items():
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressBar:
+    """A bar from `show_bytes` or `show_rows`."""
+
+    _progress: Progress
+    _task: TaskID
+
+    def advance(self, count: int) -> None:
+        """Advance by `count`."""
+        self._progress.advance(self._task, count)
+
+    def update(self, done: int, total: int) -> None:
+        """Show `done` of `total`."""
+        self._progress.update(self._task, completed=done, total=total)
+
+
+def show_bytes(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
+    """Show a bar of bytes for the block, labeled `what`; a `total` of None waits for `update`."""
+    return _show(what, total, DownloadColumn(binary_units=True), TransferSpeedColumn())
+
+
+def show_rows(what: str, total: int | None = None) -> AbstractContextManager[ProgressBar]:
+    """Show a bar of rows for the block; see `show_bytes`."""
+    return _show(what, total, MofNCompleteColumn(), _RowRate())
+
+
+class _RowRate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} rows/s")
+
+
+@contextmanager
+def _show(what: str, total: int | None, *columns: ProgressColumn) -> Iterator[ProgressBar]:
+    console = Console(stderr=True)
+    described = (TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*described, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield ProgressBar(progress, progress.add_task(what, total=total))
