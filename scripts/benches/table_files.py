@@ -29,10 +29,10 @@ from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.benches.child import Child, Worker, peak_memory_bytes
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.ingest import admin_dial, serve
-from headrace.scripts.commands.backfill import BackfillConfig as BackfillSettings
 from headrace.scripts.commands.backfill import build_directory
 from headrace.scripts.commands.export import export_snapshot
 from headrace.scripts.table_io.exported import ExportConfig
+from headrace.scripts.table_io.source import BackfillConfig as BackfillSettings
 
 __all__ = ["BackfillConfig", "ExportBenchConfig", "backfill", "export", "measure_backfill", "measure_export"]
 

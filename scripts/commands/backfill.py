@@ -26,7 +26,6 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.commands.replay import target_of
 from headrace.scripts.commands.terminal import (
     Access,
@@ -39,53 +38,12 @@ from headrace.scripts.commands.terminal import (
     with_server_flags,
 )
 from headrace.scripts.table_io.sending import BackfillCounts, BackfillSender, RowPace, ask_server
-from headrace.scripts.table_io.source import Naming, OpenSource, SourceConfig, Versions, open_source
+from headrace.scripts.table_io.source import BackfillConfig, OpenSource
 
-__all__ = ["BackfillConfig", "backfill", "build_directory"]
+__all__ = ["backfill", "build_directory"]
 
 _CHUNK_BYTES = 8 << 20
-_NON_FINITE = ("refuse", "skip", "keep")
 _TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackfillConfig:
-    """The rows to take from a source.
-
-    Attributes:
-        maps: Rules `NAME=FQN` and `NAME=FQN/STATE`.
-        tables: Only these tables, by fqn; None for all.
-        epoch: Epoch of all rows; None keeps the file's versions, or is 1 without any.
-        step: Step of rows without a version in the file.
-        zero_states: Fill states that the source lacks with zeros.
-        non_finite: What to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them.
-    """
-
-    maps: tuple[str, ...] = ()
-    tables: tuple[str, ...] | None = None
-    epoch: int | None = None
-    step: int = 0
-    zero_states: bool = False
-    non_finite: str = "refuse"
-
-    def __post_init__(self) -> None:
-        if self.epoch is not None and not 1 <= self.epoch <= MAX_EPOCH:
-            raise ConfigError(f"--epoch {self.epoch}: not in 1..{MAX_EPOCH}")
-        if self.step < 0:
-            raise ConfigError(f"--step {self.step}: below 0")
-        if self.non_finite not in _NON_FINITE:
-            raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
-
-    def open(self, path: Path, known: dict[str, Any] | None) -> OpenSource:
-        """Open a source; `known` are the target's tables, None for a new one."""
-        config = SourceConfig(
-            naming=Naming(self.maps),
-            wanted=None if self.tables is None else list(self.tables),
-            known=known,
-            zero_states=self.zero_states,
-            versions=Versions(epoch=self.epoch, step=self.step),
-        )
-        return open_source(path, config)
 
 
 @with_server_flags

@@ -18,7 +18,7 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
 from headrace.scripts.table_io.exported import ExportRows, ExportTable
-from headrace.scripts.table_io.source import SourceConfig, SourceTable, Versions, state_of
+from headrace.scripts.table_io.source import Selection, SourceTable, state_of
 
 __all__ = [
     "IDENTITIES",
@@ -56,7 +56,7 @@ class _Dense:
     identities: Column | None
 
 
-def dense_tables(source: TensorSource, config: SourceConfig) -> list[SourceTable]:
+def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable]:
     """Return the tables of a source, with every shape and type checked.
 
     Raises:
@@ -65,21 +65,21 @@ def dense_tables(source: TensorSource, config: SourceConfig) -> list[SourceTable
         CorruptionError: The source's own notes are wrong.
         RequestError: A tensor of a wanted table cannot be read.
     """
-    found = _described(source, config) if source.notes is not None else _guessed(source, config)
+    found = _described(source, selection) if source.notes is not None else _guessed(source, selection)
     names = [table.spec.fqn for table in found]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
-    config.check_wanted(set(names), str(source.path))
+    selection.check_wanted(set(names), str(source.path))
     tables = []
     for table in found:
-        if not config.takes(table.spec.fqn):
+        if not selection.takes(table.spec.fqn):
             continue
-        target = (config.known or {}).get(table.spec.fqn)
+        target = selection.known.get(table.spec.fqn)
         if target is not None:
-            table = _fit(source, table, target, config)
+            table = _fit(source, table, target, selection)
         elif not table.spec.num_rows and source.notes is None:  # it would become a table of virtual ids
             raise SpecMismatchError(f"{source.path}: {table.name!r} has no rows, a new table has one or more")
-        tables.append(_ready(table, config.versions))
+        tables.append(_ready(table, selection))
     if not tables:
         raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
     return tables
@@ -112,7 +112,7 @@ def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
     return found
 
 
-def _described(source: TensorSource, config: SourceConfig) -> list[_Dense]:
+def _described(source: TensorSource, selection: Selection) -> list[_Dense]:
     """Return the tables that the notes of `headrace export` describe."""
     assert source.notes is not None
     found, columns = [], source.columns
@@ -124,7 +124,7 @@ def _described(source: TensorSource, config: SourceConfig) -> list[_Dense]:
                     "back"
                 )
             packed = list(note["spec"])
-            packed[0] = config.naming.target_of(packed[0]) or packed[0]
+            packed[0] = selection.naming.target_of(packed[0]) or packed[0]
             spec = unpack_spec(packed)
             states: dict[str, Column | None] = {name: columns[tensor] for name, tensor in note["states"].items()}
             table = _Dense(
@@ -142,9 +142,9 @@ def _described(source: TensorSource, config: SourceConfig) -> list[_Dense]:
     return found
 
 
-def _guessed(source: TensorSource, config: SourceConfig) -> list[_Dense]:
+def _guessed(source: TensorSource, selection: Selection) -> list[_Dense]:
     """Return the tables of a file without notes: those that rules, the target or `--table` name."""
-    naming, wanted, known = config.naming, config.wanted or (), config.known or {}
+    naming, wanted, known = selection.naming, selection.config.tables or (), selection.known
     weights: dict[str, str] = {}
     mapped: dict[str, dict[str, str]] = {}
     candidates = {name for name, column in source.columns.items() if len(column.shape) == 2}
@@ -163,7 +163,7 @@ def _guessed(source: TensorSource, config: SourceConfig) -> list[_Dense]:
         if name in source.columns and naming.target_of(name) is None:
             _check_two_dimensions(source, name)
     if not weights:
-        config.check_wanted(candidates, str(source.path))
+        selection.check_wanted(candidates, str(source.path))
         names = ", ".join(sorted(candidates)[:6]) or "none"
         raise ConfigError(
             f"{source.path}: which tensors are tables? Those of two dimensions: {names}; say it with --table or --map"
@@ -211,11 +211,11 @@ def _check_two_dimensions(source: TensorSource, name: str) -> None:
         raise SpecMismatchError(f"{source.path}: {name!r} has shape {list(shape)}, weights have two dimensions")
 
 
-def _fit(source: TensorSource, table: _Dense, target: TableSpec, config: SourceConfig) -> _Dense:
+def _fit(source: TensorSource, table: _Dense, target: TableSpec, selection: Selection) -> _Dense:
     """Return the table with the target's spec."""
     states = dict(table.states)
     theirs, ours = {state.name for state in target.states}, set(states)
-    if not config.zero_states:
+    if not selection.config.zero_states:
         for state in sorted(theirs - ours):
             raise SpecMismatchError(
                 f"{source.path}: no tensor for state {state!r} of table {target.fqn!r}: "
@@ -232,7 +232,7 @@ def _fit(source: TensorSource, table: _Dense, target: TableSpec, config: SourceC
         # With the tensors' types; `_check` compares their shapes.
         states=tuple(_with_type_of(state, states.get(state.name)) for state in target.states),
     )
-    config.check_fits(found, str(source.path))
+    selection.check_fits(found, str(source.path))
     fitted = replace(table, spec=target, states={state.name: states.get(state.name) for state in target.states})
     _check(source, fitted, part_of_rows=source.notes is not None or target.num_rows == 0)
     return fitted
@@ -284,7 +284,7 @@ def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:
         )
 
 
-def _ready(table: _Dense, versions: Versions) -> SourceTable:
+def _ready(table: _Dense, selection: Selection) -> SourceTable:
     for column in (table.weights, *table.states.values(), table.identities):
         if isinstance(column, RefusedColumn):
             raise column.refusal
@@ -304,9 +304,9 @@ def _ready(table: _Dense, versions: Versions) -> SourceTable:
             yield RowChunk(
                 row_ids=np.arange(table.first_row + first, table.first_row + end, dtype=np.int64),
                 columns=columns,
-                epochs=1 if versions.epoch is None else versions.epoch,
-                steps=versions.step,
-                times_us=versions.time_us,
+                epochs=1 if selection.config.epoch is None else selection.config.epoch,
+                steps=selection.config.step,
+                times_us=selection.time_us,
                 identities=None if table.identities is None else table.identities.read(first, end)[:, 0],
             )
 

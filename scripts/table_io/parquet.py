@@ -25,7 +25,7 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import map_file_errors
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, file_name_of
-from headrace.scripts.table_io.source import SourceConfig, SourceTable, Versions, state_of
+from headrace.scripts.table_io.source import Selection, SourceTable, state_of
 
 __all__ = ["parquet_tables", "write_parquet"]
 
@@ -53,33 +53,33 @@ class _File:
     names: frozenset[str]
 
 
-def parquet_tables(paths: list[Path], config: SourceConfig) -> list[SourceTable]:
+def parquet_tables(paths: list[Path], selection: Selection) -> list[SourceTable]:
     """Return the tables of some files, with every column's type checked.
 
     Args:
         paths: One file per table; the file's name without its ending is the table's, unless its notes name it.
-        config: Which tables to take.
+        selection: Which tables to take.
 
     Raises:
         ConfigError: A requested table is missing, or is there twice.
         SpecMismatchError: A table differs from the target's.
         CorruptionError: A file is damaged.
     """
-    files = [_open(path, config) for path in paths]
+    files = [_open(path, selection) for path in paths]
     names = [file.spec.fqn for file in files]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two files hold a table {repeated[0]!r}")
-    config.check_wanted(set(names), ", ".join(map(str, paths[:3])))
+    selection.check_wanted(set(names), ", ".join(map(str, paths[:3])))
     tables = []
     for file in files:
-        if not config.takes(file.spec.fqn):
+        if not selection.takes(file.spec.fqn):
             continue
-        config.check_fits(file.spec, str(file.path))
-        tables.append(_ready(file, config.versions))
+        selection.check_fits(file.spec, str(file.path))
+        tables.append(_ready(file, selection))
     return tables
 
 
-def _open(path: Path, config: SourceConfig) -> _File:
+def _open(path: Path, selection: Selection) -> _File:
     with _mapped_errors(path), pq.ParquetFile(path) as file:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
         if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
@@ -89,7 +89,7 @@ def _open(path: Path, config: SourceConfig) -> _File:
             try:
                 note = json.loads(notes)
                 precision, packed = note["precision"], list(note["spec"])
-                fqn = packed[0] = config.naming.target_of(packed[0]) or packed[0]
+                fqn = packed[0] = selection.naming.target_of(packed[0]) or packed[0]
                 spec = unpack_spec(packed)
             except (ValueError, KeyError, TypeError, RecursionError) as exc:
                 raise CorruptionError(f"{path}: its notes on the table are damaged: {exc!r}") from exc
@@ -97,8 +97,8 @@ def _open(path: Path, config: SourceConfig) -> _File:
                 raise RequestError(f"{path}: exported as {precision}, which is for serving; it cannot be brought back")
         else:
             name = path.name.removesuffix(".parquet")
-            fqn = config.naming.target_of(name) or name
-            target = (config.known or {}).get(fqn)
+            fqn = selection.naming.target_of(name) or name
+            target = selection.known.get(fqn)
             spec = _spec_of(path, schema, fqn, 0 if target is None else target.num_rows, _list_lengths(file))
         _check_schema(path, schema, spec)
         return _File(path=path, spec=spec, num_rows=num_rows, names=frozenset(schema.names))
@@ -189,19 +189,19 @@ def _is_alike(found: pa.DataType, expected: pa.DataType) -> bool:
     return bool(found == expected)
 
 
-def _ready(file: _File, versions: Versions) -> SourceTable:
+def _ready(file: _File, selection: Selection) -> SourceTable:
     layout = RecordLayout(file.spec, file.spec.whole)
     names = ["row_id", *["identity"] * file.spec.has_identities]
     names += [name for name in ("epoch", "step", "time_us", "deleted") if name in file.names]
 
     def chunks(max_bytes: int) -> Iterator[RowChunk]:
         for batch in _batches(file.path, [*names, *layout.columns], max(1, max_bytes // layout.size_bytes)):
-            yield _chunk_of(file, layout, batch, versions)
+            yield _chunk_of(file, layout, batch, selection)
 
     def check_ids() -> None:
         last = -1
         for batch in _batches(file.path, names, 1 << 20):
-            bare = _chunk_of(file, None, batch, versions)
+            bare = _chunk_of(file, None, batch, selection)
             try:
                 bare.check(file.spec, after_row=last)
             except HeadraceError as exc:
@@ -218,20 +218,20 @@ def _batches(path: Path, names: list[str], num_rows: int) -> Iterator[pa.RecordB
                 yield batch
 
 
-def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, versions: Versions) -> RowChunk:
+def _chunk_of(file: _File, layout: RecordLayout | None, batch: pa.RecordBatch, selection: Selection) -> RowChunk:
     def ids(name: str) -> npt.NDArray[np.int64]:
         return _numbers(file.path, batch, name, DType.INT64, 1)[:, 0]
 
-    has_versions = "epoch" in file.names and versions.epoch is None
+    has_versions = "epoch" in file.names and selection.config.epoch is None
     return RowChunk(
         row_ids=ids("row_id"),
         columns={
             name: _numbers(file.path, batch, name, column.dtype, column.width)
             for name, column in (layout.columns.items() if layout is not None else ())
         },
-        epochs=ids("epoch") if has_versions else versions.epoch or 1,
-        steps=ids("step") if has_versions else versions.step,
-        times_us=ids("time_us") if "time_us" in file.names else versions.time_us,
+        epochs=ids("epoch") if has_versions else selection.config.epoch or 1,
+        steps=ids("step") if has_versions else selection.config.step,
+        times_us=ids("time_us") if "time_us" in file.names else selection.time_us,
         identities=ids("identity") if file.spec.has_identities else None,
         is_deleted=_flags(file.path, batch, "deleted") if "deleted" in file.names else None,
     )

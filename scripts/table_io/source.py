@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,16 @@ from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, SpecMismatchError, StorageError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
 
 __all__ = [
+    "BackfillConfig",
     "Naming",
     "OpenSource",
-    "SourceConfig",
+    "Selection",
     "SourceTable",
-    "Versions",
     "import_with_extra",
-    "open_source",
     "state_of",
 ]
 
@@ -32,6 +32,7 @@ _READERS = {
     ".pth": "torch_reader:open_torch_file",
     ".safetensors": "safetensors_file:open_safetensors",
 }
+_NON_FINITE = ("refuse", "skip", "keep")
 # Library: the extra that installs it.
 _EXTRAS = {"torch": "torch", "pyarrow": "tools", "safetensors": "tools"}
 
@@ -79,51 +80,88 @@ class Naming:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Versions:
-    """The versions that rows get.
+class BackfillConfig:
+    """The rows to take from a source.
 
     Attributes:
-        epoch: Epoch of all rows; None keeps each row's version in the file, and is 1 if it has none.
+        maps: Rules `NAME=FQN` and `NAME=FQN/STATE`.
+        tables: Only these tables, by fqn; None for all.
+        epoch: Epoch of all rows; None keeps the file's versions, or is 1 without any.
         step: Step of rows without a version in the file, or of all if `epoch` is given.
-        time_us: Wall clock of rows that have none, microseconds since 1970.
+        zero_states: Fill states that the source lacks with zeros, and skip those that the target lacks.
+        non_finite: What to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them.
     """
 
+    maps: tuple[str, ...] = ()
+    tables: tuple[str, ...] | None = None
     epoch: int | None = None
     step: int = 0
-    time_us: int = 0
+    zero_states: bool = False
+    non_finite: str = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.epoch is not None and not 1 <= self.epoch <= MAX_EPOCH:
+            raise ConfigError(f"--epoch {self.epoch}: not in 1..{MAX_EPOCH}")
+        if self.step < 0:
+            raise ConfigError(f"--step {self.step}: below 0")
+        if self.non_finite not in _NON_FINITE:
+            raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
+
+    def open(self, path: Path, known: Mapping[str, TableSpec] | None) -> OpenSource:
+        """Open a file or directory and check all its tables.
+
+        Args:
+            path: A `.pt`, `.safetensors` or `.parquet` file, a checkpoint's directory or one of Parquet files.
+            known: The target's tables, by fqn; None for a new one.
+
+        Raises:
+            ConfigError: There is nothing to read, or a library for it is missing.
+            HeadraceError: The source is damaged, or does not fit the target.
+        """
+        naming, parquet = Naming(self.maps), _parquet_files(path)
+        tensors = None if parquet is not None else _open_tensors(path)
+        files = tensors.files if tensors is not None else parquet or []
+        with map_file_errors(path):
+            stamp = [_stamp_of(file) for file in files]
+        time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
+        selection = Selection(config=self, naming=naming, known=known or {}, time_us=time_us)
+        if tensors is None:
+            tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, selection)
+        else:
+            tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
+        naming.check_used(str(path))
+        return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceConfig:
-    """Which tables to take from a source, and what they must fit.
+class Selection:
+    """What the reader of a format takes from a source.
 
     Attributes:
-        naming: The user's rules.
-        wanted: Only these tables, by fqn; None for all.
-        known: The target's tables; None if it is new.
-        zero_states: Fill states that the source lacks with zeros, and skip those that the target lacks.
-        versions: Versions of the rows; a time of 0 becomes that of the source's last change.
+        config: The user's choice.
+        naming: Its rules, parsed.
+        known: The target's tables, by fqn.
+        time_us: Wall clock of rows that have none: the source's last change, microseconds since 1970.
     """
 
+    config: BackfillConfig
     naming: Naming
-    wanted: list[str] | None
-    known: Mapping[str, TableSpec] | None
-    zero_states: bool
-    versions: Versions
+    known: Mapping[str, TableSpec]
+    time_us: int
 
     def takes(self, fqn: str) -> bool:
         """Return whether a table is wanted."""
-        return self.wanted is None or fqn in self.wanted
+        return self.config.tables is None or fqn in self.config.tables
 
     def check_wanted(self, found: set[str], where: str) -> None:
         """Raise ConfigError if a requested table is not among those found."""
-        for fqn in self.wanted or ():
+        for fqn in self.config.tables or ():
             if fqn not in found:
                 raise ConfigError(f"--table {fqn!r}: no such table in {where}; {describe_near(fqn, found)}")
 
     def check_fits(self, found: TableSpec, where: str) -> None:
         """Raise SpecMismatchError if the target's table of this name is another one."""
-        known = (self.known or {}).get(found.fqn)
+        known = self.known.get(found.fqn)
         if known is not None and (difference := known.describe_difference(found)):
             raise SpecMismatchError(
                 f"{where}: table {found.fqn!r} is another one (the server's ≠ the file's): {difference}"
@@ -174,33 +212,6 @@ class OpenSource:
             with map_file_errors(file):
                 if _stamp_of(file) != expected:
                     raise StorageError(f"{file}: changed while it was read; run it again when it is at rest")
-
-
-def open_source(path: Path, config: SourceConfig) -> OpenSource:
-    """Open a file or directory and check all its tables.
-
-    Args:
-        path: A `.pt`, `.safetensors` or `.parquet` file, a checkpoint's directory or one of Parquet files.
-        config: Which tables to take.
-
-    Raises:
-        ConfigError: There is nothing to read, or a library for it is missing.
-        HeadraceError: The source is damaged, or does not fit the target.
-    """
-    parquet = _parquet_files(path)
-    tensors = None if parquet is not None else _open_tensors(path)
-    files = tensors.files if tensors is not None else parquet or []
-    with map_file_errors(path):
-        stamp = [_stamp_of(file) for file in files]
-    if not config.versions.time_us:
-        time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
-        config = replace(config, versions=replace(config.versions, time_us=time_us))
-    if tensors is None:
-        tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, config)
-    else:
-        tables = import_with_extra("dense:dense_tables", what="this")(tensors, config)
-    config.naming.check_used(str(path))
-    return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
 
 
 def state_of(name: str, dtype: DType, width: int, *, is_pointwise: bool) -> StateSpec:

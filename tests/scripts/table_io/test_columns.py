@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headrace.schemas.errors import CorruptionError
-from headrace.scripts.commands.backfill import BackfillConfig
+from headrace.scripts.table_io.source import BackfillConfig
 
 TABLE = "sparse.items.weight"
 _ENTRY = b"PK\x01\x02"  # of the directory of a zip archive

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headrace.schemas.errors import CorruptionError
-from headrace.scripts.commands.backfill import BackfillConfig
 from headrace.scripts.table_io.dcp import METADATA_NAME
+from headrace.scripts.table_io.source import BackfillConfig
 
 TABLE = "sparse.items.weight"
 MARK = "set_by_a_pickle"

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from headrace import cli
 from headrace.schemas.errors import ConfigError, SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
-from headrace.scripts.commands.backfill import BackfillConfig
+from headrace.scripts.table_io.source import BackfillConfig
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from table_rows import ITEMS, values_of
 from headrace import cli
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, RequestError
 from headrace.schemas.tables import DType, StateKind
-from headrace.scripts.commands.backfill import BackfillConfig
 from headrace.scripts.table_io.columns import Piece, RawColumn
 from headrace.scripts.table_io.dcp import METADATA_NAME
 from headrace.scripts.table_io.dense import find_states
-from headrace.scripts.table_io.source import Naming
+from headrace.scripts.table_io.source import BackfillConfig, Naming
 
 TABLE = "sparse.items.weight"
 
