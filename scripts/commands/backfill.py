@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from headrace.scripts.commands.terminal import (
     ProgressBar,
     ServerAddress,
     option,
+    refuse_server_flags,
     show_rows,
     with_server_flags,
 )
@@ -113,7 +114,7 @@ def backfill(
         raise ConfigError("--shards goes with --data: a running server has the shards that it has")
     if server is None:
         flags = {"rows_per_s": rows_per_s, "no_count": not count, "again": again, "timeout_s": timeout_s}
-        _check_no_server_flags({**flags, **getattr(access, "keywords", {})})
+        refuse_server_flags(access, "a directory that is being made serves nobody yet", **flags)
     config = BackfillConfig(
         maps=tuple(map_ or ()),
         tables=None if table is None else tuple(table),
@@ -126,16 +127,18 @@ def backfill(
     if data is not None:
         opened, counts = _fill_directory(source, data, config, num_shards=shards or 1, dry_run=dry_run, as_json=as_json)
     else:
-        sending = _Sending(target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S)), rows_per_s, count, again)
-        opened, counts = _send(source, sending, config, dry_run=dry_run, as_json=as_json)
+        target = target_of(access(server, timeout_s=timeout_s or _TIMEOUT_S))
+        opened, counts = _send(
+            source,
+            target,
+            config,
+            rows_per_s=rows_per_s,
+            counts_kept=count,
+            again=again,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
     _report(opened, counts, str(data if data is not None else server), time.perf_counter() - begin_s, as_json=as_json)
-
-
-def _check_no_server_flags(flags: Mapping[str, Any]) -> None:
-    for name, value in flags.items():
-        if value:
-            flag = f"--{name.replace('_', '-')} goes with --server"
-            raise ConfigError(f"{flag}: a directory that is being made serves nobody yet")
 
 
 def _fill_directory(
@@ -151,18 +154,18 @@ def _fill_directory(
         return source, build_directory(source, data, num_shards=num_shards, config=config, on_rows=bar.advance)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    target: ReplayTarget
-    rows_per_s: float | None
-    counts_kept: bool
-    again: bool
-
-
 def _send(
-    path: Path, sending: _Sending, config: BackfillConfig, *, dry_run: bool, as_json: bool
+    path: Path,
+    target: ReplayTarget,
+    config: BackfillConfig,
+    *,
+    rows_per_s: float | None,
+    counts_kept: bool,
+    again: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
-    facts = asyncio.run(ask_server(sending.target))
+    facts = asyncio.run(ask_server(target))
     source = config.open(path, facts.tables)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)
@@ -171,7 +174,7 @@ def _send(
         return source, None
     sender = BackfillSender(
         source,
-        sending.target,
+        target,
         facts,
         # In this order and form: the name of the run is a digest of them.
         settings=[
@@ -180,11 +183,11 @@ def _send(
             config.epoch or 0,
             config.step,
             int(config.zero_states),
-            time.time_ns() if sending.again else 0,
+            time.time_ns() if again else 0,
         ],
         skips_non_finite=config.non_finite == "skip",
-        counts_kept=sending.counts_kept,
-        pace=RowPace(sending.rows_per_s),
+        counts_kept=counts_kept,
+        pace=RowPace(rows_per_s),
     )
     with _show("Sending", source) as bar:
         asyncio.run(sender.run(on_rows=bar.advance))

@@ -8,9 +8,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,6 +26,7 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ServerAddress,
     option,
+    refuse_server_flags,
     show_bytes,
     show_rows,
     with_server_flags,
@@ -112,7 +113,7 @@ def export(
     if (server is None) == (snapshot is None):
         raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR")
     if server is None:
-        _check_no_server_flags({"now": now, "timeout_s": timeout_s, **getattr(access, "keywords", {})})
+        refuse_server_flags(access, "a snapshot is cut already, and is here", now=now, timeout_s=timeout_s)
     first_row, end_row = _parse_rows(rows)
     config = ExportConfig(
         first_row=first_row,
@@ -219,13 +220,6 @@ def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: flo
         yield folder / name
 
 
-def _check_no_server_flags(flags: dict[str, Any]) -> None:
-    for name, value in flags.items():
-        if value:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} goes with --server: a snapshot is cut already, and is here")
-
-
 def _check_format(format_name: str, config: ExportConfig, options: dict[str, str]) -> None:
     _writer_of(format_name)
     if options and format_name != "dcp":
@@ -257,16 +251,9 @@ def _parse_rows(text: str | None) -> tuple[int, int | None]:
 
 def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
     if as_json:
-        facts: dict[str, Any] = {
-            "to": str(to),
-            "snapshot": result.snapshot,
-            "epoch": result.epoch,
-            "step": result.step,
-            "tables": result.num_rows,
-            "size_bytes": result.size_bytes,
-            "seconds": result.seconds,
-        }
-        print(json.dumps(facts, indent=2))
+        facts = asdict(result)
+        facts["tables"] = facts.pop("num_rows")
+        print(json.dumps({"to": str(to), **facts}, indent=2))
         return
     for fqn, num_rows in result.num_rows.items():
         print(f"{fqn}: {num_rows} rows")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -28,27 +25,25 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import LogPath, show_range, show_time
-from headrace.scripts.commands.terminal import Access, show_bytes, with_server_flags
+from headrace.scripts.commands.terminal import Access, OnlyTables, ServerAddress, option, show_bytes, with_server_flags
 
 __all__ = ["replay", "target_of"]
-
-_option = functools.partial(typer.Option, show_default=False)
 
 
 @with_server_flags
 def replay(
     path: LogPath,
     *,
-    server: Annotated[str | None, _option(metavar="HOST:PORT", help="Any shard of a running server.")] = None,
-    data: Annotated[Path | None, _option(metavar="DIR", help="Directory to serve meanwhile; may be new.")] = None,
-    shards: Annotated[int | None, _option(min=1, max=MAX_SHARDS, help="Shards of a new --data. Default: 1.")] = None,
-    table: Annotated[list[str] | None, _option(metavar="FQN", help="Only this table; may be repeated.")] = None,
-    from_seq: Annotated[int | None, _option(min=1, help="First record, of one shard's log.")] = None,
-    to_seq: Annotated[int | None, _option(min=1, help="Last record.")] = None,
-    from_step: Annotated[int | None, _option(min=0, help="First step of the trainer.")] = None,
-    to_step: Annotated[int | None, _option(min=0, help="Last step.")] = None,
-    since: Annotated[str | None, _option(metavar="TIME", help="Earliest time: ISO 8601 or seconds since 1970.")] = None,
-    until: Annotated[str | None, _option(metavar="TIME", help="Latest time of the trainer.")] = None,
+    server: ServerAddress = None,
+    data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
+    shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
+    table: OnlyTables = None,
+    from_seq: Annotated[int | None, option("First record, of one shard's log.", min=1)] = None,
+    to_seq: Annotated[int | None, option("Last record.", min=1)] = None,
+    from_step: Annotated[int | None, option("First step of the trainer.", min=0)] = None,
+    to_step: Annotated[int | None, option("Last step.", min=0)] = None,
+    since: Annotated[str | None, option("Earliest time: ISO 8601 or seconds since 1970.", "TIME")] = None,
+    until: Annotated[str | None, option("Latest time of the trainer.", "TIME")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and end.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Send also what an earlier run has delivered.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest absence of a shard.")] = 60.0,
@@ -63,8 +58,7 @@ def replay(
     Raises:
         HeadraceError: A flag is wrong, the range is empty, a log is damaged, or the target refuses or is away.
     """
-    destination = _Destination(server=server, data=data, shards=shards, access=access, timeout_s=timeout_s)
-    destination.check(path, dry_run=dry_run)
+    _check_destination(path, server, data, shards, dry_run=dry_run)
     wanted = ReplayRange(
         from_seq=from_seq,
         to_seq=to_seq,
@@ -75,7 +69,7 @@ def replay(
         tables=frozenset(table or ()),
     )
     source = ReplaySource(path, wanted)
-    target = None if server is None else destination.target_at(server)
+    target = None if server is None else target_of(access(server, timeout_s=timeout_s))
     if target is not None and not dry_run:
         asyncio.run(target.ask())  # fail before a long log is checked
     size_bytes = sum(size_of_log(log.path) for log in source.logs)
@@ -85,7 +79,12 @@ def replay(
     _print_summary(console, source, summary)
     if dry_run:
         return
-    with destination.serve(target) as target, show_bytes("Sending", size_bytes) as bar:
+    with ExitStack() as stack:
+        if target is None:
+            assert data is not None
+            address = stack.enter_context(_serve(data, shards)).address
+            target = dataclasses.replace(target_of(access(address, timeout_s=timeout_s)), ssl_context=None)
+        bar = stack.enter_context(show_bytes("Sending", size_bytes))
         work = Replay(source, target, again=again)
         asyncio.run(work.run(on_progress=bar.advance))
     where = f"--data {data}" if data is not None else server
@@ -99,46 +98,31 @@ def target_of(access: StatusAccess) -> ReplayTarget:
     return ReplayTarget(host=host, port=port, ssl_context=access.ssl_context, token=token, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Destination:
-    server: str | None
-    data: Path | None
-    shards: int | None
-    access: Access
-    timeout_s: float
+def _check_destination(
+    source: Path, server: str | None, data: Path | None, shards: int | None, *, dry_run: bool
+) -> None:
+    """Refuse wrong flags, and a directory that cannot be served, before a long log is checked."""
+    if not dry_run and (server is None) == (data is None):
+        raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR; or --dry-run")
+    if data is None:
+        if shards is not None:
+            raise ConfigError("--shards goes with --data: the shards of a running server are fixed")
+        return
+    ours, theirs = data.resolve(), source.resolve()
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        raise ConfigError(f"--data {data}: that is where the log to replay lies; name another directory")
+    if not dry_run:
+        check_data_dir(data, num_shards=shards)
+        if is_in_use(data):
+            raise ConfigError(f"--data {data}: a server runs in it; name that with --server")
 
-    def check(self, source: Path, *, dry_run: bool) -> None:
-        """Refuse wrong flags, and a directory that cannot be served, before a long log is checked."""
-        if not dry_run and (self.server is None) == (self.data is None):
-            raise ConfigError("say where to: --server HOST:PORT of a running server, or --data DIR; or --dry-run")
-        if self.data is None:
-            if self.shards is not None:
-                raise ConfigError("--shards goes with --data: the shards of a running server are fixed")
-            return
-        ours, theirs = self.data.resolve(), source.resolve()
-        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-            raise ConfigError(f"--data {self.data}: that is where the log to replay lies; name another directory")
-        if not dry_run:
-            check_data_dir(self.data, num_shards=self.shards)
-            if is_in_use(self.data):
-                raise ConfigError(f"--data {self.data}: a server runs in it; name that with --server")
 
-    def target_at(self, address: str) -> ReplayTarget:
-        return target_of(self.access(address, timeout_s=self.timeout_s))
-
-    @contextmanager
-    def serve(self, running: ReplayTarget | None) -> Iterator[ReplayTarget]:
-        """Yield the running server, or serve the directory on loopback, without TLS, and yield that server."""
-        if running is not None:
-            yield running
-            return
-        assert self.data is not None
-        try:
-            process = ServerProcess.start(self.data, shards=self.shards)
-        except UnavailableError as exc:
-            raise UnavailableError(str(exc).replace("headrace: error: ", "")) from exc  # the server's own prefix
-        with process:
-            yield dataclasses.replace(self.target_at(process.address), ssl_context=None)
+def _serve(data: Path, shards: int | None) -> ServerProcess:
+    """Serve a directory on loopback, without TLS."""
+    try:
+        return ServerProcess.start(data, shards=shards)
+    except UnavailableError as exc:
+        raise UnavailableError(str(exc).replace("headrace: error: ", "")) from exc  # the server's own prefix
 
 
 def _parse_time(flag: str, text: str | None) -> int | None:

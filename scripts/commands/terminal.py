@@ -33,6 +33,7 @@ from headrace.paramserver.observe.status_query import (
     TlsFlag,
     TokenFlag,
 )
+from headrace.schemas.errors import ConfigError
 
 __all__ = [
     "Access",
@@ -41,6 +42,7 @@ __all__ = [
     "ProgressBar",
     "ServerAddress",
     "option",
+    "refuse_server_flags",
     "show_bytes",
     "show_rows",
     "with_server_flags",
@@ -85,6 +87,13 @@ def with_server_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def refuse_server_flags(access: Access, why: str, **flags: Any) -> None:
+    """Raise ConfigError for a flag that goes with --server, of these and of `access`, if one was given."""
+    for name, value in {**flags, **getattr(access, "keywords", {})}.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --server: {why}")
 
 
 @dataclass(frozen=True, slots=True)
