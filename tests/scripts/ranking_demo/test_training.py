@@ -23,7 +23,7 @@ def replay() -> Replay:
 @pytest.fixture
 def make_model(replay: Replay) -> Iterator[Callable[..., Any]]:
     """A function that makes models, with a process group around the test. Imported here: it needs torchrec."""
-    from headrace.scripts.ranking_demo.model import DemoModel, process_group
+    from headrace.scripts.ranking_demo.training import DemoModel, process_group
 
     sizes = {"num_users": replay.log.user_ids.size, "num_items": replay.log.item_ids.size}
     with one_torch_thread(), process_group():
