@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import socket
 import time
@@ -17,12 +16,12 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from held_ports import hold_ports
 from hellos import hello_of_writer
 from replica_endpoint import replica_endpoint
 from set_embeddings import delta_of, request_of
 
-from headrace.cli import main
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -146,142 +145,128 @@ async def test_replies_are_bounded(servers: list[str]) -> None:
             await client.digest_rows(request)
 
 
-def test_equal_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_servers(servers: list[str], run: CommandLine) -> None:
     """Two servers with the same rows are equal, however the rows were sharded: exit code 0."""
-    assert main(["verify", servers[0], "--against", servers[1]]) == 0
-    assert f"items.weight: {IDS.size} rows" in (out := capsys.readouterr().out)
-    assert "; equal" in out
+    out = run("verify", servers[0], "--against", servers[1])
+    assert f"items.weight: {IDS.size} rows" in out and "; equal" in out
 
 
-def test_different_servers(servers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_servers(servers: list[str], run: CommandLine) -> None:
     """Rows that one server lacks are named: exit code 1."""
-    assert main(["verify", servers[0], "--against", servers[2], "--json"]) == 1
-    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    (table,) = run.json("verify", servers[0], "--against", servers[2], code=1)["tables"]
     assert table["differing_buckets"] == [0, 4]
     assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
 
 
-def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replica_against_its_server(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """By weights alone, on either side; rows that differ are named, and saved digests are those of weights."""
     (tmp_path / "of").mkdir()
     saved = tmp_path / "digests"
     with replica_endpoint(tmp_path / "of", servers[0]) as replica:
         for pair in ((servers[1], replica.address), (replica.address, servers[0])):
-            assert main(["verify", pair[0], "--against", pair[1]]) == 0
-            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in (out := capsys.readouterr().out) and "; equal" in out
-        assert main(["verify", servers[2], "--against", replica.address, "--json"]) == 1
-        (table,) = json.loads(capsys.readouterr().out)["tables"]
+            out = run("verify", pair[0], "--against", pair[1])
+            assert f"{SPEC.fqn}: {IDS.size} rows, digest " in out and "; equal" in out
+        (table,) = run.json("verify", servers[2], "--against", replica.address, code=1)["tables"]
         assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
-        assert main(["verify", replica.address, "--save", str(saved)]) == 0
-        assert main(["verify", replica.address, "--against", str(saved)]) == 0
-        capsys.readouterr()
-        assert main(["verify", servers[0], "--against", str(saved)]) == 1
-        assert "DIFFERENT: another shape, type or set of states than in the file" in capsys.readouterr().out
+        run("verify", replica.address, "--save", saved)
+        run("verify", replica.address, "--against", saved)
+        out = run("verify", servers[0], "--against", saved, code=1)
+        assert "DIFFERENT: another shape, type or set of states than in the file" in out
 
 
 def test_rows_that_are_missing_are_named_whatever_a_replica_says_of_them(
-    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    servers: list[str], tmp_path: Path, run: CommandLine
 ) -> None:
     """Also of one that answers a lookup of a missing row with an error."""
     (tmp_path / "of").mkdir()
     with replica_endpoint(tmp_path / "of", servers[0], "--missing=error") as replica:
         for pair in ((servers[2], replica.address), (replica.address, servers[2])):
-            assert main(["verify", pair[0], "--against", pair[1], "--json"]) == 1
-            (table,) = json.loads(capsys.readouterr().out)["tables"]
+            (table,) = run.json("verify", pair[0], "--against", pair[1], code=1)["tables"]
             assert table["differing_row_ids"] == [int(IDS[0]), 299_998]
             assert table["is_steady"] is True
 
 
-def test_what_a_replica_has_not_is_left_out(
-    servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_replica_has_not_is_left_out(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """A table in another precision, or not kept: a line says why, and it is no difference; one that is named is."""
     (tmp_path / "of").mkdir()
     with replica_endpoint(tmp_path / "of", servers[0], "--precision=int8") as replica:
-        for more, words in (([], "are kept in int8 here"), (["--against", servers[0]], "are kept in int8 here")):
-            assert main(["verify", replica.address, *more]) == 1
-            said = capsys.readouterr()
-            assert f"{SPEC.fqn}: left out: " in said.out and words in said.out
-            assert "nothing was compared: every table was left out" in said.err
-            assert main(["verify", replica.address, *more, "--table", SPEC.fqn]) == 1
-            assert words in capsys.readouterr().err
-    with ServerProcess.start(tmp_path / "data", shards=1) as more:
-        asyncio.run(write(more.address, IDS, SPEC.whole))
+        for more in ([], ["--against", servers[0]]):
+            out = run("verify", replica.address, *more, code=1)
+            assert f"{SPEC.fqn}: left out: " in out and "are kept in int8 here" in out
+            assert "nothing was compared: every table was left out" in run.err
+            assert "are kept in int8 here" in run.refused("verify", replica.address, *more, "--table", SPEC.fqn)
+    with ServerProcess.start(tmp_path / "data", shards=1) as server:
+        asyncio.run(write(server.address, IDS, SPEC.whole))
         other = dataclasses.replace(SPEC, fqn="users.weight")
-        asyncio.run(write(more.address, IDS, SPEC.whole, client="second", spec=other))
+        asyncio.run(write(server.address, IDS, SPEC.whole, client="second", spec=other))
         (tmp_path / "some").mkdir()
-        with replica_endpoint(tmp_path / "some", more.address, f"--tables={SPEC.fqn}") as replica:
-            assert main(["verify", more.address, "--against", replica.address]) == 0
-            assert "users.weight: left out: the replica does not keep it" in capsys.readouterr().out
-            assert main(["verify", more.address, "--against", replica.address, "--table", other.fqn]) == 1
-            assert "users.weight: no digest; DIFFERENT: not on the second server" in capsys.readouterr().out
-            assert main(["verify", servers[0], "--against", replica.address]) == 0
+        with replica_endpoint(tmp_path / "some", server.address, f"--tables={SPEC.fqn}") as replica:
+            both = ("verify", server.address, "--against", replica.address)
+            assert "users.weight: left out: the replica does not keep it" in run(*both)
+            out = run(*both, "--table", other.fqn, code=1)
+            assert "users.weight: no digest; DIFFERENT: not on the second server" in out
+            run("verify", servers[0], "--against", replica.address)
 
 
-def test_saved_digests(servers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_digests(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """Saved digests compare with a server later; a file that is none is refused in one line."""
     file = tmp_path / "digests.json"
-    assert main(["verify", servers[0], "--save", str(file)]) == 0
-    assert main(["verify", servers[1], "--against", str(file)]) == 0
-    assert main(["verify", servers[2], "--against", str(file)]) == 1
-    assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in capsys.readouterr().out
+    run("verify", servers[0], "--save", file)
+    run("verify", servers[1], "--against", file)
+    out = run("verify", servers[2], "--against", file, code=1)
+    assert "DIFFERENT in 2 buckets: rows 0–65535, 262144–327679" in out
     for text in ("[]", "[" * 100_000):
         file.write_text(text)
-        assert main(["verify", servers[0], "--against", str(file)]) == 1
-        assert "no file that --save has made" in capsys.readouterr().err
-    assert main(["verify", servers[0], "--table", SPEC.fqn[:-1]]) == 1
-    assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in capsys.readouterr().err
+        assert "no file that --save has made" in run.refused("verify", servers[0], "--against", file)
+    line = run.refused("verify", servers[0], "--table", SPEC.fqn[:-1])
+    assert f"no table {SPEC.fqn[:-1]!r} on this server; the nearest is {SPEC.fqn!r}" in line
 
 
 def test_digests_are_saved_whole_or_not_at_all(
-    servers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine
 ) -> None:
     """A full disk leaves the digests that were saved before; a link is followed, a device is written to."""
     file, link = tmp_path / "digests.json", tmp_path / "link"
     link.symlink_to(file)
-    assert main(["verify", servers[0], "--save", str(link)]) == 0
+    run("verify", servers[0], "--save", link)
     before = file.read_bytes()
-    assert link.is_symlink() and main(["verify", servers[2], "--save", "/dev/null"]) == 0
+    assert link.is_symlink()
+    run("verify", servers[2], "--save", "/dev/null")
 
     def fail(_: int) -> None:
         assert file.read_bytes() == before and (tmp_path / "digests.json.new").read_bytes() != before
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(durable.os, "fsync", fail)
-    capsys.readouterr()
-    assert main(["verify", servers[2], "--save", str(link)]) == 1
-    out, err = capsys.readouterr()
-    assert f"--save {link}: No space left on device" in err and SPEC.fqn in out
+    out = run("verify", servers[2], "--save", link, code=1)
+    assert f"--save {link}: No space left on device" in run.err and SPEC.fqn in out
     assert file.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digests.json", "link"]
 
 
 @pytest.mark.parametrize(("name", "says"), [("gone/x", "No such file"), ("file/x", "Not a dir"), ("", "Is a dir")])
-def test_a_place_that_cannot_be_written_is_told_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
-) -> None:
+def test_a_place_that_cannot_be_written_is_told_first(tmp_path: Path, run: CommandLine, name: str, says: str) -> None:
     """Nobody waits for all rows to hear of a wrong `--save`; here there is not even a server."""
     (tmp_path / "file").touch()
-    assert main(["verify", f"127.0.0.1:{hold_ports()}", "--save", str(tmp_path / name)]) == 1
-    out, err = capsys.readouterr()
-    assert f"--save {tmp_path / name}: {says}" in err and err.count("\n") == 1 and not out
+    line = run.refused("verify", f"127.0.0.1:{hold_ports()}", "--save", tmp_path / name)
+    assert f"--save {tmp_path / name}: {says}" in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path) -> None:
+def test_digests_are_written_to_a_pipe(servers: list[str], tmp_path: Path, run: CommandLine) -> None:
     """A shell's `>(…)` and a piped `/dev/stdout` are names in /proc that lead to no file."""
     end, other_end = os.pipe()
     with open(end, encoding="utf-8") as pipe:
         try:
-            assert main(["verify", servers[0], "--save", f"/dev/fd/{other_end}"]) == 0
+            run("verify", servers[0], "--save", f"/dev/fd/{other_end}")
         finally:
             os.close(other_end)
         (tmp_path / "digests.json").write_text(pipe.read())
-    assert main(["verify", servers[1], "--against", str(tmp_path / "digests.json")]) == 0
+    run("verify", servers[1], "--against", tmp_path / "digests.json")
 
 
 def test_the_deadline_is_for_an_answer_and_not_for_all(
-    servers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: list[str], monkeypatch: pytest.MonkeyPatch, run: CommandLine
 ) -> None:
     """A store of any size gets its time as long as it gets on, and how far it is is shown."""
     shown: list[tuple[int, int]] = []
@@ -291,36 +276,31 @@ def test_the_deadline_is_for_an_answer_and_not_for_all(
     monkeypatch.setattr(
         asyncio.Timeout, "reschedule", lambda self, when: (rescheduled.append(when), reschedule(self, when))[1]
     )
-    assert main(["verify", servers[0], "--against", servers[1], "--timeout-s", "5000"]) == 0
+    run("verify", servers[0], "--against", servers[1], "--timeout-s", 5000)
     assert shown[-1][0] == 2 * IDS.size and all(done <= total for done, total in shown)
     assert len([when for when in rescheduled if when and when > time.monotonic() + 4000]) >= len(shown)
-    capsys.readouterr()
 
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(EmbeddingReader, "digest", never)
-    assert main(["verify", servers[0], "--timeout-s", "0.2"]) == 1
-    assert "nothing has come for 0.2 s: give it more with --timeout-s" in capsys.readouterr().err
+    line = run.refused("verify", servers[0], "--timeout-s", 0.2)
+    assert "nothing has come for 0.2 s: give it more with --timeout-s" in line
 
 
-def test_a_server_that_is_not_there(
-    servers: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_not_there(servers: list[str], run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said at once, in one line, and of `--against` what it was taken for."""
-    assert main(["verify", "127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-    assert main(["verify", servers[0], "--against", "127.0.0.1:1"]) == 1
-    assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in capsys.readouterr().err
+    run.refused("verify", "127.0.0.1:1")
+    line = run.refused("verify", servers[0], "--against", "127.0.0.1:1")
+    assert "--against 127.0.0.1:1: no connection to 127.0.0.1:1: Connection refused" in line
 
     def resolve(*_: object, **__: object) -> NoReturn:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)  # a real one may take longer than anybody waits
-    assert main(["verify", servers[0], "--against", "no-such-file.invalid"]) == 1
-    assert "--against no-such-file.invalid: no such file, nor a server of that name" in capsys.readouterr().err
-    assert main(["verify", servers[0], "--against", "no/such/file"]) == 1
-    assert "--against no/such/file: no such file, nor a server of that name" in capsys.readouterr().err
+    for name in ("no-such-file.invalid", "no/such/file"):
+        line = run.refused("verify", servers[0], "--against", name)
+        assert f"--against {name}: no such file, nor a server of that name" in line
 
 
 async def test_rows_that_were_written_between_two_looks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
