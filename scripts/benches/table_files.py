@@ -193,7 +193,7 @@ def _run_here(work: str, arguments: dict[str, Any]) -> Worker:
 
 def _fill_directory(source: str, target: str) -> None:
     settings = BackfillSettings(non_finite="keep")
-    build_directory(settings.open(Path(source), None), Path(target), num_shards=1, config=settings)
+    build_directory(settings.open(Path(source), None), Path(target), num_shards=1)
 
 
 def _write_files(snapshot: str, to: str, format_name: str) -> None:

@@ -148,10 +148,10 @@ def _fill_directory(
     source = config.open(path, None)
     _describe(source, as_json=as_json or not dry_run)
     if dry_run:
-        _check_rows(source, config)
+        _check_rows(source)
         return source, None
     with _show("Writing", source) as bar:
-        return source, build_directory(source, data, num_shards=num_shards, config=config, on_rows=bar.advance)
+        return source, build_directory(source, data, num_shards=num_shards, on_rows=bar.advance)
 
 
 def _send(
@@ -169,23 +169,14 @@ def _send(
     source = config.open(path, facts.tables)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)
-    _check_rows(source, config)
+    _check_rows(source)
     if dry_run:
         return source, None
     sender = BackfillSender(
         source,
         target,
         facts,
-        # In this order and form: the name of the run is a digest of them.
-        settings=[
-            list(config.maps),
-            list(config.tables or ()),
-            config.epoch or 0,
-            config.step,
-            int(config.zero_states),
-            time.time_ns() if again else 0,
-        ],
-        skips_non_finite=config.non_finite == "skip",
+        again=again,
         counts_kept=counts_kept,
         pace=RowPace(rows_per_s),
     )
@@ -200,17 +191,11 @@ def build_directory(
     target: Path,
     *,
     num_shards: int,
-    config: BackfillConfig,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> dict[str, BackfillCounts]:
     """Make a server's directory from a source, complete or not at all, and return the counts by table.
 
-    Args:
-        source: REQUIRES: opened for a new target.
-        target: The directory; missing or empty.
-        num_shards: Number of the server's shards.
-        config: The settings that the source was opened with.
-        on_rows: Called with the number of rows just written.
+    REQUIRES: the source was opened for a new target. `on_rows` is called with the number of rows just written.
 
     Raises:
         ConfigError: The target is not empty.
@@ -230,9 +215,9 @@ def build_directory(
             layout, count = RecordLayout(table.spec, table.spec.whole), counts[table.spec.fqn]
             for chunk in table.chunks(_CHUNK_BYTES):
                 num_rows = chunk.row_ids.size
-                if config.non_finite == "refuse":
+                if source.config.non_finite == "refuse":
                     chunk.check_finite(table.spec, layout)
-                elif config.non_finite == "skip":
+                elif source.config.non_finite == "skip":
                     chunk = chunk.take(chunk.is_finite(layout))
                 builder.add(table.spec.fqn, chunk)
                 count.num_written += chunk.row_ids.size
@@ -243,11 +228,11 @@ def build_directory(
     return counts
 
 
-def _check_rows(source: OpenSource, config: BackfillConfig) -> None:
+def _check_rows(source: OpenSource) -> None:
     """Check ids that a file lists, and that all values are finite, before the first row is written."""
     for table in source.tables:
         table.check_ids()
-    if config.non_finite == "refuse":
+    if source.config.non_finite == "refuse":
         with _show("Checking", source) as bar:
             for table in source.tables:
                 layout = RecordLayout(table.spec, table.spec.whole)

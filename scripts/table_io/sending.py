@@ -122,10 +122,9 @@ class BackfillSender:
         target: ReplayTarget,
         server: ServerFacts,
         *,
-        settings: list[Any],
-        skips_non_finite: bool,
-        counts_kept: bool = True,
-        pace: RowPace | None = None,
+        again: bool,
+        counts_kept: bool,
+        pace: RowPace,
     ) -> None:
         """Prepare.
 
@@ -133,22 +132,31 @@ class BackfillSender:
             source: What to send. REQUIRES: its tables fit the server's.
             target: How to reach the server.
             server: Facts of the server.
-            settings: Everything besides the files that decides which rows the source gives.
-            skips_non_finite: Skip rows with a NaN or an infinity.
+            again: Send also what an earlier attempt has delivered.
             counts_kept: Ask the server before sending which of the rows it has in a newer version.
             pace: Limit of the rate.
         """
+        config = source.config
         self.counts = {table.spec.fqn: BackfillCounts() for table in source.tables}
         self._source, self._target, self._server = source, target, server
-        self._skips_non_finite, self._counts_kept = skips_non_finite, counts_kept
-        self._pace = pace or RowPace(None)
+        self._skips_non_finite, self._counts_kept = config.non_finite == "skip", counts_kept
+        self._pace = pace
+        # What decides which rows the source gives, in this order and form: a digest of it names the run.
+        settings = [
+            list(config.maps),
+            list(config.tables or ()),
+            config.epoch or 0,
+            config.step,
+            int(config.zero_states),
+            time.time_ns() if again else 0,
+        ]
         identity = [
             _BATCHES_VERSION,
             # Whole paths, because checkpoints of one run have files with the same names and sizes.
             [str(file.resolve()) for file in source.files],
             source.stamp,
             settings,
-            skips_non_finite,
+            self._skips_non_finite,
             len(server.shards),
             server.max_message_bytes,
             [table.spec.fingerprint for table in source.tables],
@@ -157,10 +165,7 @@ class BackfillSender:
         self._run = f"backfill-{digest.hexdigest()[:16]}"
 
     async def run(self, *, on_rows: Callable[[int], None] = lambda _: None) -> None:
-        """Send all rows, and return once they are durable.
-
-        Args:
-            on_rows: Called with the number of rows sent since the last call.
+        """Send all rows, and return once they are durable; call `on_rows` with the number of rows just sent.
 
         Cancellation: another sender of the same source continues.
 
@@ -177,22 +182,18 @@ class BackfillSender:
             sending = [group.create_task(writer.run()) for writer in writers]
             for writer in writers:
                 await writer.wait_open()
-            async with await self._reader() as reader:
+            async with await EmbeddingReader.connect(
+                format_address(self._target.host, self._target.port),
+                timeout_s=self._target.timeout_s,
+                ssl_context=self._target.ssl_context,
+                token=self._target.token,
+            ) as reader:
                 for table in self._source.tables:
                     await self._send_table(table, writers, reader, on_rows)
             for writer in writers:
                 await writer.wait_acked()
             for task in sending:
                 task.cancel()
-
-    async def _reader(self) -> EmbeddingReader:
-        target = self._target
-        return await EmbeddingReader.connect(
-            format_address(target.host, target.port),
-            timeout_s=target.timeout_s,
-            ssl_context=target.ssl_context,
-            token=target.token,
-        )
 
     async def _send_table(
         self, table: SourceTable, writers: list[ShardWriter], reader: EmbeddingReader, on_rows: Callable[[int], None]

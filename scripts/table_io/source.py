@@ -130,7 +130,8 @@ class BackfillConfig:
         else:
             tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
-        return OpenSource(tables=sorted(tables, key=lambda table: table.spec.fqn), files=files, stamp=stamp)
+        tables = sorted(tables, key=lambda table: table.spec.fqn)
+        return OpenSource(config=self, tables=tables, files=files, stamp=stamp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,11 +193,13 @@ class OpenSource:
     """The checked tables of a source.
 
     Attributes:
+        config: Which rows to take.
         tables: Ordered by name.
         files: The files that it was opened from.
         stamp: Name, size and modification time of each file; another stamp means other contents.
     """
 
+    config: BackfillConfig
     tables: list[SourceTable]
     files: list[Path]
     stamp: list[Any]
