@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +19,10 @@ import typer
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
+from headrace.paramserver.system.durable import fsync_tree, move_into_place
+from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import describe_near, format_size
-from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.terminal import (
     Access,
@@ -33,9 +37,8 @@ from headrace.scripts.commands.terminal import (
 )
 from headrace.scripts.table_io.exported import ExportConfig, ExportTable
 from headrace.scripts.table_io.source import import_with_extra
-from headrace.scripts.table_io.written_aside import check_place, work_folder, written_aside
 
-__all__ = ["ExportResult", "export", "export_snapshot"]
+__all__ = ["ExportResult", "export", "export_snapshot", "work_folder", "written_aside"]
 
 # For one answer of a shard: a listener that is no server must not take as long as a step may.
 _ANSWER_TIMEOUT_S = 10.0
@@ -43,6 +46,8 @@ _TIMEOUT_S = 60.0
 
 # The server removes the snapshot of a killed export when nothing of it was fetched for this long, seconds.
 _LEASE_S = 3600
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 # Format: module and function.
 _WRITERS = {
@@ -126,7 +131,7 @@ def export(
     )
     options = {name: key for name, key in (("weights_key", weights_key), ("state_key", state_key)) if key is not None}
     _check_format(format_name, config, options)
-    check_place(to.absolute())
+    _check_place(to.absolute())
     with contextlib.ExitStack() as stack:
         if server is not None:
             timeout_s = timeout_s or _TIMEOUT_S
@@ -260,3 +265,80 @@ def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
     where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
     rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
     print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")
+
+
+def _check_place(target: Path) -> None:
+    """Raise ConfigError if a target already exists or its directory does not."""
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"--to {target}: there is something already; nothing is written over, name another place")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--to {target}: there is no directory {target.parent}")
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """Yield a path for a new file or directory, and rename it to `target` if the block succeeds.
+
+    A failure leaves nothing behind; the next attempt removes what a killed process left.
+
+    Raises:
+        ConfigError: The target exists already, or its place is not writable.
+        StorageError: The disk failed; nothing was made.
+    """
+    target = target.absolute()
+    _check_place(target)
+    with work_folder(target, "export") as folder, _mapped_errors(target):
+        made = folder / target.name
+        yield made
+        fsync_tree(made)
+        _check_place(target)
+        move_into_place(made, target)
+
+
+@contextlib.contextmanager
+def work_folder(target: Path, work: str) -> Iterator[Path]:
+    """Yield `.NAME.WORK` beside a target: an empty directory for this process only, removed at the end.
+
+    Args:
+        target: Absolute path.
+        work: Suffix that names the work.
+
+    Raises:
+        ConfigError: Another process uses it, or its place is not writable.
+        StorageError: The disk failed.
+    """
+    folder = target.parent / f".{target.name}.{work}"
+    with _mapped_errors(target):
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)  # a killed process may have left it
+        busy = f"--to {target}: another export is making it just now"
+        lock = FileLock.acquire(folder, busy=busy, is_directory=True)
+    try:
+        with _mapped_errors(target):
+            for path in folder.iterdir():
+                _remove(path)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # leftovers do no harm
+        lock.close()
+
+
+@contextlib.contextmanager
+def _mapped_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except PermissionError as exc:
+        raise ConfigError(f"--to {target}: {exc.filename or target.parent} is not writable") from exc
+    except OSError as exc:
+        full = "the disk is full: " if exc.errno in _FULL else ""
+        raise StorageError(f"{target}: {full}{exc.strerror or exc}; nothing was made") from exc
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -46,38 +46,22 @@ class Column(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A rectangle of a column, stored row after row in a file.
+    """A rectangle of a column, stored row after row in a file."""
 
-    Attributes:
-        row: First row.
-        column: First column.
-        num_rows: Number of rows.
-        width: Number of columns.
-        path: The file.
-        offset: Offset of the first element, bytes.
-        row_bytes: Distance between two rows, bytes.
-    """
-
-    row: int
-    column: int
+    row: int  # the first one
+    column: int  # the first one
     num_rows: int
-    width: int
+    width: int  # number of columns
     path: Path
-    offset: int
-    row_bytes: int
+    offset: int  # of the first element in the file, bytes
+    row_bytes: int  # distance between two rows, bytes
 
 
 class RawColumn:
     """A column stored uncompressed, in one piece or many."""
 
     def __init__(self, name: str, dtype: DType, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-        """Check that the pieces cover the whole tensor.
-
-        Args:
-            name: Name for messages.
-            dtype: Type of the elements.
-            shape: Shape of the whole tensor.
-            pieces: Its pieces, in any order.
+        """Check that the pieces, in any order, cover the tensor of this shape; `name` is for messages.
 
         Raises:
             CorruptionError: A part is missing, overlaps another, or lies beyond its file or the tensor.

@@ -91,10 +91,7 @@ def find_states(fqn: str, name: str, names: Iterable[str]) -> Mapping[str, str]:
     States go by the names that `headrace export` writes (`FQN/STATE`), and by those in checkpoints of optimizers
     (`….state.FQN.STATE`; TorchRec puts the table's short name in between).
 
-    Args:
-        fqn: The table.
-        name: Name of its weights in the file.
-        names: All tensors of the file.
+    `name` is that of the weights in the file, `names` are all tensors of the file.
     """
     own = re.compile(rf"{re.escape(name)}/([^/]+)")
     stems = "|".join(re.escape(stem) for stem in dict.fromkeys((fqn, name)))
@@ -324,16 +321,7 @@ def check_dense(tables: list[ExportTable], format_name: str) -> None:
 
 
 def check_names(tables: list[ExportTable], format_name: str, reserved: str) -> None:
-    """Check that each tensor has a name of its own.
-
-    Args:
-        tables: Tables to export.
-        format_name: Format, for the message.
-        reserved: Name that the format uses itself.
-
-    Raises:
-        ConfigError: Two tensors have the same name, or one has the reserved name.
-    """
+    """Raise ConfigError if two tensors have the same name, or one has the name that the format uses itself."""
     taken = {reserved}
     for table in tables:
         for name in names_of(table).values():
@@ -393,11 +381,7 @@ def dense_windows(
 ) -> Iterator[tuple[int, _Array]]:
     """Yield (first row within the range, values) of one column, window after window, to the end of the range.
 
-    Args:
-        table: REQUIRES: it has an end.
-        field: Column, or `identities`.
-        rows_per_window: Rows of each window except the last.
-        on_rows: See `ExportTable.rows`.
+    REQUIRES: the table has an end. The last window may have fewer rows. For `on_rows` see `ExportTable.rows`.
     """
     dtype, width = (DType.INT64, 1) if field == IDENTITIES else table.fields[field]
     wanted = [] if field == IDENTITIES else [field]

@@ -158,12 +158,7 @@ class ExportTable:
         return any(f"state:{state.name}" == field and not state.width for state in self.spec.states)
 
     def note(self, names: dict[str, str], identities: str | None) -> dict[str, Any]:
-        """Return the note that a backfill reads.
-
-        Args:
-            names: Names of the tensors, by field.
-            identities: Name of the tensor with the identities, if there is one.
-        """
+        """Return the note that a backfill reads, with the tensors' names by field, and that of the identities."""
         return {
             "spec": pack_spec(self.spec),
             "first_row": self.first_row,

@@ -53,11 +53,9 @@ def open_torch_file(path: Path) -> TensorSource:
 
 
 def load_places(path: Path, file: IO[bytes]) -> Any:
-    """Return a file's content, with fake tensors that know their place in the file.
+    """Return a file's content, with fake tensors that know their place in it.
 
-    Args:
-        path: Path for messages.
-        file: The file, or a view of a part of it that is a file of its own.
+    `file` may be a part of the file at `path` that is a file of its own.
 
     Raises:
         RequestError: The file has more than plain data, or an unsupported format.
@@ -104,15 +102,10 @@ class _CompressedAsEmpty(TorchFunctionMode):
 
 
 def piece_of(path: Path, name: str, tensor: Any, *, row: int, column: int, base: int) -> Piece:
-    """Return where a fake tensor's elements lie.
+    """Return where the elements of a tensor from `load_places`, of one or two dimensions, lie.
 
-    Args:
-        path: The file.
-        name: Name for messages.
-        tensor: Tensor from `load_places`, of one or two dimensions.
-        row: Its first row in the whole.
-        column: Its first column in the whole.
-        base: Where the part of the file that it was loaded from begins, bytes.
+    Its first element is at `row` and `column` of the whole tensor. The part of the file that it was loaded from begins
+    at byte `base`.
 
     Raises:
         RequestError: The elements do not lie row after row.

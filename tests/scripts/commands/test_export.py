@@ -34,9 +34,9 @@ from headrace.paramserver.system import file_lock
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.commands import export as export_module
+from headrace.scripts.commands.export import work_folder, written_aside
 from headrace.scripts.table_io.exported import ExportConfig, file_name_of
 from headrace.scripts.table_io.source import BackfillConfig
-from headrace.scripts.table_io.written_aside import work_folder, written_aside
 
 IDS = np.flatnonzero(np.arange(500) % 9)
 GONE = [10, 11, 12]
