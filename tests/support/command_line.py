@@ -28,7 +28,7 @@ class CommandLine:
         return json.loads(self(*arguments, "--json", code=code))
 
     def refused(self, *arguments: object, code: int = 1) -> str:
-        """Run a command that must fail, and return its one line on stderr."""
-        self(*arguments, code=code)
+        """Run a command that must fail and print nothing else, and return its one line on stderr."""
+        assert self(*arguments, code=code) == ""
         assert self.err.startswith("headrace: error: ") and self.err.count("\n") == 1, self.err
         return self.err

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from safetensors.numpy import save_file
 from stored_rows import read_rows
 from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of, snapshot, values_of
 
-from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder
-from headrace.scripts.table_io.sending import RowPace
+from headrace.scripts.table_io.sending import BackfillSender, RowPace
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def parquet(tmp_path: Path) -> Path:
+def parquet(tmp_path: Path, run: CommandLine) -> Path:
     """Files of three tables, with versions of epoch 3 and steps 0 to 6, and deleted rows."""
     hashed = np.unique(np.random.default_rng(0).integers(0, 2**60, 100))
     rows = {
@@ -44,7 +43,7 @@ def parquet(tmp_path: Path) -> Path:
     }
     folder = snapshot(tmp_path, rows)
     arguments = ["--format", "parquet", "--with-states", "--with-deleted"]
-    assert cli.main(["export", "--snapshot", str(folder), "--to", str(tmp_path / "files"), *arguments]) == 0
+    run("export", "--snapshot", folder, "--to", tmp_path / "files", *arguments)
     return tmp_path / "files"
 
 
@@ -52,16 +51,14 @@ def _read(server: ServerProcess, fqn: str, ids: Any) -> Rows:
     return read_rows(server.address, fqn, ids, with_states=True, with_versions=True)
 
 
-def _report(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli.main(["backfill", *map(str, arguments), "--json"]) == code
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+def _report(run: CommandLine, *arguments: object) -> dict[str, Any]:
+    report = run.json("backfill", *arguments)
     return {table.pop("fqn"): table for table in report["tables"]} | {"report": report}
 
 
-def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_into_a_server(parquet: Path, server: ServerProcess, run: CommandLine) -> None:
     """Every row arrives with values, version and identity, deletes as deletes; the same again sends nothing."""
-    report = _report(capsys, parquet, "--server", server.address)
+    report = _report(run, parquet, "--server", server.address)
     assert report[ITEMS.fqn] | {"from": ""} == {
         **{"from": "", "num_rows": 250, "num_written": 250, "num_kept": 0, "num_refused": 0, "num_earlier": 0}
     }
@@ -77,19 +74,19 @@ def test_into_a_server(parquet: Path, server: ServerProcess, capsys: pytest.Capt
     assert rows.times_us.tolist() == (ids * 1000).tolist()
     assert _read(server, ITEMS.fqn, [8, 9, 100]).presence.tolist() == [2, 0, 2]
     assert _read(server, USERS.fqn, [11]).identities == [31 * 11 + 5]
-    again = _report(capsys, parquet, "--server", server.address)
+    again = _report(run, parquet, "--server", server.address)
     assert again[ITEMS.fqn]["num_earlier"] == 250
-    forced = _report(capsys, parquet, "--server", server.address, "--again")
+    forced = _report(run, parquet, "--server", server.address, "--again")
     assert (forced[ITEMS.fqn]["num_earlier"], forced[ITEMS.fqn]["num_kept"]) == (0, 0)
 
 
-def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """Rows that are newer in the server are counted and stay, whatever the order in which the versions came."""
     fresh = values_of(ITEMS, np.arange(500))["weights"] + 1
     save_file({ITEMS.fqn: fresh}, tmp_path / "new.safetensors")
     maps = ("--table", ITEMS.fqn, "--server", server.address)
-    _report(capsys, parquet, *maps)
-    report = _report(capsys, tmp_path / "new.safetensors", *maps, "--zero-states", "--epoch", 3, "--step", 4)
+    _report(run, parquet, *maps)
+    report = _report(run, tmp_path / "new.safetensors", *maps, "--zero-states", "--epoch", 3, "--step", 4)
     newer = [row for row in range(0, 500, 2) if row % 7 > 4]
     assert (report[ITEMS.fqn]["num_kept"], report[ITEMS.fqn]["num_written"]) == (len(newer), 500 - len(newer))
     rows = _read(server, ITEMS.fqn, np.arange(500))
@@ -101,15 +98,13 @@ def test_newer_rows_stay(parquet: Path, server: ServerProcess, tmp_path: Path, c
             assert rows.weights[row].tobytes() == (fresh[row] - (1 if is_kept else 0)).tobytes()
 
 
-def test_tables_that_the_server_does_not_have_are_told(
-    parquet: Path, server: ServerProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_the_server_does_not_have_are_told(parquet: Path, server: ServerProcess, run: CommandLine) -> None:
     """Beside others a table that is new to the server may be one whose name is misspelled: it is named."""
-    arguments = ["backfill", str(parquet), "--server", server.address]
-    assert cli.main([*arguments, "--table", ITEMS.fqn]) == 0
-    assert "new to the server" not in capsys.readouterr().err
-    assert cli.main([*arguments, "--map", f"{ITEMS.fqn}=sparse.itms.weight", "--table", "sparse.itms.weight"]) == 0
-    assert "headrace: new to the server: sparse.itms.weight\n" in capsys.readouterr().err
+    arguments = ["backfill", parquet, "--server", server.address]
+    run(*arguments, "--table", ITEMS.fqn)
+    assert "new to the server" not in run.err
+    run(*arguments, "--map", f"{ITEMS.fqn}=sparse.itms.weight", "--table", "sparse.itms.weight")
+    assert "headrace: new to the server: sparse.itms.weight\n" in run.err
 
 
 async def _acked(address: str) -> int:
@@ -117,7 +112,7 @@ async def _acked(address: str) -> int:
         return sum(client.last_client_seq for shard in await reader.status() for client in shard.clients)
 
 
-def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """A backfill that is killed with kill -9 goes on where it was, and in the end every row is there."""
     values = np.arange(400_000 * 4, dtype="<f4").reshape(-1, 4)
     save_file(dict(table=values), tmp_path / "t.safetensors")
@@ -137,51 +132,47 @@ def test_killed_it_goes_on(server: ServerProcess, tmp_path: Path, capsys: pytest
     finally:
         process.kill()
         process.wait()
-    report = _report(capsys, *arguments)
+    report = _report(run, *arguments)
     assert 0 < report["table"]["num_earlier"] < 400_000
     ids = np.arange(0, 400_000, 13)
     assert _read(server, "table", ids).weights.tobytes() == values[ids].tobytes()
 
 
-def test_another_file_of_that_name_is_sent(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+def test_another_file_of_that_name_is_sent(server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """A file of the same name, length and time in another directory is another source, not one that is there."""
     for number in (1, 2):
         path = tmp_path / str(number) / "t.safetensors"
         path.parent.mkdir()
         save_file(dict(table=np.full((10, 3), number, "<f4")), path)
         os.utime(path, ns=(0, 0))
-        report = _report(capsys, path, "--server", server.address, "--table", "table")
+        report = _report(run, path, "--server", server.address, "--table", "table")
         assert (report["table"]["num_written"], report["table"]["num_earlier"]) == (10, 0)
     assert (_read(server, "table", np.arange(10)).weights == 2).all()
 
 
-def test_a_dry_run_changes_nothing(
-    parquet: Path, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_changes_nothing(parquet: Path, server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """A dry run says what would go where, finds what is wrong, and writes nothing."""
-    report = _report(capsys, parquet, "--server", server.address, "--dry-run")
+    report = _report(run, parquet, "--server", server.address, "--dry-run")
     assert report["report"]["is_dry_run"]
     assert report[ITEMS.fqn]["num_rows"] == 250
     assert asyncio.run(_acked(server.address)) == 0
-    assert cli.main(["backfill", str(parquet), "--data", str(tmp_path / "new"), "--dry-run"]) == 0
+    assert "exp_avg:float32" in run("backfill", parquet, "--data", tmp_path / "new", "--dry-run")
     assert not (tmp_path / "new").exists()
-    assert "exp_avg:float32" in capsys.readouterr().out
 
 
 def test_a_directory_that_does_not_fit_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine
 ) -> None:
     """Not when the disk is full of the part that fits."""
     save_file(dict(table=np.ones((1000, 3), np.float32)), tmp_path / "t.safetensors")
-    arguments = ["backfill", str(tmp_path / "t.safetensors"), "--table", "table", "--data", str(tmp_path / "new")]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * (24 + 12) - 1))
-    assert cli.main(arguments) == 1
-    assert f"{tmp_path}: the store takes 35.2 KiB, and 35.2 KiB are free" in capsys.readouterr().err
+    line = run.refused("backfill", tmp_path / "t.safetensors", "--table", "table", "--data", tmp_path / "new")
+    assert f"{tmp_path}: the store takes 35.2 KiB, and 35.2 KiB are free" in line
     assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """A NaN is refused before anything is written, or its row left out and counted, or kept: as one says."""
     values = np.ones((50, 3), np.float32)
     values[7, 1], values[9, 0] = np.nan, np.inf
@@ -191,13 +182,12 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytes
         place = ["--data", str(tmp_path / f"new-{number}")] if offline else ["--server", server.address]
         return [str(tmp_path / "t.safetensors"), "--table", "table", *place]
 
-    assert cli.main(["backfill", *arguments(0)]) == 1
-    assert "row 7 has a NaN" in capsys.readouterr().err
+    assert "row 7 has a NaN" in run.refused("backfill", *arguments(0))
     assert not (tmp_path / "new-0").exists()
     assert asyncio.run(_acked(server.address)) == 0
-    report = _report(capsys, *arguments(1), "--non-finite", "skip")
+    report = _report(run, *arguments(1), "--non-finite", "skip")
     assert (report["table"]["num_refused"], report["table"]["num_written"]) == (2, 48)
-    report = _report(capsys, *arguments(2), "--non-finite", "keep")
+    report = _report(run, *arguments(2), "--non-finite", "keep")
     assert (report["table"]["num_refused"], report["table"]["num_written"]) == (0, 50)
     if not offline:
         assert _read(server, "table", np.arange(50)).weights.tobytes() == values.tobytes()
@@ -224,37 +214,29 @@ def test_nan(offline: bool, server: ServerProcess, tmp_path: Path, capsys: pytes
     ],
 )
 def test_mistakes_are_one_line(
-    parquet: Path, tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    parquet: Path, tmp_path: Path, arguments: list[str], text: str, run: CommandLine
 ) -> None:
     """A wrong flag is one line that names it, and nothing is made."""
     before = sorted(os.listdir(tmp_path))
     filled = [argument.format(new=tmp_path / "new", full=tmp_path) for argument in arguments]
-    capsys.readouterr()
-    assert cli.main(["backfill", str(parquet), *filled]) == 1
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
+    assert text in run.refused("backfill", parquet, *filled)
     assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("name", ["nothing.pt", "odd.csv", "empty"])
-def test_sources_that_are_none(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_that_are_none(tmp_path: Path, name: str, run: CommandLine) -> None:
     """A file that is not there, of an unknown kind, and an empty directory are one line each."""
     (tmp_path / "odd.csv").write_text("1,2")
     (tmp_path / "empty").mkdir()
-    assert cli.main(["backfill", str(tmp_path / name), "--data", str(tmp_path / "new")]) == 1
-    error = capsys.readouterr().err
-    assert name in error
-    assert error.count("\n") == 1
+    assert name in run.refused("backfill", tmp_path / name, "--data", tmp_path / "new")
 
 
-def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: Path, capsys: Any) -> None:
+def test_another_table_of_that_name_is_refused(server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
     """A table that the server knows otherwise is refused with what differs, before anything is sent."""
     save_file(dict(table=np.zeros((10, 3), "<f4")), tmp_path / "a.safetensors")
     save_file(dict(table=np.zeros((11, 3), "<f4")), tmp_path / "b.safetensors")
-    _report(capsys, tmp_path / "a.safetensors", "--server", server.address, "--table", "table")
-    assert cli.main(["backfill", str(tmp_path / "b.safetensors"), "--server", server.address]) == 1
-    assert "num_rows 10 ≠ 11" in capsys.readouterr().err
+    _report(run, tmp_path / "a.safetensors", "--server", server.address, "--table", "table")
+    assert "num_rows 10 ≠ 11" in run.refused("backfill", tmp_path / "b.safetensors", "--server", server.address)
 
 
 async def test_a_pace_is_even() -> None:
@@ -287,7 +269,7 @@ def test_an_unfinished_directory_is_none(tmp_path: Path) -> None:
         ServerProcess.start(tmp_path / "data")
 
 
-def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
     """A source that is written to while it is read makes no directory."""
     path = tmp_path / "t.safetensors"
     save_file(dict(table=np.zeros((10, 3), "<f4")), path)
@@ -298,9 +280,44 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
         original(self, *arguments)
 
     monkeypatch.setattr(StoreBuilder, "add", add)
-    assert cli.main(["backfill", str(path), "--data", str(tmp_path / "new"), "--table", "table"]) == 1
-    assert "changed while it was read" in capsys.readouterr().err
+    line = run.refused("backfill", path, "--data", tmp_path / "new", "--table", "table")
+    assert "changed while it was read" in line
     assert os.listdir(tmp_path) == ["t.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("happens", "text"),
+    [
+        (
+            lambda path: os.utime(path, ns=(1, 1)),
+            "t.safetensors: changed while it was read; run it again when it is at rest",
+        ),
+        (lambda path: path.unlink(), "t.safetensors"),
+    ],
+    ids=["changed", "gone"],
+)
+def test_a_source_that_is_not_at_rest_is_told(
+    tmp_path: Path,
+    server: ServerProcess,
+    run: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[Path], None],
+    text: str,
+) -> None:
+    """A file that is written to or removed while its rows are sent is one line and exit code 1, and no success."""
+    path, sent = tmp_path / "t.safetensors", []
+    save_file(dict(table=np.zeros((10, 3), "<f4")), path)
+    original = BackfillSender._messages
+
+    def cut(self: BackfillSender, *arguments: Any) -> Any:
+        if not sent:
+            happens(path)
+        sent.append(original(self, *arguments))
+        return sent[-1]
+
+    monkeypatch.setattr(BackfillSender, "_messages", cut)
+    assert text in run.refused("backfill", path, "--server", server.address, "--table", "table")
+    assert sent
 
 
 @pytest.mark.parametrize(
