@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from expiry_training import SPEC, train
 from stored_rows import read_rows
 
@@ -34,40 +34,33 @@ def _present(address: str, rows: range = ROWS) -> list[int]:
     return [row for row, found in zip(rows, presence, strict=True) if found == 1]
 
 
-def test_a_dry_run_and_a_real_one(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_and_a_real_one(server: ServerProcess, run: CommandLine) -> None:
     """A dry run counts the rows that would go on all shards; a real one deletes just those; a second one none."""
     asyncio.run(train(server.address, [(1, ROWS, 1.0), (100, range(10), 1.0), (200, [], 0)]))
     for arguments, expired in ((["--dry-run"], 1000), ([], 1000), ([], 0)):
-        assert main(["expire", server.address, "--table", "item.*", "--json", *arguments]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = run.json("expire", server.address, "--table", "item.*", *arguments)
         assert (found["num_expired"], found["is_dry_run"], found["errors"]) == (expired, bool(arguments), [])
         assert found["tables"][0]["by_policy"] == {"idle_steps": expired}
     assert _present(server.address) == []
-    assert main(["status", server.address]) == 0
-    assert "Expired 1,000 rows; last run ended 20" in capsys.readouterr().out
-    assert main(["status", server.address, "--json"]) == 0
-    shards = json.loads(capsys.readouterr().out)["shards"]
+    assert "Expired 1,000 rows; last run ended 20" in run("status", server.address)
+    shards = run.json("status", server.address)["shards"]
     assert sum(shard["expiry"]["num_rows_expired"] for shard in shards) == 1000
     asyncio.run(train(server.address, [(201, [5, 6], 2.0), (300, [], 0)], epoch=2))
-    assert main(["expire", server.address, "--dry-run", "--policy", "max_rows=0"]) == 0
-    out = capsys.readouterr().out
+    out = run("expire", server.address, "--dry-run", "--policy", "max_rows=0")
     assert "would go" in out
     assert "max_rows 2" in out
     assert _present(server.address) == [5, 6]
 
 
-def test_mistakes_are_one_line(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(server: ServerProcess, run: CommandLine) -> None:
     """A wrong policy or table gives one line and exit code 1."""
     asyncio.run(train(server.address, [(1, ROWS, 1.0)]))
     for arguments, says in (
         (["--policy", "ttl=1"], "--policy: 'ttl=1' is not a policy"),
         (["--table", "user.*"], "no table 'user.*' here"),
     ):
-        assert main(["expire", server.address, *arguments]) == 1
-        error = capfd.readouterr().err
-        assert says in error
-        assert error.count("\n") == 1
-    assert main(["expire", server.address, "--policy", "max_rows=1"]) == 0
+        assert says in run.refused("expire", server.address, *arguments)
+    run("expire", server.address, "--policy", "max_rows=1")
     assert _present(server.address) == list(ROWS)  # of the only step that there is
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import re
 import socket
@@ -18,6 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_line import CommandLine
 from error_bounds import error_bound
 from offline_snapshot import snapshot_of
 from safetensors import safe_open
@@ -53,6 +53,10 @@ def folder(tmp_path: Path) -> Path:
 
 def _export(folder: Path, to: Path, name: str, *arguments: str, code: int = 0) -> None:
     assert cli.main(["export", "--snapshot", str(folder), "--to", str(to), "--format", name, *arguments]) == code
+
+
+def _refused(run: CommandLine, folder: Path, to: Path, name: str, *arguments: str) -> str:
+    return run.refused("export", "--snapshot", folder, "--to", to, "--format", name, *arguments)
 
 
 def _dense(spec: TableSpec, field: str, live: Any) -> Any:
@@ -200,35 +204,29 @@ def test_virtual_ids(tmp_path: Path) -> None:
 
 
 def test_what_is_no_server_is_not_waited_for_as_long_as_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A port that never answers is given up after the time for one answer, not after `--timeout-s`."""
     monkeypatch.setattr(export_module, "_ANSWER_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert cli.main(["export", "--server", address, "--to", str(tmp_path / "x"), "--format", "safetensors"]) == 1
+        line = run.refused("export", "--server", address, "--to", tmp_path / "x", "--format", "safetensors")
     told = f"headrace: error: hello to {address}: no answer within 1 s: what listens there hangs, or is no Headrace"
-    assert capsys.readouterr().err == f"{told} server\n"
+    assert line == f"{told} server\n"
 
 
-def test_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_server(tmp_path: Path, run: CommandLine) -> None:
     """A server's tables are those of a snapshot that is made for it, and gone afterwards."""
     folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS)})
     _export(folder, tmp_path / "one.safetensors", "safetensors", "--with-states")
     with ServerProcess.start(tmp_path / "data") as server:
-        capsys.readouterr()
-        arguments = ["--to", str(tmp_path / "two.safetensors"), "--format", "safetensors", "--with-states", "--json"]
-        assert cli.main(["export", "--server", server.address, *arguments]) == 0
-        report = json.loads(capsys.readouterr().out)
+        to = ["--to", tmp_path / "two.safetensors", "--format", "safetensors", "--with-states"]
+        report = run.json("export", "--server", server.address, *to)
         assert report["tables"] == {ITEMS.fqn: IDS.size}
         assert SnapshotFiles(tmp_path / "data" / "snapshots").list() == ([], [])
     assert _bytes(tmp_path / "one.safetensors") == _bytes(tmp_path / "two.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "data",
-        "one.safetensors",
-        "snapshots",
-        "two.safetensors",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["data", "one.safetensors", "snapshots", "two.safetensors"]
 
 
 def test_the_snapshot_of_a_killed_export_has_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +251,7 @@ def test_the_snapshot_of_a_killed_export_has_a_lease(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_full_disk_leaves_nothing(
-    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, run: CommandLine
 ) -> None:
     """When the disk fills up amid the rows, one line says so, and nothing lies where the file was to be."""
     write = export_module._writer_of(name)
@@ -272,8 +270,7 @@ def test_a_full_disk_leaves_nothing(
 
     monkeypatch.setattr(export_module, "_writer_of", lambda _: fail)
     before = sorted(tmp_path.iterdir())
-    _export(folder, tmp_path / "out", name, code=1)
-    assert "the disk is full" in capsys.readouterr().err
+    assert "the disk is full" in _refused(run, folder, tmp_path / "out", name)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -333,55 +330,40 @@ def test_what_a_kill_has_left_is_in_nobodys_way(folder: Path, tmp_path: Path) ->
         (["--format", "dcp", "--with-states", "--state-key", "one"], "two tensors"),
     ],
 )
-def test_mistakes_are_one_line(
-    folder: Path, tmp_path: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, arguments: list[str], text: str, run: CommandLine) -> None:
     """A wrong flag is one line that names it, and nothing is made."""
     before = sorted(tmp_path.iterdir())
-    assert cli.main(["export", "--snapshot", str(folder), "--to", str(tmp_path / "out"), *arguments]) == 1
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
+    assert text in run.refused("export", "--snapshot", folder, "--to", tmp_path / "out", *arguments)
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_nothing_is_written_over(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_over(folder: Path, tmp_path: Path, run: CommandLine) -> None:
     """A file that is there stays; so does a damaged snapshot's export that never was."""
     (tmp_path / "out.safetensors").write_text("mine")
-    _export(folder, tmp_path / "out.safetensors", "safetensors", code=1)
-    assert "there is something already" in capsys.readouterr().err
+    assert "there is something already" in _refused(run, folder, tmp_path / "out.safetensors", "safetensors")
     assert (tmp_path / "out.safetensors").read_text() == "mine"
-    _export(folder, tmp_path / "nowhere" / "out.safetensors", "safetensors", code=1)
-    assert "there is no directory" in capsys.readouterr().err
+    line = _refused(run, folder, tmp_path / "nowhere" / "out.safetensors", "safetensors")
+    assert "there is no directory" in line
     file = next((folder / "shard-0001").glob("*.sst"))
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.unlink()  # not the store's own, to which it is a link
     file.write_bytes(data)
-    _export(folder, tmp_path / "other.safetensors", "safetensors", code=1)
-    assert "checksum" in capsys.readouterr().err
+    assert "checksum" in _refused(run, folder, tmp_path / "other.safetensors", "safetensors")
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_two_exports_to_one_place(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_exports_to_one_place(folder: Path, tmp_path: Path, run: CommandLine) -> None:
     """While one export writes, another one to the same place is refused: neither takes the other's half for its own."""
     with written_aside(tmp_path / "out.safetensors") as aside:
         aside.write_bytes(b"whole")
-        _export(folder, tmp_path / "out.safetensors", "safetensors", code=1)
-        assert "another export is making it just now" in capsys.readouterr().err
+        line = _refused(run, folder, tmp_path / "out.safetensors", "safetensors")
+        assert "another export is making it just now" in line
     assert (tmp_path / "out.safetensors").read_bytes() == b"whole"
-    arguments = [
-        "export",
-        "--server",
-        "127.0.0.1:1",
-        "--to",
-        str(tmp_path / "other.safetensors"),
-        "--format",
-        "safetensors",
-    ]
-    with work_folder(tmp_path / "other.safetensors", "snapshot"):
-        assert cli.main(arguments) == 1
-        assert "another export is making it just now" in capsys.readouterr().err
+    to = tmp_path / "other.safetensors"
+    with work_folder(to, "snapshot"):
+        line = run.refused("export", "--server", "127.0.0.1:1", "--to", to, "--format", "safetensors")
+        assert "another export is making it just now" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out.safetensors", "snapshots"]
 
 
@@ -403,7 +385,7 @@ def test_a_folder_that_was_removed_while_it_was_claimed(tmp_path: Path, monkeypa
 _STATE = StateSpec(name="x", kind=StateKind.POINTWISE, dtype=DType.FLOAT32)
 
 
-def test_tensors_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensors_of_one_name_are_refused(tmp_path: Path, run: CommandLine) -> None:
     """A table whose tensor has another one's name, or that of the file's own part, is in no file that lacks it."""
     name, own = "safetensors", "__metadata__"
     tables = [
@@ -414,8 +396,8 @@ def test_tensors_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     folder = snapshot(tmp_path, {spec: chunk_of(spec, range(4)) for spec in tables})
     for fqns, taken in ((["a", "a/x"], "a/x"), ([own], own)):
         chosen = [argument for fqn in fqns for argument in ("--table", fqn)]
-        _export(folder, tmp_path / "out", name, "--with-states", *chosen, code=1)
-        assert f"needs the name {taken!r}, which something else" in capsys.readouterr().err
+        line = _refused(run, folder, tmp_path / "out", name, "--with-states", *chosen)
+        assert f"needs the name {taken!r}, which something else" in line
     assert not (tmp_path / "out").exists()
     _export(folder, tmp_path / "out", name, "--table", "a", "--table", "a/x")
 

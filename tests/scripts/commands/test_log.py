@@ -7,16 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 
-from headrace import cli
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import UpdateLogConfig
-
-_ENTRIES = (cli._Entry(name="log", target="headrace.scripts.commands.log:log", help="Look into update logs."),)
-
-
-def _run(*arguments: str) -> int:
-    return cli.main(["log", *arguments], _entries=_ENTRIES)
 
 
 async def _fill(path: Path) -> None:
@@ -37,37 +31,29 @@ def server_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_table_shows_ranges_and_verdict(
-    server_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_shows_ranges_and_verdict(server_dir: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each log is a table with its segments' ranges and a line that says that all is right."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert _run("inspect", str(server_dir)) == 0
-    out = capsys.readouterr().out
+    out = run("log", "inspect", server_dir)
     assert out.count("30 records") == 2
     assert out.count("all checksums are right") == 2
     for words in ("shard-0000/log", "shard-0001/log", "41–", "2023-11-14 22:13:20", "sealed"):
         assert words in out
 
 
-def test_nothing_is_cut_in_80_columns(
-    server_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_cut_in_80_columns(server_dir: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the output goes to no terminal, or to a narrow one, every number and time is whole."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert _run("inspect", str(server_dir / "shard-0000" / "log")) == 0
-    out = capsys.readouterr().out
+    out = run("log", "inspect", server_dir / "shard-0000" / "log")
     assert "…" not in out.replace(str(server_dir), "")
     for words in ("seqs", "records", "1–", "41–", " KiB ", "2023-11-14", "22:13:20", "sealed"):
         assert words in out
 
 
-def test_json_is_one_object(server_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object(server_dir: Path, run: CommandLine) -> None:
     """`--json` prints one object with every segment of every log, and nothing else."""
-    assert _run("inspect", str(server_dir / "shard-0001"), "--json") == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    (log,) = json.loads(captured.out)["logs"]
+    (log,) = run.json("log", "inspect", server_dir / "shard-0001")["logs"]
+    assert run.err == ""
     assert log["is_whole"] is True
     assert log["segments"][0]["first_seq"] == 1
     assert log["segments"][0]["steps"][0] == 41
@@ -76,22 +62,19 @@ def test_json_is_one_object(server_dir: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_damage_is_shown_and_exits_1(
-    server_dir: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_shown_and_exits_1(server_dir: Path, options: tuple[str, ...], run: CommandLine) -> None:
     """Damage is in the output, the first of it with file and offset is the line on stderr, and the exit code is 1."""
     segment = min((server_dir / "shard-0001" / "log").glob("*.hrlog"))
     data = bytearray(segment.read_bytes())
     data[200] ^= 1
     data[800] ^= 1
     segment.write_bytes(data)
-    assert _run("inspect", str(server_dir), *options) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"headrace: error: {segment}: damaged at offset 64: the checksum of record 1")
-    assert captured.err.endswith("; and 1 more\n")
-    assert captured.out.count("checksum of record") == (2 if not options else 4)
+    out = run("log", "inspect", server_dir, *options, code=1)
+    assert run.err.startswith(f"headrace: error: {segment}: damaged at offset 64: the checksum of record 1")
+    assert run.err.endswith("; and 1 more\n")
+    assert out.count("checksum of record") == (2 if not options else 4)
     if options:
-        whole, damaged = json.loads(captured.out)["logs"]
+        whole, damaged = json.loads(out)["logs"]
         assert (whole["is_whole"], damaged["is_whole"]) == (True, False)
 
 
@@ -109,12 +92,9 @@ def test_mistake_is_one_line(
     code: int,
     words: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wrong directory or word is one line on stderr."""
     monkeypatch.chdir(tmp_path)
-    assert _run(*arguments) == code
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
+    assert words in run.refused("log", *arguments, code=code)

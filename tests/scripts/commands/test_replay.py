@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from held_ports import hold_ports
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
 from shard_servers import serve_shards
 from table_rows import ITEMS, build, chunk_of
 
-from headrace import cli
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replay.source import ReplaySource, ReplaySummary
@@ -47,47 +47,38 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def _run(*arguments: object) -> int:
-    return cli.main(["replay", *map(str, arguments)])
-
-
 async def _read(address: str) -> tuple[list[int], bytes]:
     async with await EmbeddingReader.connect(address) as reader:
         rows = await reader.get(SPEC.fqn, np.arange(100))
         return rows.presence.tolist(), rows.weights[:40].tobytes()
 
 
-def test_into_a_new_directory(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_into_a_new_directory(source: Path, tmp_path: Path, run: CommandLine) -> None:
     """A directory of another number of shards is made and holds all rows; the same replay again sends nothing."""
-    assert _run(source, "--data", tmp_path / "copy", "--shards", 2) == 0
-    assert "44 rows sent and durable" in capsys.readouterr().out
+    assert "44 rows sent and durable" in run("replay", source, "--data", tmp_path / "copy", "--shards", 2)
     with ServerProcess.start(tmp_path / "copy") as server:
         presence, weights = asyncio.run(_read(server.address))
         assert presence == [1] * 40 + [0] * 51 + [2] * 4 + [0] * 5
         assert weights == VALUES.tobytes()
-        assert _run(source, "--server", server.address) == 0
-    out = capsys.readouterr().out
+        out = run("replay", source, "--server", server.address)
     assert "0 rows sent and durable" in out
     assert "44 rows were there from an earlier run of it" in out
 
 
-def test_a_log_that_lacks_its_beginning_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_lacks_its_beginning_is_said(tmp_path: Path, run: CommandLine) -> None:
     """Rows that were there before the first record of a log are not replayed, and the summary says so."""
     source = build(tmp_path / "source", {ITEMS: chunk_of(ITEMS, range(5))}, num_shards=1)
     asyncio.run(_fill(source))
-    assert _run(source, "--dry-run") == 0
-    out = capsys.readouterr().out
+    out = run("replay", source, "--dry-run")
     assert f"{source / 'shard-0000' / 'log'} begins at seq 2: what was written before is not in it" in out
     assert ITEMS.fqn not in out
-    assert _run(source, "--dry-run", "--from-seq", 4) == 0
-    assert "begins at" not in capsys.readouterr().out
+    assert "begins at" not in run("replay", source, "--dry-run", "--from-seq", 4)
 
 
-def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, run: CommandLine) -> None:
     """`--dry-run` counts records, rows, deletes, bytes, epochs and steps of the range, and writes nothing."""
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    assert _run(source, "--dry-run", "--since", "2023-11-14T22:15:20Z", "--until", 1_700_000_180) == 0
-    out = capsys.readouterr().out
+    out = run("replay", source, "--dry-run", "--since", "2023-11-14T22:15:20Z", "--until", 1_700_000_180)
     assert "begins at" not in out
     for words in ("items.weight", "20", "20–30", "2 records", "of 1 log;", "2023-11-14 22:15:20 to"):
         assert words in out
@@ -95,7 +86,7 @@ def test_dry_run_says_what_it_would_do(source: Path, tmp_path: Path, capsys: pyt
 
 
 def test_a_target_that_is_not_there_is_told_first(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for the check of a long log to hear of a wrong port; `--dry-run` needs no target."""
     checked: list[Path] = []
@@ -107,33 +98,28 @@ def test_a_target_that_is_not_there_is_told_first(
 
     monkeypatch.setattr(ReplaySource, "summarize", note)
     address = f"127.0.0.1:{hold_ports()}"
-    assert _run(source, "--server", address) == 1
-    out, err = capsys.readouterr()
-    assert f"no connection to {address}" in err and err.count("\n") == 1
-    assert out == "" and not checked
+    assert f"no connection to {address}" in run.refused("replay", source, "--server", address)
+    assert not checked
     plain, used = source.parent / "plain", source.parent / "used"
     plain.touch()
-    assert _run(source, "--data", plain) == 1
-    assert capsys.readouterr().err == f"headrace: error: --data {plain}: not a directory\n"
+    assert run.refused("replay", source, "--data", plain) == f"headrace: error: --data {plain}: not a directory\n"
     with DataDir.claim(used, num_shards=1) as claimed:
         claimed.prepare()
-        assert _run(source, "--data", used) == 1
-        assert f"--data {used}: a server runs in it; name that with --server" in capsys.readouterr().err
-        assert _run(source, "--data", used, "--shards", 2) == 1
-        assert "was made with 1 shards" in capsys.readouterr().err
+        line = run.refused("replay", source, "--data", used)
+        assert f"--data {used}: a server runs in it; name that with --server" in line
+        assert "was made with 1 shards" in run.refused("replay", source, "--data", used, "--shards", 2)
     assert not checked
-    assert _run(source, "--server", address, "--dry-run") == 0 and checked
+    assert run("replay", source, "--server", address, "--dry-run") and checked
 
 
-def test_what_the_server_of_a_directory_says_is_told_once(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_server_of_a_directory_says_is_told_once(source: Path, run: CommandLine) -> None:
     """A server that does not start is quoted without a front of its own."""
-    assert _run(source, "--data", "/proc/nobody-can-make-this") == 1
-    err = capsys.readouterr().err
-    assert "the server ended with exit code 1: --data" in err and err.count("error: ") == 1
+    run("replay", source, "--data", "/proc/nobody-can-make-this", code=1)
+    assert "the server ended with exit code 1: --data" in run.err and run.err.count("error: ") == 1
 
 
 def test_a_target_that_goes_in_the_middle_is_named(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one line that says what to do; the same replay then goes on, once the server is back."""
     split = Replay._split
@@ -147,13 +133,12 @@ def test_a_target_that_goes_in_the_middle_is_named(
         monkeypatch.setattr(Replay, "_split", kill_first)
         # While it is there, it may take its time to answer.
         monkeypatch.setattr(ReplayTarget, "connect_timeout_s", property(lambda _: 60.0))
-        assert _run(source, "--server", server.address, "--timeout-s", 0.5) == 1
-        err = capsys.readouterr().err
-        assert f"{server.address} has accepted nothing for 0.5 s" in err and err.count("\n") == 1
-        assert "start the same replay again" in err
+        run("replay", source, "--server", server.address, "--timeout-s", 0.5, code=1)
+        assert f"{server.address} has accepted nothing for 0.5 s" in run.err and run.err.count("\n") == 1
+        assert "start the same replay again" in run.err
     monkeypatch.undo()
     with ServerProcess.start(tmp_path / "target") as server:
-        assert _run(source, "--server", server.address) == 0
+        run("replay", source, "--server", server.address)
         assert asyncio.run(_read(server.address))[1] == VALUES.tobytes()
 
 
@@ -183,14 +168,11 @@ def _no_such_host(*_: object, **__: object) -> NoReturn:
 )
 def test_mistakes_are_one_line(
     source: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     words: str,
 ) -> None:
     """A wrong flag, an unknown table, an empty range and a directory without a log each get one line."""
     monkeypatch.setattr(socket, "getaddrinfo", _no_such_host)  # a resolver may take longer than anybody waits
-    assert _run(*(argument.replace("{source}", str(source)) for argument in arguments)) == 1
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1
+    assert words in run.refused("replay", *(argument.replace("{source}", str(source)) for argument in arguments))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from command_line import CommandLine
 from hellos import hello_of_writer
 
-from headrace.cli import main
 from headrace.paramserver.observe.sample import ShardSample, WriterSample, merge_tables
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.rpc.address import parse_address
@@ -54,15 +53,9 @@ async def _say_hello_as_writer(address: str) -> None:
             await client.hello(request, timeout_s=WAIT_S)
 
 
-def _status_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    exit_code = main(["status", *arguments, "--json"])
-    return exit_code, json.loads(capfd.readouterr().out)
-
-
-def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json(server: ServerProcess, run: CommandLine) -> None:
     """The JSON object has every shard, table and writer."""
-    exit_code, status = _status_json(capfd, server.address)
-    assert exit_code == 0
+    status = run.json("status", server.address)
     assert [shard["pid"] for shard in status["shards"]] == server.shard_pids
     assert all(shard["error"] is None and shard["log_seq"] == 1 for shard in status["shards"])
     assert status["tables"] == [
@@ -81,10 +74,9 @@ def test_json(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
     assert writer.keys() == {field.name for field in dataclasses.fields(WriterSample)}  # as on the status page
 
 
-def test_screen(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_screen(server: ServerProcess, run: CommandLine) -> None:
     """The screen shows shards, tables with their specs, and writers; names are shown unchanged."""
-    assert main(["status", server.address]) == 0
-    text = capfd.readouterr().out
+    text = run("status", server.address)
     for pid in server.shard_pids:
         assert str(pid) in text
     for word in ("user[red].weight", "1,000,000", "float16", "momentum1 float32[1]", "ctr-v7", "rank0", "2 shards"):
@@ -102,22 +94,19 @@ def _patient_but_with(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParamServerClient, "status", lambda client, **_: status(client, timeout_s=WAIT_S))
 
 
-def test_shard_that_does_not_answer(
-    server: ServerProcess, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shard_that_does_not_answer(server: ServerProcess, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that hangs is shown in time, the others normally, and the exit code is 1."""
-    _, status = _status_json(capfd, server.address)
+    status = run.json("status", server.address)
     _patient_but_with(parse_address(status["shards"][1]["address"], default_port=0)[1], monkeypatch)
     hanging = psutil.Process(server.shard_pids[1])
     hanging.suspend()
     try:
-        exit_code, status = _status_json(capfd, server.address, "--timeout-s", "0.5")
-        assert exit_code == 1
+        status = run.json("status", server.address, "--timeout-s", 0.5, code=1)
         assert status["shards"][0]["error"] is None
         assert "no answer within 0.5 s" in status["shards"][1]["error"]
         assert status["shards"][1]["pid"] is None
-        assert main(["status", server.address, "--timeout-s", "0.5"]) == 1
-        assert "shard 1 does not answer: hello to" in capfd.readouterr().out
+        out = run("status", server.address, "--timeout-s", 0.5, code=1)
+        assert "shard 1 does not answer: hello to" in out
     finally:
         hanging.resume()
 
@@ -134,20 +123,16 @@ def test_no_more_rows_than_a_table_has() -> None:
     ("address", "problem"),
     [("127.0.0.1:1", "no connection to 127.0.0.1:1"), ("nonsense:port", "'nonsense:port' is not an address")],
 )
-def test_nobody_there(address: str, problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there(address: str, problem: str, run: CommandLine) -> None:
     """An address without a server is one line and exit code 1."""
-    assert main(["status", address]) == 1
-    captured = capfd.readouterr()
-    assert problem in captured.err
-    assert captured.err.count("\n") == 1
+    assert problem in run.refused("status", address)
 
 
-def test_token(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_token(tmp_path: Path, run: CommandLine) -> None:
     """A server with a token refuses a client without it, in one line."""
     file = tmp_path / "token"
     file.write_text("a-token-of-some-length\n")
     file.chmod(0o600)
     with ServerProcess.start(tmp_path / "data", token_file=file) as server:
-        assert main(["status", server.address]) == 1
-        assert "token is required" in capfd.readouterr().err
-        assert main(["status", server.address, "--token-file", str(file)]) == 0
+        assert "token is required" in run.refused("status", server.address)
+        run("status", server.address, "--token-file", file)
