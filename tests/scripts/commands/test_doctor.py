@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine
 from held_ports import hold_ports
 from watched_server import watched_server
 
-from headrace.cli import main
 from headrace.kernels.runtime import dispatch
 from headrace.kernels.runtime.cuda_module import FAMILIES, KernelsUnavailableError
 from headrace.paramserver.config.data_dir import DataDir
@@ -46,11 +46,6 @@ def _problems(findings: Iterable[Finding]) -> list[str]:
     found = list(findings)
     assert all(finding.advice for finding in found if finding.level is Level.PROBLEM)
     return [finding.text for finding in found if finding.level is Level.PROBLEM]
-
-
-def _doctor(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    exit_code = main(["doctor", "--json", *arguments])
-    return exit_code, json.loads(capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +159,11 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "with its sync takes" in _problems(check_disk(config, 1, mounts))[0]
 
 
-def test_settings_that_serve_would_refuse(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_serve_would_refuse(tmp_path: Path, run: CommandLine) -> None:
     """A wrong configuration file is one problem that names the line, and exit code 1."""
     file = tmp_path / "headrace.yml"
     file.write_text(f"data: {tmp_path}/data\nprot: 1\n")
-    exit_code, told = _doctor(capfd, "--config", str(file))
-    assert exit_code == 1
+    told = run.json("doctor", "--config", file, code=1)
     assert not told["is_fit"]
     (text,) = [finding["text"] for finding in told["findings"] if finding["level"] == "problem"]
     assert "headrace.yml:2: unknown key 'prot'; did you mean 'port'?" in text
@@ -187,9 +181,7 @@ def test_settings_that_serve_would_refuse(tmp_path: Path, capfd: pytest.CaptureF
         ("new", None),
     ],
 )
-def test_a_directory_that_serve_would_refuse(
-    tmp_path: Path, spoil: str, says: str | None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_serve_would_refuse(tmp_path: Path, spoil: str, says: str | None, run: CommandLine) -> None:
     """What is in the data directory is one finding, in the words of a start, and the directory stays as it was."""
     data, config = tmp_path / "data", tmp_path / "headrace.yml"
     config.write_text(f"data: {data}\nport: 0\n" + "shards: 5\n" * (spoil == "shards"))
@@ -208,28 +200,25 @@ def test_a_directory_that_serve_would_refuse(
     elif spoil == "shard":
         (data / "shard-0001").rename(tmp_path / "unmounted")
     before = sorted(tmp_path.rglob("*"))
-    exit_code, told = _doctor(capfd, "--config", str(config))
+    told = run.json("doctor", "--config", config, code=None if says is None else 1)
     (finding,) = [finding for finding in told["findings"] if finding["subject"] == "directory"]
     assert sorted(tmp_path.rglob("*")) == before
     assert finding["level"] == ("ok" if says is None else "problem")
     assert (says or ("a start makes it" if spoil == "new" else "holds a store of 3 shards")) in finding["text"]
-    assert exit_code == 1 or says is None
 
 
-def test_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_server(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is well is said to be; one that is not there is a problem."""
     # Nor does it matter here how busy this machine is, and how full its disk.
     monkeypatch.setattr(problems, "_MAX_LOOP_PAUSE_S", math.inf)
     monkeypatch.setattr(problems, "_MIN_FREE_PART", 0.0)
     with watched_server(tmp_path / "data", shards=2) as (server, metrics):
-        exit_code, told = _doctor(capfd, "--server", server.address, "--metrics", metrics)
-        assert (exit_code, told["is_fit"]) == (0, True), told
+        told = run.json("doctor", "--server", server.address, "--metrics", metrics)
+        assert told["is_fit"]
         texts = [finding["text"] for finding in told["findings"]]
         assert "2 shards answer, and nothing is wrong" in texts
         assert any("apart" in text for text in texts)
-    assert main(["doctor", "--server", server.address]) == 1
-    out = capfd.readouterr().out
-    assert out.startswith("problem  server: ")
+    assert run("doctor", "--server", server.address, code=1).startswith("problem  server: ")
 
 
 NOW_S = 1_700_000_000.0

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from held_ports import hold_ports
 from replica_answers import HALF, IDS, SPEC, call, told, values, write
 from replica_endpoint import Endpoint, get, replica_endpoint
 from stored_rows import read_rows
 from watched_server import WAIT_S, wait_until
 
-from headrace.cli import main
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.endpoint import replica_process
 from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
@@ -61,11 +61,10 @@ def test_precision_and_disk(tmp_path: Path, server: ServerProcess) -> None:
         assert half.tobytes() == read_rows(server.address, HALF.fqn, np.arange(50)).weights.tobytes()
 
 
-def test_status(endpoint: Endpoint, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status(endpoint: Endpoint, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`headrace status` shows how fresh a replica is, and neither a log nor writers."""
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["status", endpoint.address]) == 0
-    text = capfd.readouterr().out
+    text = run("status", endpoint.address)
     words = ("replica of store", "ready", "Replica", "Follows", "Tables", SPEC.fqn)
     absent = ("not ready", "Writers", "No writers", "rows written", "log seq")
     assert [word in text for word in (*words, *absent)] == [True] * len(words) + [False] * len(absent)
@@ -92,7 +91,7 @@ def test_updates_become_visible(tmp_path: Path, server: ServerProcess) -> None:
         assert warning == f"replica: tables: 'no.such' is no table of the server yet; {known}"
 
 
-def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_readiness_follows_known_and_missing_updates(tmp_path: Path, run: CommandLine) -> None:
     """An unfinished step makes the replica unready, over HTTP and the wire, until it ends."""
     port = hold_ports()
     with ServerProcess.start(tmp_path / "data", port=port) as server:
@@ -123,8 +122,7 @@ def test_readiness_follows_known_and_missing_updates(tmp_path: Path, capfd: pyte
                 assert get(endpoint.health, "/readyz")[0] == 200
                 away = told(endpoint.address).replica
                 assert away.is_ready and refused in away.failure
-                assert main(["status", endpoint.address]) == 0
-                shown = capfd.readouterr().out
+                shown = run("status", endpoint.address)
                 assert "\nready\n" in shown and f"{server.address} has not been reached for" in shown
                 assert "headrace_replica_up_to_date 0.0" in get(endpoint.health, "/metrics")[1]
 
@@ -238,48 +236,43 @@ def test_tls_and_token(tmp_path: Path) -> None:
         (["--server=h", "--config=/absent"], "--config /absent"),
     ],
 )
-def test_mistakes(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(arguments: list[str], problem: str, run: CommandLine) -> None:
     """Each mistake is one line that names the setting."""
-    assert main(["replica", *arguments]) == 1
-    printed = capfd.readouterr().err
-    assert problem in printed and printed.count("\n") == 1
+    assert problem in run.refused("replica", *arguments)
 
 
-def test_ports_that_are_taken(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ports_that_are_taken(run: CommandLine) -> None:
     """A port in use is one line with the port and its flag, before anything is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags in ([f"--port={port}"], ["--port=0", f"--health-port={port}"]):
-            assert main(["replica", "--server=h", *flags]) == 1
-            problem = (
-                f"{flags[-1].partition('=')[0]}: port {port} of 127.0.0.1, which the replica would take, is in use"
-            )
-            assert problem in capfd.readouterr().err
+            problem = f"port {port} of 127.0.0.1, which the replica would take, is in use"
+            assert f"{flags[-1].partition('=')[0]}: {problem}" in run.refused("replica", "--server=h", *flags)
 
 
-def test_repeated_warnings_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_warnings_are_counted(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica throttles repeated log lines, as a server does."""
 
-    async def run(*_: object) -> int:
+    async def end(*_: object) -> int:
         return 0
 
     root = logging.getLogger()
     for name, value in (("handlers", root.handlers[:]), ("level", root.level)):
         monkeypatch.setattr(root, name, value)
-    monkeypatch.setattr(replica_command, "_run", run)
-    assert main(["replica", "--server=h"]) == 0
+    monkeypatch.setattr(replica_command, "_run", end)
+    run("replica", "--server=h")
     (handler,) = root.handlers
     assert any(isinstance(each, RepeatFilter) for each in handler.filters)
 
 
-def test_unknown_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_settings(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unknown keys in file and environment are one line with the nearest known one."""
     (tmp_path / "replica.yaml").write_text("server: h\nmax_lag: 3\n")
-    assert main(["replica", f"--config={tmp_path / 'replica.yaml'}"]) == 1
-    assert "unknown key 'max_lag'; did you mean 'max_lag_s'?" in capfd.readouterr().err
+    line = run.refused("replica", f"--config={tmp_path / 'replica.yaml'}")
+    assert "unknown key 'max_lag'; did you mean 'max_lag_s'?" in line
     monkeypatch.setenv("HEADRACE_REPLICA_PROT", "1")
-    assert main(["replica", "--server=h"]) == 1
-    assert "HEADRACE_REPLICA_PROT is no setting; did you mean HEADRACE_REPLICA_PORT?" in capfd.readouterr().err
+    line = run.refused("replica", "--server=h")
+    assert "HEADRACE_REPLICA_PROT is no setting; did you mean HEADRACE_REPLICA_PORT?" in line
 
 
 def test_the_nearer_setting_wins(tmp_path: Path) -> None:
@@ -291,11 +284,10 @@ def test_the_nearer_setting_wins(tmp_path: Path) -> None:
     assert config.replica_config.consistency == "step"
 
 
-def test_help_lists_every_setting(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_every_setting(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` has a flag for each setting, and `docs/operations.md` a row."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["replica", "--help"]) == 0
-    text = capfd.readouterr().out
+    text = run("replica", "--help")
     assert [field.name for field, _ in settings_of(EndpointConfig) if flag_of(field.name) not in text] == []
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text("utf-8")
     for field, known in settings_of(EndpointConfig):

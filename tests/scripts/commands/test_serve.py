@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from command_line import CommandLine
 from hellos import hello_of_nobody
 
-from headrace.cli import main
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, is_in_use
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -66,16 +66,6 @@ def _assert_gone(processes: list[psutil.Process]) -> None:
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def _refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path, exit_code: int = 1) -> str:
-    """Run `headrace serve` in this process, which must refuse; return its one line."""
-    assert main(["serve", *map(str, arguments)]) == exit_code
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("headrace: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_starts_and_stops(tmp_path: Path, number: signal.Signals) -> None:
     """A server answers hello on each shard with all addresses, and a signal ends it with exit code 0."""
@@ -104,18 +94,18 @@ def test_serves_the_same_store_again(tmp_path: Path) -> None:
     assert (again.server_id, len(again.shards)) == (first.server_id, 2)
 
 
-def test_second_server_is_refused(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_server_is_refused(server: ServerProcess, run: CommandLine) -> None:
     """A second server on the same directory is refused with one line, and the first goes on."""
-    line = _refused(capfd, "--data", server.data_dir, "--port", 0)
+    line = run.refused("serve", "--data", server.data_dir, "--port", 0)
     assert line == f"headrace: error: --data {server.data_dir}: in use by another server (pid {server.pid})\n"
     assert _ask(server.address)[0].shard == 0
 
 
-def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use(tmp_path: Path, run: CommandLine) -> None:
     """A taken port is one line with the port and the flag, and nothing is written."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = _refused(capfd, "--data", tmp_path / "data", "--port", port)
+        line = run.refused("serve", "--data", tmp_path / "data", "--port", port)
     assert f"--port: port {port} of 127.0.0.1, which shard 0 would take, is in use" in line
     assert not (tmp_path / "data").exists()
 
@@ -140,36 +130,36 @@ def test_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--data", "{new}", "--ready-file", "{file}/r"], "--ready-file {file}/r: Not a directory"),
     ],
 )
-def test_mistakes(tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
+def test_mistakes(tmp_path: Path, run: CommandLine, arguments: list[str], problem: str) -> None:
     """Each mistake is one line that names the flag, and nothing is written."""
     places = {name: tmp_path / name for name in ("file", "foreign", "new")}
     places["file"].touch()
     places["foreign"].mkdir()
     (places["foreign"] / "notes").touch()
-    line = _refused(capfd, *(argument.format(**places) for argument in arguments))
+    line = run.refused("serve", *(argument.format(**places) for argument in arguments))
     assert problem.format(**places) in line
     assert not places["new"].exists()
 
 
-def test_unknown_settings(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_settings(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown key in the file or the environment is an error with the nearest name."""
     file = tmp_path / "server.yaml"
     file.write_text("data: d\nprot: 7601\n")
     monkeypatch.setenv("HEADRACE_SERVE_CONFIG", str(file))
-    assert f"{file}:2: unknown key 'prot'; did you mean 'port'?" in _refused(capfd)
+    assert f"{file}:2: unknown key 'prot'; did you mean 'port'?" in run.refused("serve")
     monkeypatch.delenv("HEADRACE_SERVE_CONFIG")
     monkeypatch.setenv("HEADRACE_SERVE_SHARD", "2")
-    assert "HEADRACE_SERVE_SHARD is no setting; did you mean HEADRACE_SERVE_SHARDS?" in _refused(capfd)
+    assert "HEADRACE_SERVE_SHARD is no setting; did you mean HEADRACE_SERVE_SHARDS?" in run.refused("serve")
 
 
-def test_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk at the first start is one line and exit code 3."""
 
     def fail(_: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "fsync", fail)
-    line = _refused(capfd, "--data", tmp_path / "data", "--port", 0, exit_code=3)
+    line = run.refused("serve", "--data", tmp_path / "data", "--port", 0, code=3)
     assert f"{tmp_path / 'data'}: the disk is full" in line
 
 
@@ -217,14 +207,14 @@ def test_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
             assert _ask(again.address)[0].shard == 0
 
 
-def test_shards_hold_the_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shards_hold_the_directory(tmp_path: Path, run: CommandLine) -> None:
     """While a shard of a killed supervisor is still there, no other server gets the directory."""
     with ServerProcess.start(tmp_path / "data") as server:
         shard = psutil.Process(server.shard_pids[0])
         shard.suspend()
         os.kill(server.pid, signal.SIGKILL)
         _assert_gone([psutil.Process(server.pid)])
-        assert "in use by another server" in _refused(capfd, "--data", server.data_dir, "--port", 0)
+        assert "in use by another server" in run.refused("serve", "--data", server.data_dir, "--port", 0)
         shard.resume()
         _assert_gone([shard])
         server.kill()
@@ -276,12 +266,11 @@ def test_token(tmp_path: Path) -> None:
         assert "a-token-of-some-length" not in server.log_path.read_text()
 
 
-def test_help_lists_every_setting(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_every_setting(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`headrace serve --help` has a flag for each setting."""
     from headrace.paramserver.config.server_settings import ServerConfig
     from headrace.paramserver.system.settings import flag_of, settings_of
 
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["serve", "--help"]) == 0
-    text = capfd.readouterr().out
+    text = run("serve", "--help")
     assert [field.name for field, _ in settings_of(ServerConfig) if flag_of(field.name) not in text] == []
