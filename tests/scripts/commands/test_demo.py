@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+from command_line import CommandLine
 
-from headrace import cli
 from headrace.scripts.commands import demo as demo_module
 from headrace.scripts.ranking_demo.events import SAMPLE
 
@@ -116,9 +116,7 @@ def test_stopped_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
 @pytest.mark.torchrec
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that load torch
-def test_one_flipped_bit_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: CommandLine) -> None:
     """When one bit of one row of the trainer is another than server's and replica's, both are told; it ends with 1."""
     import torch
 
@@ -131,59 +129,44 @@ def test_one_flipped_bit_is_found(
         return compare(tables, address)
 
     monkeypatch.setattr(training, "compare_with_store", flip_and_compare)
-    arguments = ["demo", "--out", str(tmp_path / "out"), "--max-events", "500", "--batch-events", "50", "--shards", "1"]
-    assert cli.main(arguments) == 1
-    captured = capsys.readouterr()
-    assert captured.out.count(" 1 different") == 2
+    sizes = ("--max-events", 500, "--batch-events", 50, "--shards", 1)
+    assert run("demo", "--out", tmp_path / "out", *sizes, code=1).count(" 1 different") == 2
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["num_rows_different"] == report["num_replica_rows_different"] == 1
     for where in ("server", "replica"):
         told = f"headrace: error: 1 of {report['num_rows_compared']} rows differ between trainer and {where}"
-        assert told in captured.err
+        assert told in run.err
     assert marked_processes() == []
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return exit code and the one line on stderr of a demo that does not begin."""
-    exit_code = cli.main(["demo", *arguments])
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return exit_code, captured.err.strip()
-
-
 @pytest.mark.torchrec
-def test_unusable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_settings_are_refused(tmp_path: Path, run: CommandLine) -> None:
     """Too few events, an unusable folder and a malformed or absent log are one line each, and nothing is made."""
-    out = str(tmp_path / "out")
-    assert refused(capsys, "--max-events", "1000", "--batch-events", "128", "--out", out) == (
-        1,
+    out = tmp_path / "out"
+    assert run.refused("demo", "--max-events", 1000, "--batch-events", 128, "--out", out) == (
         f"headrace: error: {SAMPLE}: 1000 events in 8 batches of 128; the demo needs 10 batches or more: "
-        "a smaller --batch-events, or more --events or --max-events",
+        "a smaller --batch-events, or more --events or --max-events\n"
     )
     (tmp_path / "file").touch()
-    exit_code, line = refused(capsys, "--out", str(tmp_path / "file" / "out"))
-    assert (exit_code, line) == (1, f"headrace: error: --out {tmp_path / 'file' / 'out'}: Not a directory")
+    line = run.refused("demo", "--out", tmp_path / "file" / "out")
+    assert line == f"headrace: error: --out {tmp_path / 'file' / 'out'}: Not a directory\n"
     log = tmp_path / "log.csv.gz"
     log.write_bytes(gzip.compress(gzip.decompress(SAMPLE.read_bytes())[:5000] + b"\n1,two,3\n"))
-    exit_code, line = refused(capsys, "--events", str(log), "--out", out)
-    assert exit_code == 1 and line.startswith(f"headrace: error: {log}:") and not Path(out).exists()
-    exit_code, line = refused(capsys, "--events", str(tmp_path / "absent.csv"), "--out", out)
-    assert (exit_code, line) == (1, f"headrace: error: {tmp_path / 'absent.csv'}: No such file or directory")
-    assert refused(capsys, "--shards", "0", "--out", out)[0] == 2
+    line = run.refused("demo", "--events", log, "--out", out)
+    assert line.startswith(f"headrace: error: {log}:") and not out.exists()
+    line = run.refused("demo", "--events", tmp_path / "absent.csv", "--out", out)
+    assert line == f"headrace: error: {tmp_path / 'absent.csv'}: No such file or directory\n"
+    run.refused("demo", "--shards", 0, "--out", out, code=2)
 
 
-def test_missing_extra_is_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extra_is_told_in_one_line(tmp_path: Path, run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TorchRec the demo says what to install, and makes nothing."""
     find_spec = demo_module.importlib.util.find_spec
     monkeypatch.setattr(
         demo_module.importlib.util, "find_spec", lambda name: None if name == "torchrec" else find_spec(name)
     )
     monkeypatch.setattr(demo_module, "_EXTRA_MODULES", ("torchrec",))
-    exit_code, line = refused(capsys, "--out", str(tmp_path / "out"))
-    assert exit_code == 1
+    line = run.refused("demo", "--out", tmp_path / "out")
     assert "`headrace demo` needs torchrec, which is not installed: pip install 'headrace[torchrec" in line
     assert not (tmp_path / "out").exists()
 

@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from command_line import CommandLine
 from metric_samples import TABLE, WRITER, state
 from rich.console import Console
 from watched_server import say_hello
 
-from headrace.cli import main
 from headrace.paramserver.observe.sample import ShardState, TableSample
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.tables import DType, TableSpec
@@ -72,18 +72,16 @@ def test_problems_first_and_names_as_they_are() -> None:
     assert "this is old: away" in _text(Frame(states=[odd], time_s=0.0), failure="away")
 
 
-def test_one_frame_without_a_terminal(server: ServerProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_frame_without_a_terminal(server: ServerProcess, run: CommandLine) -> None:
     """In a pipe, the command prints one frame and ends."""
-    assert main(["top", server.address]) == 0
-    out = capfd.readouterr().out
+    out = run("top", server.address)
     assert NAME in out
     assert "\x1b" not in out
 
 
-def test_nobody_there(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there(run: CommandLine) -> None:
     """An address without a server is one line and exit code 1."""
-    assert main(["top", "127.0.0.1:1"]) == 1
-    assert capfd.readouterr().err.count("\n") == 1
+    run.refused("top", "127.0.0.1:1")
 
 
 @pytest.mark.parametrize("end", ["q", "\x04", "SIGINT"])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from safetensors.numpy import save_file
 
-from headrace import cli
 from headrace.schemas.errors import ConfigError, SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.scripts.table_io.source import BackfillConfig
@@ -50,11 +50,8 @@ def test_what_is_named_and_no_table_is_told_of(source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "flat"])
-def test_a_new_directory_is_not_made_of_it(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_new_directory_is_not_made_of_it(source: Path, tmp_path: Path, run: CommandLine, name: str) -> None:
     """The command ends in one line that names file and tensor, and makes nothing."""
-    assert cli.main(["backfill", str(source), "--data", str(tmp_path / "data"), "--table", name]) == 1
-    told = capsys.readouterr().err
-    assert f"{source}: '{name}' has" in told and told.count("\n") == 1
+    line = run.refused("backfill", source, "--data", tmp_path / "data", "--table", name)
+    assert f"{source}: '{name}' has" in line
     assert not (tmp_path / "data").exists()
