@@ -48,14 +48,7 @@ _FORMAT_VERSION = 1
 _MAX_NAMED = 10
 
 _Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Saved:
-    """Saved digests of one table: its spec's fingerprint, and (digest, number of rows) by bucket."""
-
-    fingerprint: int
-    buckets: dict[int, tuple[int, int]]
+_Saved = tuple[int, dict[int, tuple[int, int]]]  # a table's fingerprint, and (digest, number of rows) by bucket
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,11 +91,6 @@ class _Side:
     reader: EmbeddingReader
     is_replica: bool
     may_leave_out: bool
-
-    @property
-    def server_id(self) -> str:
-        """Id of the server; a replica has its server's."""
-        return str(self.reader.links[0].hello.server_id)
 
     async def digest(self, result: _TableResult, *, only_weights: bool, on_progress: _Progress) -> TableDigest | None:
         """Return the digest of a table; None if this replica has none, with the reason in the result."""
@@ -228,10 +216,12 @@ async def _digest_all(
 def _compare_saved(result: _TableResult, digest: TableDigest, saved: _Saved | None) -> None:
     if saved is None:
         result.problem = "not in the file"
-    elif saved.fingerprint != digest.spec.fingerprint:
+        return
+    fingerprint, buckets = saved
+    if fingerprint != digest.spec.fingerprint:
         result.problem = "another shape, type or set of states than in the file"
     else:
-        before = TableDigest(spec=digest.spec, columns=digest.columns, buckets=saved.buckets)
+        before = TableDigest(spec=digest.spec, columns=digest.columns, buckets=buckets)
         result.differing = digest.differing_buckets(before)
 
 
@@ -239,6 +229,9 @@ async def _compare_servers(
     first: _Side, second: _Side, only: list[str] | None, progress: _Progress
 ) -> list[_TableResult]:
     only_weights = first.is_replica or second.is_replica
+    # A replica has its server's id.
+    server_ids = {side.reader.links[0].hello.server_id for side in (first, second)}
+    is_replica_of = only_weights and len(server_ids) == 1
     tables, other_tables = first.reader.tables, second.reader.tables
 
     async def compare(fqn: str) -> _TableResult:
@@ -260,7 +253,7 @@ async def _compare_servers(
         )
         if ours is None or theirs is None:
             return result
-        if only_weights and first.server_id == second.server_id:  # a replica counts its server's records
+        if is_replica_of:  # it counts its server's records
             result.is_steady &= sum(ours.seqs.values()) == sum(theirs.seqs.values())
         result.digest, result.differing = ours, ours.differing_buckets(theirs)
         result.row_ids = await first_differing_rows(
@@ -358,9 +351,9 @@ def _load(path: Path) -> dict[str, _Saved]:
         if (content["format"], content["version"], content["bucket_rows"]) != (_FORMAT, _FORMAT_VERSION, BUCKET_ROWS):
             raise ConfigError(f"{path} has digests of another format or version")
         return {
-            table["fqn"]: _Saved(
-                fingerprint=int(table["fingerprint"]),
-                buckets={int(bucket): (int(digest, 16), int(count)) for bucket, digest, count in table["buckets"]},
+            table["fqn"]: (
+                int(table["fingerprint"]),
+                {int(bucket): (int(digest, 16), int(count)) for bucket, digest, count in table["buckets"]},
             )
             for table in content["tables"]
         }
