@@ -15,7 +15,7 @@ from headrace.paramserver.store.catalog import unpack_spec
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, SpecMismatchError
 from headrace.schemas.row_records import RecordLayout
-from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
 from headrace.scripts.table_io.exported import ExportRows, ExportTable
 from headrace.scripts.table_io.source import Selection, SourceTable, state_of
@@ -222,21 +222,18 @@ def _fit(source: TensorSource, table: _Dense, target: TableSpec, selection: Sele
             raise SpecMismatchError(
                 f"{source.path}: table {target.fqn!r} has no state {state!r} on the server; --zero-states leaves it out"
             )
+    types = {name: column.dtype for name, column in states.items() if column is not None}
     found = replace(
         table.spec,
         # A table of virtual ids takes any number of rows; the file only knows how many it has.
         num_rows=0 if target.num_rows == 0 else table.spec.num_rows,
         # With the tensors' types; `_check` compares their shapes.
-        states=tuple(_with_type_of(state, states.get(state.name)) for state in target.states),
+        states=tuple(replace(state, dtype=types.get(state.name, state.dtype)) for state in target.states),
     )
     selection.check_fits(found, str(source.path))
     fitted = replace(table, spec=target, states={state.name: states.get(state.name) for state in target.states})
     _check(source, fitted, part_of_rows=source.notes is not None or target.num_rows == 0)
     return fitted
-
-
-def _with_type_of(state: StateSpec, column: Column | None) -> StateSpec:
-    return state if column is None else replace(state, dtype=column.dtype)
 
 
 def _check(source: TensorSource, table: _Dense, *, part_of_rows: bool) -> None:

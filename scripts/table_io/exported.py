@@ -16,7 +16,7 @@ from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.store.catalog import pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
-from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.schemas.version import MAX_EPOCH, is_newer
 
 __all__ = ["ExportConfig", "ExportRows", "ExportTable", "file_name_of"]
@@ -150,12 +150,8 @@ class ExportTable:
     def shape_of(self, field: str) -> list[int]:
         """Return the shape of a column over the whole range; a rowwise state of one element has one dimension."""
         width = self.fields[field][1]
-        is_plain = width == 1 and field != "weights" and not self.is_pointwise(field)
-        return [self.num_rows] if is_plain else [self.num_rows, width]
-
-    def is_pointwise(self, field: str) -> bool:
-        """Return whether a state has an element for each column of the weights."""
-        return any(f"state:{state.name}" == field and not state.width for state in self.spec.states)
+        rowwise = {f"state:{state.name}" for state in self.spec.states if state.kind is StateKind.ROWWISE}
+        return [self.num_rows] if width == 1 and field in rowwise else [self.num_rows, width]
 
     def note(self, names: dict[str, str], identities: str | None) -> dict[str, Any]:
         """Return the note that a backfill reads, with the tensors' names by field, and that of the identities."""

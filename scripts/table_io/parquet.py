@@ -154,7 +154,7 @@ def _check_schema(path: Path, schema: pa.Schema, spec: TableSpec) -> None:
     expected = {"row_id": [pa.int64()]}
     for name, column in layout.columns.items():
         # A rowwise state of one element is a number in our files, and may be a list in others.
-        kinds = [True, False] if name != "weights" and _is_rowwise(spec, name) else [False]
+        kinds = [True, False] if _is_rowwise(spec, name) else [False]
         expected[name] = [_column_type(column.dtype, column.width, is_rowwise=kind) for kind in kinds]
     if spec.has_identities:
         expected["identity"] = [pa.int64()]
@@ -298,8 +298,8 @@ def _schema_of(table: ExportTable) -> pa.Schema:
     if table.has_deleted:
         fields.append(pa.field("deleted", pa.bool_(), nullable=False))
     for name, (dtype, width) in table.fields.items():
-        is_rowwise = name != "weights" and not table.is_pointwise(name)
-        fields.append(pa.field(name, _column_type(dtype, width, is_rowwise=is_rowwise), nullable=False))
+        arrow = _column_type(dtype, width, is_rowwise=_is_rowwise(table.spec, name))
+        fields.append(pa.field(name, arrow, nullable=False))
     note = table.note({field: field for field in table.fields}, "identity" if table.spec.has_identities else None)
     return pa.schema(fields, metadata={_NOTES_KEY: json.dumps(note).encode()})
 
