@@ -59,22 +59,13 @@ _WRITERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportResult:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        snapshot: Name of the exported snapshot.
-        epoch: Epoch of its consistent cut; 0 for none.
-        step: Step of its consistent cut; −1 for none.
-        num_rows: Written rows by table; in dense formats all other rows of the range are zeros.
-        size_bytes: Size of all files.
-        seconds: Duration.
-    """
-
-    snapshot: str
-    epoch: int
-    step: int
-    num_rows: dict[str, int]
-    size_bytes: int
+    snapshot: str  # name of the exported snapshot
+    epoch: int  # of its consistent cut; 0 for none
+    step: int  # of its consistent cut; −1 for none
+    num_rows: dict[str, int]  # written rows by table; in dense formats all other rows of the range are zeros
+    size_bytes: int  # of all files
     seconds: float
 
 

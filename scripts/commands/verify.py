@@ -53,25 +53,15 @@ _Saved = tuple[int, dict[int, tuple[int, int]]]  # a table's fingerprint, and (d
 
 @dataclass(kw_only=True, slots=True)
 class _TableResult:
-    """The result for one table.
-
-    Attributes:
-        fqn: Name of the table.
-        digest: Digest of the first server's rows; None if it has no such table.
-        is_steady: Nothing was written meanwhile.
-        left_out: Why a replica has no digest of the table.
-        problem: Why the table cannot be compared.
-        differing: Buckets that differ; None if nothing was compared.
-        row_ids: The first rows that differ, if both sides are servers.
-    """
+    """The result for one table."""
 
     fqn: str
-    digest: TableDigest | None = None
-    is_steady: bool = True
-    left_out: str | None = None
-    problem: str | None = None
-    differing: list[int] | None = None
-    row_ids: list[int] = field(default_factory=list)
+    digest: TableDigest | None = None  # of the first server's rows; None if it has no such table
+    is_steady: bool = True  # nothing was written meanwhile
+    left_out: str | None = None  # why a replica has no digest of the table
+    problem: str | None = None  # why the table cannot be compared
+    differing: list[int] | None = None  # buckets; None if nothing was compared
+    row_ids: list[int] = field(default_factory=list)  # the first rows that differ, if both sides are servers
 
     @property
     def is_equal(self) -> bool:
@@ -80,17 +70,11 @@ class _TableResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        reader: Connected to it.
-        is_replica: It has weights only.
-        may_leave_out: The user named no tables, so those without a digest on a replica are skipped.
-    """
-
-    reader: EmbeddingReader
-    is_replica: bool
-    may_leave_out: bool
+    reader: EmbeddingReader  # connected to it
+    is_replica: bool  # it has weights only
+    may_leave_out: bool  # the user named no tables, so those without a digest on a replica are skipped
 
     async def digest(self, result: _TableResult, *, only_weights: bool, on_progress: _Progress) -> TableDigest | None:
         """Return the digest of a table; None if this replica has none, with the reason in the result."""

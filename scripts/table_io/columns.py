@@ -130,19 +130,12 @@ class RefusedColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSource:
-    """Named tensors of a file or a directory, whatever its format.
+    """Named tensors of a file or a directory, whatever its format."""
 
-    Attributes:
-        path: The file or directory.
-        columns: Tensors by name, of one or two dimensions and of an element type that a table can have.
-        files: The files that it was opened from.
-        notes: Notes of `headrace export` on its tables; None in other files.
-    """
-
-    path: Path
-    columns: Mapping[str, Column]
-    files: list[Path]
-    notes: dict[str, Any] | None = None
+    path: Path  # the file or directory
+    columns: Mapping[str, Column]  # tensors by name, of one or two dimensions and a type that a table can have
+    files: list[Path]  # the files that it was opened from
+    notes: dict[str, Any] | None = None  # notes of `headrace export` on its tables; None in other files
 
 
 class map_file_errors:

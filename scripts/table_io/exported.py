@@ -30,25 +30,15 @@ _MAX_NAME_BYTES = 255  # in Linux file systems
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """The rows and columns to export.
+    """The rows and columns to export."""
 
-    Attributes:
-        first_row: Lowest row id.
-        end_row: End of the row ids, exclusive; None for the table's end.
-        since_step: Only rows last updated at this step or later; None for all.
-        since_epoch: Epoch of `since_step`; rows of later epochs are later. None for the epoch of the snapshot.
-        precision: Type of the weights: `fp32`, `fp16`, `int8`, or None for the table's own.
-        with_states: Include optimizer states.
-        with_deleted: Include deleted rows, marked as such.
-    """
-
-    first_row: int = 0
-    end_row: int | None = None
-    since_step: int | None = None
-    since_epoch: int | None = None
-    precision: str | None = None
-    with_states: bool = False
-    with_deleted: bool = False
+    first_row: int = 0  # lowest row id
+    end_row: int | None = None  # end of the row ids, exclusive; None for the table's end
+    since_step: int | None = None  # only rows last updated at this step or later; None for all
+    since_epoch: int | None = None  # epoch of that step, None for the snapshot's; rows of later epochs are later
+    precision: str | None = None  # type of the weights: `fp32`, `fp16`, `int8`, or None for the table's own
+    with_states: bool = False  # include optimizer states
+    with_deleted: bool = False  # include deleted rows, marked as such
 
     def __post_init__(self) -> None:
         if self.first_row < 0 or (self.end_row is not None and self.end_row <= self.first_row):
@@ -63,25 +53,15 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExportRows:
-    """Some rows, ascending by id.
+    """Some rows, ascending by id."""
 
-    Attributes:
-        row_ids: int64[n].
-        columns: By field, [n, width], contiguous.
-        epochs: int64[n].
-        steps: int64[n].
-        times_us: int64[n].
-        identities: int64[n] if the table has them.
-        is_deleted: bool[n]; columns of deleted rows are zero.
-    """
-
-    row_ids: _Ids
-    columns: dict[str, _Array]
-    epochs: _Ids
-    steps: _Ids
-    times_us: _Ids
-    identities: _Ids | None
-    is_deleted: npt.NDArray[np.bool_]
+    row_ids: _Ids  # int64[n]
+    columns: dict[str, _Array]  # by field, [n, width], contiguous
+    epochs: _Ids  # int64[n]
+    steps: _Ids  # int64[n]
+    times_us: _Ids  # int64[n]
+    identities: _Ids | None  # int64[n] if the table has them
+    is_deleted: npt.NDArray[np.bool_]  # bool[n]; columns of deleted rows are zero
 
 
 class ExportTable:

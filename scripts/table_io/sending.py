@@ -50,34 +50,21 @@ class ServerFacts:
 
 @dataclass(slots=True)
 class BackfillCounts:
-    """The number of a table's rows by outcome.
+    """The number of a table's rows by outcome."""
 
-    Attributes:
-        num_written: Sent now or by an earlier attempt, and not known to be older than the server's.
-        num_kept: The server had newer ones just before they were sent, and keeps those.
-        num_refused: Skipped, because of a NaN or an infinity.
-        num_earlier: Of all these, sent by an earlier attempt of the same backfill.
-    """
-
-    num_written: int = 0
-    num_kept: int = 0
-    num_refused: int = 0
-    num_earlier: int = 0
+    num_written: int = 0  # sent now or by an earlier attempt, and not known to be older than the server's
+    num_kept: int = 0  # the server had newer ones just before they were sent, and keeps those
+    num_refused: int = 0  # skipped, because of a NaN or an infinity
+    num_earlier: int = 0  # of all these, sent by an earlier attempt of the same backfill
 
 
 @dataclass(slots=True)
 class RowPace:
-    """Limits the rate of rows, evenly.
+    """Limits the rate of rows, evenly."""
 
-    Attributes:
-        rows_per_s: The limit; None for none.
-        clock: Returns monotonic seconds.
-        sleep: Sleeps for some seconds.
-    """
-
-    rows_per_s: float | None
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
+    rows_per_s: float | None  # None for no limit
+    clock: Callable[[], float] = time.monotonic  # returns monotonic seconds
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep  # sleeps for some seconds
     _due_s: float | None = field(default=None, init=False)
 
     async def wait(self, num_rows: int) -> None:

@@ -81,23 +81,14 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackfillConfig:
-    """The rows to take from a source.
+    """The rows to take from a source."""
 
-    Attributes:
-        maps: Rules `NAME=FQN` and `NAME=FQN/STATE`.
-        tables: Only these tables, by fqn; None for all.
-        epoch: Epoch of all rows; None keeps the file's versions, or is 1 without any.
-        step: Step of rows without a version in the file, or of all if `epoch` is given.
-        zero_states: Fill states that the source lacks with zeros, and skip those that the target lacks.
-        non_finite: What to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them.
-    """
-
-    maps: tuple[str, ...] = ()
-    tables: tuple[str, ...] | None = None
-    epoch: int | None = None
-    step: int = 0
-    zero_states: bool = False
-    non_finite: str = "refuse"
+    maps: tuple[str, ...] = ()  # rules `NAME=FQN` and `NAME=FQN/STATE`
+    tables: tuple[str, ...] | None = None  # only these tables, by fqn; None for all
+    epoch: int | None = None  # of all rows; None keeps the file's versions, or is 1 without any
+    step: int = 0  # of rows without a version in the file, or of all if `epoch` is given
+    zero_states: bool = False  # fill states that the source lacks with zeros, and skip those that the target lacks
+    non_finite: str = "refuse"  # what to do with NaN and infinities: `refuse` all, `skip` their rows, or `keep` them
 
     def __post_init__(self) -> None:
         if self.epoch is not None and not 1 <= self.epoch <= MAX_EPOCH:
@@ -136,19 +127,12 @@ class BackfillConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the reader of a format takes from a source.
+    """What the reader of a format takes from a source."""
 
-    Attributes:
-        config: The user's choice.
-        naming: Its rules, parsed.
-        known: The target's tables, by fqn.
-        time_us: Wall clock of rows that have none: the source's last change, microseconds since 1970.
-    """
-
-    config: BackfillConfig
-    naming: Naming
-    known: Mapping[str, TableSpec]
-    time_us: int
+    config: BackfillConfig  # the user's choice
+    naming: Naming  # its rules, parsed
+    known: Mapping[str, TableSpec]  # the target's tables, by fqn
+    time_us: int  # wall clock of rows that have none: the source's last change, microseconds since 1970
 
     def takes(self, fqn: str) -> bool:
         """Return whether a table is wanted."""
@@ -171,38 +155,23 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTable:
-    """One table of a source, checked.
+    """One table of a source, checked."""
 
-    Attributes:
-        name: Name in the source, for messages.
-        spec: Its spec in the target.
-        num_rows: Number of rows in the source.
-        chunks: Yields the rows, ascending, about as many bytes at a time as its argument says.
-        check_ids: Reads and checks ids, versions and deletions, if the file lists them.
-    """
-
-    name: str
-    spec: TableSpec
-    num_rows: int
-    chunks: Callable[[int], Iterator[RowChunk]]
-    check_ids: Callable[[], None]
+    name: str  # name in the source, for messages
+    spec: TableSpec  # its spec in the target
+    num_rows: int  # number of rows in the source
+    chunks: Callable[[int], Iterator[RowChunk]]  # yields the rows, ascending, about so many bytes at a time
+    check_ids: Callable[[], None]  # reads and checks ids, versions and deletions, if the file lists them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenSource:
-    """The checked tables of a source.
+    """The checked tables of a source."""
 
-    Attributes:
-        config: Which rows to take.
-        tables: Ordered by name.
-        files: The files that it was opened from.
-        stamp: Name, size and modification time of each file; another stamp means other contents.
-    """
-
-    config: BackfillConfig
-    tables: list[SourceTable]
-    files: list[Path]
-    stamp: list[Any]
+    config: BackfillConfig  # which rows to take
+    tables: list[SourceTable]  # ordered by name
+    files: list[Path]  # the files that it was opened from
+    stamp: list[Any]  # name, size and modification time of each file; another stamp means other contents
 
     def check_unchanged(self) -> None:
         """Check that the files did not change since they were opened.
