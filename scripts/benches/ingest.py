@@ -30,7 +30,7 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 from headrace.scripts.benches.child import peak_memory_bytes
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
-from headrace.scripts.benches.peers import REDIS_HINT, has_redis, time_fsync, time_redis, time_rocksdb
+from headrace.scripts.benches.peers import REDIS_HINT, fsync_rate, has_redis, redis_rate, rocksdb_rate
 from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig, WriteResult, WriterProcess
 
 __all__ = ["SHARD_STORE", "IngestConfig", "RecoveryConfig", "admin_dial", "ingest", "measure_ingest"]
@@ -68,6 +68,8 @@ def measure_ingest(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
     rates, worst_pause_ms, peak_bytes = Rounds(), 0.0, 0
     num_batches, num_acked = config.num_batches, min(config.num_acked_batches, config.num_batches)
     num_redis = min(config.num_redis_batches, config.num_batches)
+    configs = {ids: RowsConfig(ids=ids, num_batches=num_batches) for ids in ("uniform", "zipf")}
+    rows = {ids: BenchRows(of_ids) for ids, of_ids in configs.items()}
 
     def write(place: Path, ids: str, num_batches: int, snapshot_at: int | None = None) -> WriteResult:
         nonlocal worst_pause_ms, peak_bytes
@@ -83,36 +85,24 @@ def measure_ingest(config: IngestConfig, on_stage: OnStage) -> dict[str, Any]:
             server.kill()
         return written
 
-    def fsync(place: Path) -> float:
-        num_rows = sum(ids.size for ids in rows["uniform"].ids[:num_acked])
-        return num_rows / time_fsync(rows["uniform"], place, num_batches=num_acked)
-
     def acked(place: Path) -> float:
         written = write(place, "uniform", num_acked)
         return written.num_rows / written.acked_s
 
-    def rocksdb(place: Path, ids: str) -> float:
-        return rows[ids].num_rows / time_rocksdb(rows[ids], place, SHARD_STORE)
-
-    def applied(place: Path, ids: str, snapshot_at: int | None = None) -> float:
+    def applied(ids: str, place: Path, snapshot_at: int | None = None) -> float:
         written = write(place, ids, num_batches, snapshot_at)
         return written.num_rows / written.applied_s
 
-    def redis(place: Path, ids: str) -> float:
-        num_rows, seconds = time_redis(rows[ids], place, num_batches=num_redis)
-        return num_rows / seconds
-
+    fsync = partial(fsync_rate, rows["uniform"], num_batches=num_acked)
     steps: dict[str, Callable[[Path], float]] = {"fsync": fsync, "acked": acked}
-    for kind in ("uniform", "zipf"):
-        steps[f"rocksdb_{kind}"] = partial(rocksdb, ids=kind)
-        steps[f"headrace_{kind}"] = partial(applied, ids=kind)
+    for kind in configs:
+        steps[f"rocksdb_{kind}"] = partial(rocksdb_rate, rows[kind], config=SHARD_STORE)
+        steps[f"headrace_{kind}"] = partial(applied, kind)
         if has_redis():
-            steps[f"redis_{kind}"] = partial(redis, ids=kind)
-    steps["headrace_snapshot"] = partial(applied, ids="uniform", snapshot_at=num_batches // 2)
+            steps[f"redis_{kind}"] = partial(redis_rate, rows[kind], num_batches=num_redis)
+    steps["headrace_snapshot"] = partial(applied, "uniform", snapshot_at=num_batches // 2)
     with ExitStack() as stack:
         folder = stack.enter_context(bench_folder(config.folder))
-        configs = {ids: RowsConfig(ids=ids, num_batches=num_batches) for ids in ("uniform", "zipf")}
-        rows = {ids: BenchRows(of_ids) for ids, of_ids in configs.items()}
         writers = {ids: stack.enter_context(WriterProcess(of_ids)) for ids, of_ids in configs.items()}
         for number in range(config.num_rounds):
             for name, run in steps.items():

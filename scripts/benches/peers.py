@@ -25,7 +25,7 @@ from headrace.schemas.row_records import encode_keys
 from headrace.scripts.benches.workload import BenchRows
 
 __all__ = ["GRPC_HINT", "REDIS_HINT", "has_grpc", "has_redis", "missing_peers", "redis_server"]
-__all__ += ["time_fsync", "time_redis", "time_rocksdb"]
+__all__ += ["fsync_rate", "redis_rate", "rocksdb_rate"]
 
 REDIS_HINT = "Redis is left out: apt-get install redis-server, and pip install 'redis[hiredis]'"
 GRPC_HINT = "gRPC is left out: pip install 'headrace[bench]'"
@@ -37,8 +37,8 @@ _START_TIMEOUT_S = 20.0
 _POLL_S = 0.02
 
 
-def time_fsync(rows: BenchRows, folder: Path, *, num_batches: int) -> float:
-    """Return the seconds to write the messages of batches to disk without a server.
+def fsync_rate(rows: BenchRows, folder: Path, *, num_batches: int) -> float:
+    """Return the rows a second of the messages of the first batches on their way to disk without a server.
 
     `writev` and `fdatasync` of 16 MiB at a time: the best that an update log could do.
     """
@@ -54,13 +54,14 @@ def time_fsync(rows: BenchRows, folder: Path, *, num_batches: int) -> float:
             written = os.writev(fd, group)
             assert written == sum(map(len, group))
             os.fdatasync(fd)
-        return time.perf_counter() - begin_s
+        seconds = time.perf_counter() - begin_s
+        return sum(ids.size for ids in rows.ids[:num_batches]) / seconds
     finally:
         os.close(fd)
 
 
-def time_rocksdb(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
-    """Return the seconds of a plain loop that writes all rows, sorted batch by sorted batch, without WAL.
+def rocksdb_rate(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
+    """Return the rows a second of a plain loop that writes all rows, sorted batch by sorted batch, without WAL.
 
     RocksDB has the options of a shard's store; rows that are still in its memtables at the end count as written.
     """
@@ -76,7 +77,7 @@ def time_rocksdb(rows: BenchRows, folder: Path, config: StoreConfig) -> float:
             for key, value in zip(keys, values, strict=True):
                 batch[key] = value
             db.write(batch, options)
-        return time.perf_counter() - begin_s
+        return rows.num_rows / (time.perf_counter() - begin_s)
     finally:
         db.close()
 
@@ -96,8 +97,8 @@ def missing_peers() -> list[str]:
     return [hint for hint, is_there in ((REDIS_HINT, has_redis()), (GRPC_HINT, has_grpc())) if not is_there]
 
 
-def time_redis(rows: BenchRows, folder: Path, *, num_batches: int) -> tuple[int, float]:
-    """Return (rows, seconds) of pipelined MSETs of the first batches' rows to a Redis with an append-only file.
+def redis_rate(rows: BenchRows, folder: Path, *, num_batches: int) -> float:
+    """Return the rows a second of pipelined MSETs of the first batches' rows to a Redis with an append-only file.
 
     A row is one string of its weights and state. The file is synced every second, so a reply promises less than an ack
     of Headrace.
@@ -116,8 +117,7 @@ def time_redis(rows: BenchRows, folder: Path, *, num_batches: int) -> tuple[int,
             for mset in msets[first : first + _MSETS_PER_PIPELINE]:
                 pipeline.mset(mset)
             pipeline.execute()
-        seconds = time.perf_counter() - begin_s
-        return sum(map(len, msets)), seconds
+        return sum(map(len, msets)) / (time.perf_counter() - begin_s)
 
 
 @contextlib.contextmanager

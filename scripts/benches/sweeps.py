@@ -30,7 +30,7 @@ from headrace.scripts.benches.freshness import Floor
 from headrace.scripts.benches.harness import OnStage, bench_folder, one_torch_thread
 from headrace.scripts.benches.ingest import SHARD_STORE, RecoveryConfig, measure_recovery, serve
 from headrace.scripts.benches.observer import delays_of, observed_replica
-from headrace.scripts.benches.peers import has_redis, time_fsync, time_redis, time_rocksdb
+from headrace.scripts.benches.peers import fsync_rate, has_redis, redis_rate, rocksdb_rate
 from headrace.scripts.benches.wire import contenders, wire_pair
 from headrace.scripts.benches.wire_peers import WriteShape
 from headrace.scripts.benches.workload import WIRE_ROW_BYTES, BenchRows, RowsConfig, WriteResult, WriterProcess
@@ -130,11 +130,10 @@ def process_cpu_s(pid: int) -> float:
 def _peer_rates(config: RowsConfig, folder: Path | None) -> dict[str, float]:
     rows, rates = BenchRows(config), {}
     with bench_folder(folder) as place:
-        rates["fsync"] = rows.num_rows / time_fsync(rows, place, num_batches=config.num_batches)
-        rates["rocksdb"] = rows.num_rows / time_rocksdb(rows, place, SHARD_STORE)
+        rates["fsync"] = fsync_rate(rows, place, num_batches=config.num_batches)
+        rates["rocksdb"] = rocksdb_rate(rows, place, SHARD_STORE)
         if has_redis():
-            num_rows, seconds = time_redis(rows, place, num_batches=max(1, config.num_batches // _SHARE_OF_REDIS))
-            rates["redis"] = num_rows / seconds
+            rates["redis"] = redis_rate(rows, place, num_batches=max(1, config.num_batches // _SHARE_OF_REDIS))
     # These messages have as many bytes, but their rows have no optimizer state, so they have a few more rows.
     shape = WriteShape(_LOOKUPS * config.row_bytes // (8 + 4 * config.dim), config.dim)
     for name in contenders():
@@ -269,7 +268,8 @@ def measure_sizes(config: SweepConfig, on_stage: OnStage) -> dict[str, Any]:
         for name, rates in (("recovery_s", "recovered"), ("sustained_s", "sustained")):
             seconds[name].append([sizes[-1] / WIRE_ROW_BYTES / rate for rate in figures["rows_per_s"][rates]])
         with bench_folder(config.folder) as place:
-            seconds["rocksdb_s"].append([time_rocksdb(BenchRows(of_size.rows), place, SHARD_STORE)])
+            rows = BenchRows(of_size.rows)
+            seconds["rocksdb_s"].append([rows.num_rows / rocksdb_rate(rows, place, SHARD_STORE)])
     points = [(size, value) for size, values in zip(sizes, seconds["recovery_s"], strict=True) for value in values]
     slope, intercept_s = fit_line(*zip(*points, strict=True))
     return {"seconds_per_byte": slope, "intercept_s": intercept_s, "x": sizes, **seconds}

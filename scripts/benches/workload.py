@@ -249,97 +249,90 @@ def due_times_ns(begin_ns: int, num_batches: int, rows_per_batch: float, rows_pe
     return [begin_ns + round(number * interval_ns) for number in range(num_batches)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A connected client: one connection to each shard."""
+
+    shards: list[ParamServerClient]
+    last_seq: int
+    max_requests: int
+
+    @classmethod
+    async def connect(cls, address: str, stack: AsyncExitStack, hello: Any) -> _Client:
+        shards: list[ParamServerClient] = []
+        replies, addresses = [], [address]
+        while len(shards) < len(addresses):
+            host, port = parse_address(addresses[len(shards)])
+            shards.append(await stack.enter_async_context(await ParamServerClient.connect(host, port)))
+            replies.append(await shards[-1].hello(hello))
+            addresses = [address, *(f"{shard.host}:{shard.port}" for shard in replies[0].shards[1:])]
+        return cls(shards, replies[0].last_client_seq, replies[0].limits.max_inflight_requests)
+
+
 async def _write(
     rows: BenchRows, num_clients: int, address: str, num_batches: int, rows_per_s: float | None
 ) -> WriteResult:
     async with AsyncExitStack() as stack:
-        writers = _Writers(rows, num_clients)
-        await writers.connect(address, stack)
-        return await writers.write(num_batches, rows_per_s)
+        hellos = [hello_request(rows.specs, rank=rank, world_size=num_clients) for rank in range(num_clients)]
+        clients = [await _Client.connect(address, stack, hello) for hello in hellos]
+        return await _write_all(rows, clients, num_batches, rows_per_s)
 
 
-class _Writers:
-    """Connected clients: `clients[rank][shard]`."""
+async def _write_all(
+    rows: BenchRows, clients: list[_Client], num_batches: int, rows_per_s: float | None
+) -> WriteResult:
+    plan = [_requests(rows, clients, number) for number in range(num_batches)]
+    window = max(_WINDOW_BATCHES // len(clients), 1) if rows_per_s is None else clients[0].max_requests
+    slots = [asyncio.Semaphore(min(window, client.max_requests)) for client in clients]
+    num_rows = sum(rows.ids[number % len(rows.ids)].size for number in range(num_batches))
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    begin_ns = time.monotonic_ns()
+    due_ns = due_times_ns(begin_ns, num_batches, num_rows / num_batches, rows_per_s) if rows_per_s else []
+    acked_ns, lates_ns, sending = [0] * num_batches, [], []
 
-    def __init__(self, rows: BenchRows, num_clients: int) -> None:
-        self._rows, self._num_clients = rows, num_clients
-        self._clients: list[list[ParamServerClient]] = []
-        self._last_seqs: list[int] = []
-        self._max_requests = 0
-
-    async def connect(self, address: str, stack: AsyncExitStack) -> None:
-        for rank in range(self._num_clients):
-            hello = hello_request(self._rows.specs, rank=rank, world_size=self._num_clients)
-            clients: list[ParamServerClient] = []
-            addresses, last_seq = [address], 0
-            while addresses:
-                host, port = parse_address(addresses.pop(0))
-                client = await stack.enter_async_context(await ParamServerClient.connect(host, port))
-                reply = await client.hello(hello)
-                if not clients:
-                    addresses = [f"{shard.host}:{shard.port}" for shard in reply.shards[1:]]
-                    last_seq = reply.last_client_seq
-                clients.append(client)
-                self._max_requests = reply.limits.max_inflight_requests
-            self._clients.append(clients)
-            self._last_seqs.append(last_seq)
-
-    async def write(self, num_batches: int, rows_per_s: float | None) -> WriteResult:
-        plan = [self._requests(number) for number in range(num_batches)]
-        window = max(_WINDOW_BATCHES // self._num_clients, 1) if rows_per_s is None else self._max_requests
-        slots = [asyncio.Semaphore(min(window, self._max_requests)) for _ in self._clients]
-        num_rows = sum(self._rows.ids[number % len(self._rows.ids)].size for number in range(num_batches))
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        begin_ns = time.monotonic_ns()
-        due_ns = due_times_ns(begin_ns, num_batches, num_rows / num_batches, rows_per_s) if rows_per_s else []
-        acked_ns, lates_ns, sending = [0] * num_batches, [], []
-
-        async def send(number: int, rank: int) -> list[int]:
-            calls = [
-                client.set_embeddings(request, timeout_s=_CALL_TIMEOUT_S)
-                for client, request in zip(self._clients[rank], plan[number], strict=True)
-            ]
-            replies = await asyncio.gather(*calls)
-            acked_ns[number] = time.monotonic_ns()
-            slots[rank].release()
-            return [reply.seq for reply in replies]
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(num_batches):
-                if due_ns:
-                    await asyncio.sleep(max(0, due_ns[number] - time.monotonic_ns()) / 1e9)
-                rank = number % self._num_clients
-                await slots[rank].acquire()
-                if due_ns:
-                    lates_ns.append(time.monotonic_ns() - due_ns[number])
-                sending.append(tasks.create_task(send(number, rank)))
-        acked_s = time.perf_counter() - begin_s
-        cpu_s = time.process_time() - begin_cpu_s
-        last_seqs = np.max([task.result() for task in sending], axis=0).tolist()
-        pauses_ms = [await _wait_applied(*pair) for pair in zip(self._clients[0], last_seqs, strict=True)]
-        return WriteResult(
-            num_rows=num_rows,
-            wire_bytes=num_rows * self._rows.config.row_bytes,
-            acked_s=acked_s,
-            applied_s=time.perf_counter() - begin_s,
-            worst_loop_pause_ms=max(pauses_ms),
-            cpu_s=cpu_s,
-            first_step=self._last_seqs[0] + 1,
-            begin_ns=begin_ns,
-            due_ns=due_ns,
-            ack_delays_ms=[(acked - due) / 1e6 for acked, due in zip(acked_ns, due_ns, strict=False)],
-            late_ms=float(np.median(lates_ns)) / 1e6 if lates_ns else 0.0,
-        )
-
-    def _requests(self, number: int) -> list[Any]:
-        """Return the request of a batch to each shard."""
-        rank, num_shards = number % self._num_clients, len(self._clients[0])
-        seq = self._last_seqs[rank] + number // self._num_clients + 1
-        batch = number % len(self._rows.ids)
-        return [
-            self._rows.request(batch, client_seq=seq, rank=rank, shard=shard, num_shards=num_shards)
-            for shard in range(num_shards)
+    async def send(number: int, rank: int) -> list[int]:
+        calls = [
+            shard.set_embeddings(request, timeout_s=_CALL_TIMEOUT_S)
+            for shard, request in zip(clients[rank].shards, plan[number], strict=True)
         ]
+        replies = await asyncio.gather(*calls)
+        acked_ns[number] = time.monotonic_ns()
+        slots[rank].release()
+        return [reply.seq for reply in replies]
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(num_batches):
+            rank = number % len(clients)
+            if due_ns:
+                await asyncio.sleep(max(0, due_ns[number] - time.monotonic_ns()) / 1e9)
+            await slots[rank].acquire()
+            if due_ns:
+                lates_ns.append(time.monotonic_ns() - due_ns[number])
+            sending.append(tasks.create_task(send(number, rank)))
+    acked_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    last_seqs = np.max([task.result() for task in sending], axis=0).tolist()
+    pauses_ms = [await _wait_applied(*pair) for pair in zip(clients[0].shards, last_seqs, strict=True)]
+    return WriteResult(
+        num_rows=num_rows,
+        wire_bytes=num_rows * rows.config.row_bytes,
+        acked_s=acked_s,
+        applied_s=time.perf_counter() - begin_s,
+        worst_loop_pause_ms=max(pauses_ms),
+        cpu_s=cpu_s,
+        first_step=clients[0].last_seq + 1,
+        begin_ns=begin_ns,
+        due_ns=due_ns,
+        ack_delays_ms=[(acked - due) / 1e6 for acked, due in zip(acked_ns, due_ns, strict=False)],
+        late_ms=float(np.median(lates_ns)) / 1e6 if lates_ns else 0.0,
+    )
+
+
+def _requests(rows: BenchRows, clients: list[_Client], number: int) -> list[Any]:
+    """Return the request of a batch to each shard."""
+    rank = number % len(clients)
+    seq, shards = clients[rank].last_seq + number // len(clients) + 1, range(len(clients[rank].shards))
+    facts = {"client_seq": seq, "rank": rank, "num_shards": len(shards)}
+    return [rows.request(number % len(rows.ids), shard=shard, **facts) for shard in shards]
 
 
 async def _wait_applied(client: ParamServerClient, seq: int) -> float:
