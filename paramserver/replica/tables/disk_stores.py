@@ -97,7 +97,8 @@ class DiskStores:
             return cls(folder, stores, is_linked=True, num_threads=num_threads)
         except BaseException:
             for store in stores:
-                store.close()
+                with contextlib.suppress(HeadraceError):  # or it would hide the error, and the folder stay
+                    store.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
 

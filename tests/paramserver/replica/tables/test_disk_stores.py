@@ -134,5 +134,23 @@ def test_what_a_disk_does_not_take_keeps_nothing_open(
     assert not (tmp_path / "copy").exists()
 
 
+def test_a_copy_that_cannot_begin_leaves_nothing_though_a_store_does_not_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of the part that is damaged, and the copy's folder goes."""
+    manifest = _snapshot(tmp_path / "snap", SPEC.whole)
+    (tmp_path / "snap" / shard_folder(1) / "CURRENT").write_text("nonsense")
+    close = RowStore.close
+
+    def fail(store: RowStore) -> None:
+        close(store)
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr(RowStore, "close", fail)
+    with pytest.raises(HeadraceError, match="shard-0001"):
+        _link(tmp_path, manifest)
+    assert not (tmp_path / "copy").exists()
+
+
 def _refuse(*_: Any) -> None:
     raise OSError("no links here")
