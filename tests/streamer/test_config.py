@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evicting_training import Evicting
 from fake_shard import FakeStore
+from set_back_training import Trainer
 from streamed_training import FAST, Training, attached, streaming
 
 from headrace.schemas.errors import ConfigError, RequestError
@@ -121,7 +121,7 @@ def test_names_of_tables_are_text(store: FakeStore, training: Training) -> None:
 
 def test_rows_are_named_by_integers(store: FakeStore) -> None:
     """`evict` and `fetch` take integers in lists, arrays and tensors, and refuse masks and fractions."""
-    trainer = Evicting("named")
+    trainer = Trainer("named", 100)
     with attached(store.address, trainer, run="named", **FAST) as streamer:
         for wrong in (torch.zeros(100, dtype=torch.bool), torch.tensor([1.5]), [0.5], None):
             with pytest.raises(RequestError, match="not integers"):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evicting_training import Evicting, VirtualTap, evict_on_rank
+from evicting_training import VirtualTap, evict_on_rank
 from fake_shard import FakeStore, hosted
 from held_ports import hold_ports
 from ranks import run_ranks
+from set_back_training import Trainer
 from stored_rows import read_rows
 from streamed_training import attached
 from trainer_tables import POINTWISE, ROWWISE, VirtualRows
@@ -31,7 +32,7 @@ def presence(address: str, fqn: str, rows: list[int]) -> list[int]:
     return found
 
 
-def check_present(address: str, trainer: Evicting, rows: list[int]) -> None:
+def check_present(address: str, trainer: Trainer, rows: list[int]) -> None:
     """Check that the store has these rows with the trainer's values."""
     stored = read_rows(address, trainer.fqn, rows)
     assert stored.presence.tolist() == [PRESENT] * len(rows)
@@ -40,20 +41,20 @@ def check_present(address: str, trainer: Evicting, rows: list[int]) -> None:
 
 def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerProcess) -> None:
     """Evictions and updates take effect in their order, in one flush or several; unsent rows are deleted too."""
-    trainer = Evicting("orders")
+    trainer = Trainer("orders", 100)
     with attached(server.address, trainer, run="orders") as streamer:
-        trainer.step(range(10))
+        trainer.train(range(10))
         streamer.flush()
         assert streamer.evict(trainer.fqn, torch.tensor([[0, 1, 2], [0, 50, 51]], dtype=torch.int32)) == 5
-        trainer.step([1, 3])  # evict, update, flush
-        trainer.step([4, 5])
+        trainer.train([1, 3])  # evict, update, flush
+        trainer.train([4, 5])
         assert streamer.evict(trainer.fqn, torch.tensor([4])) == 1  # update, evict, flush
         assert streamer.stats().num_dirty_rows > 0 or streamer.stats().num_inflight_flushes
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0, 2, 4, 50, 51, 52]) == [DELETED] * 5 + [MISSING]
         check_present(server.address, trainer, [1, 3, 5, 6, 7, 8, 9])
         assert not read_rows(server.address, trainer.fqn, [0, 4]).weights.any()
-        trainer.step([0, 50])
+        trainer.train([0, 50])
         streamer.flush()
         check_present(server.address, trainer, [0, 50])
         assert presence(server.address, trainer.fqn, [2, 4]) == [DELETED] * 2
@@ -64,9 +65,9 @@ def test_evicted_rows_are_deleted_and_come_back_with_new_values(server: ServerPr
 
 def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
     """Hooks see the rows' last values; an error in one, or a wrong row or table, evicts nothing."""
-    trainer = Evicting("hooks")
+    trainer = Trainer("hooks", 100)
     with attached(server.address, trainer, run="hooks") as streamer:
-        trainer.step([7])
+        trainer.train([7])
         seen: list[Any] = []
 
         def hook(fqn: str, ids: torch.Tensor) -> None:
@@ -94,17 +95,17 @@ def test_hooks_run_before_and_may_stop_it(server: ServerProcess) -> None:
 
 def test_evictions_wait_for_the_end_of_a_pause(server: ServerProcess) -> None:
     """Nothing is deleted during a pause; after it all evicted rows are, unless they were used again."""
-    trainer = Evicting("paused")
+    trainer = Trainer("paused", 100)
     with attached(server.address, trainer, run="paused", flush_percent=100) as streamer:
-        trainer.step([1, 2])
+        trainer.train([1, 2])
         streamer.flush()
         streamer.pause()
         streamer.evict(trainer.fqn, torch.tensor([1, 2]))
-        trainer.step([2])
+        trainer.train([2])
         assert streamer.stats().num_dirty_rows
         assert presence(server.address, trainer.fqn, [1]) == [PRESENT]
         streamer.resume()
-        trainer.step([3])
+        trainer.train([3])
         streamer.flush()
         assert presence(server.address, trainer.fqn, [1]) == [DELETED]
         check_present(server.address, trainer, [2, 3])
@@ -116,24 +117,24 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
     (tmp_path / "spool").mkdir()
     settings: dict[str, Any] = {"policy": policy, "retry_min_s": 0.01, "retry_max_s": 0.05, "flush_percent": 100}
     settings |= {"spool_dir": tmp_path / "spool"} if policy == "spool" else {}
-    trainer = Evicting("outage")
+    trainer = Trainer("outage", 100)
     port = hold_ports()
     server = ServerProcess.start(tmp_path / "data", port=port)
     streamer = RawEmbeddingStreamer(server.address, run="outage", **settings)
     try:
         streamer.attach(trainer.model, trainer.optimizer)
-        trainer.step(range(40))
+        trainer.train(range(40))
         streamer.flush()
         server.kill()
         # Under `block` a third flush would wait for the server: two are handed over, the rest is marked.
         for turn in range(2 if policy == "block" else 8):
             streamer.evict(trainer.fqn, torch.tensor([turn, 10 + turn, 20 + turn]))
-            trainer.step([10 + turn, 30 + turn])
+            trainer.train([10 + turn, 30 + turn])
         # The spool is filled from another thread; what frees a buffer shows at a later step.
         deadline_s = time.monotonic() + 60
         while policy == "spool" and not streamer.stats().spooled_bytes:
             assert time.monotonic() < deadline_s
-            trainer.step([39])
+            trainer.train([39])
         num_turns = 2 if policy == "block" else 8
         streamer.evict(trainer.fqn, torch.tensor([30, 20]))
         server.close()
@@ -154,21 +155,21 @@ def test_no_deletion_is_lost_in_an_outage(tmp_path: Path, policy: str) -> None:
 
 def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
     """A resumed run deletes rows evicted before the checkpoint, and restores rows evicted after it."""
-    trainer = Evicting("resumed")
+    trainer = Trainer("resumed", 100)
     with attached(server.address, trainer, run="resumed") as streamer:
-        trainer.step(range(20))
+        trainer.train(range(20))
         streamer.evict(trainer.fqn, torch.tensor([0, 1]))
         streamer.flush()
-        trainer.step([1])
+        trainer.train([1])
         streamer.pause()
         streamer.evict(trainer.fqn, torch.tensor([2, 3]))
-        trainer.step([3, 4])
+        trainer.train([3, 4])
         state = streamer.state_dict()
         assert state["evicted"] == {trainer.fqn: [0, 2]}
         weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         streamer.resume()
         streamer.evict(trainer.fqn, torch.tensor([5, 6]))
-        trainer.step([0, 7])
+        trainer.train([0, 7])
         streamer.flush()
         assert presence(server.address, trainer.fqn, [0, 5, 6]) == [PRESENT, DELETED, DELETED]
     trainer.model.load_state_dict(weights)
@@ -182,9 +183,9 @@ def test_evictions_survive_in_checkpoints(server: ServerProcess) -> None:
 
 def test_a_drained_checkpoint_brings_back_what_was_evicted_after_it(server: ServerProcess) -> None:
     """A checkpoint with evictions sends rows that the store lacks, except those that it names as evicted."""
-    trainer = Evicting("drained")
+    trainer = Trainer("drained", 100)
     with attached(server.address, trainer, run="drained") as streamer:
-        trainer.step(range(20))
+        trainer.train(range(20))
         streamer.evict(trainer.fqn, torch.tensor([0]))
         streamer.flush()
         state = streamer.state_dict()

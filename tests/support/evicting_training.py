@@ -1,36 +1,17 @@
-"""A trainer that evicts rows, alone or on several ranks."""
+"""Evictions on several ranks, and a tap on tables with virtual ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from resumed_training import replicated_table
 
-__all__ = ["Evicting", "VirtualTap", "evict_on_rank"]
+from headrace.streamer import RawEmbeddingStreamer
 
-
-class Evicting:
-    """A table that is trained with SGD, one row at a time if need be.
-
-    Attributes:
-        fqn: The table's name.
-    """
-
-    def __init__(self, name: str, num_rows: int = 100, dim: int = 4) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.add_module(name, nn.Embedding(num_rows, dim, sparse=True))
-        self.table: nn.Embedding = self.model.get_submodule(name)  # type: ignore[assignment]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.fqn = f"{name}.weight"
-
-    def step(self, rows: Iterable[int]) -> None:
-        self.optimizer.zero_grad()
-        self.table(torch.tensor(list(rows))).pow(2).sum().backward()
-        self.optimizer.step()
+__all__ = ["VirtualTap", "evict_on_rank"]
 
 
 class VirtualTap:
@@ -54,17 +35,7 @@ class VirtualTap:
 
 def evict_on_rank(rank: int, address: str, run: str) -> dict[str, Any]:
     """Train a replicated table, evict the same rows on all ranks, train one again; return what this rank did."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from headrace.streamer import RawEmbeddingStreamer
-
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.add_module(run, nn.Embedding(100, 4, sparse=True))
-    table: Any = model.get_submodule(run)
-    model.forward = table.forward  # type: ignore[method-assign]
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel, table, optimizer = replicated_table(run)
     with RawEmbeddingStreamer(address, run=run) as streamer:
         streamer.attach(parallel, optimizer)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headrace.streamer import RawEmbeddingStreamer
 
-__all__ = ["ROWS", "Saved", "resume_on_rank", "resumed_on_rank", "train_on_rank"]
+__all__ = ["ROWS", "Saved", "replicated_table", "resume_on_rank", "resumed_on_rank", "train_on_rank"]
 
 ROWS = 100
 
@@ -34,7 +34,8 @@ class Saved:
     weights: npt.NDArray[np.float32]
 
 
-def _build(run: str) -> tuple[Any, nn.Embedding, torch.optim.Optimizer]:
+def replicated_table(run: str) -> tuple[Any, nn.Embedding, torch.optim.Optimizer]:
+    """Return a model that replicates one table, the table, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Module()
     model.add_module(run, nn.Embedding(ROWS, 4, sparse=True))
@@ -46,7 +47,7 @@ def _build(run: str) -> tuple[Any, nn.Embedding, torch.optim.Optimizer]:
 
 def train_on_rank(rank: int, address: str, run: str, paused_rank: int, evicted: list[int]) -> Saved:
     """Train every fifth row, of which one rank sends nothing, evict some, and make a checkpoint."""
-    parallel, table, optimizer = _build(run)
+    parallel, table, optimizer = replicated_table(run)
     streamer = RawEmbeddingStreamer(address, run=run)
     streamer.attach(parallel, optimizer)
     if rank == paused_rank:
@@ -67,7 +68,7 @@ def train_on_rank(rank: int, address: str, run: str, paused_rank: int, evicted: 
 @contextmanager
 def resumed_on_rank(address: str, run: str, weights: npt.NDArray[np.float32]) -> Iterator[RawEmbeddingStreamer]:
     """Give the streamer of a trainer that has loaded a checkpoint's weights."""
-    parallel, table, optimizer = _build(run)
+    parallel, table, optimizer = replicated_table(run)
     with torch.no_grad():
         table.weight.copy_(torch.from_numpy(weights))
     with RawEmbeddingStreamer(address, run=run) as streamer:

@@ -17,13 +17,18 @@ ROWS = 400
 
 
 class Trainer:
-    """A table that is trained, and can be put back."""
+    """A table that is trained, and can be put back.
+
+    Attributes:
+        fqn: The table's name.
+    """
 
     def __init__(self, name: str = "t", num_rows: int = ROWS) -> None:
         torch.manual_seed(0)
         self.table = nn.Embedding(num_rows, 4, sparse=True)
         self.model = nn.ModuleDict({name: self.table})
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+        self.fqn = f"{name}.weight"
 
     def step(self, first: int, end: int) -> None:
         """Train rows `first` to `end` - 1."""
