@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,11 +22,12 @@ from headrace.paramserver.snapshots.directory import part_folder, read_manifest
 from headrace.paramserver.store.catalog import Catalog, Scalar, Table
 from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.rocksdb import StoreConfig
+from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_reader import TableFileReader
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, StorageError, UnknownTableError
-from headrace.schemas.row_records import FLAG_DELETED, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
+from headrace.schemas.row_records import PRESENT, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
 from headrace.schemas.snapshot_manifest import SnapshotManifest
 from headrace.schemas.tables import TableSpec
 
@@ -176,8 +177,8 @@ class _ShardScan:
     def _scanned(self, layout: RecordLayout) -> _Cursor:
         """Yield rows with RocksDB's iterator: several times slower, but it reads files of any kind."""
         prefix, (first_row, last_row) = self._prefix(layout), self._span
-        pairs = self._store.scan(prefix, start=prefix + first_row.to_bytes(8, "big"))
-        while chunk := list(islice(pairs, _ROWS_AT_ONCE)):
+        start = prefix + first_row.to_bytes(8, "big")
+        for chunk in self._store.scan_chunks(prefix, start=start, sizes=repeat(_ROWS_AT_ONCE)):
             ids = decode_row_ids([key for key, _ in chunk])
             size = int(np.searchsorted(ids, last_row, side="right"))
             if size:
@@ -195,15 +196,16 @@ class _ShardScan:
             for start in range(0, ids.size, _ROWS_AT_ONCE):
                 some = ids[start : start + _ROWS_AT_ONCE]
                 rows = read_rows(table.table_id, spec, sources, some, self._store.get, seq=self._store.applied_seq)
-                records = np.zeros(some.size, whole.dtype)
-                whole.set_header(records, ..., epoch=rows.epochs, step=rows.steps, time_us=rows.times_us)
-                records["flags"][rows.presence != 1] = FLAG_DELETED
-                if rows.identities is not None:
-                    records["identity"] = rows.identities
-                columns = {"weights": rows.weights} | {f"state:{name}": data for name, data in rows.states.items()}
-                for field, column in columns.items():
-                    records[field] = np.ascontiguousarray(column).view(f"V{whole.columns[field].size_bytes}")[:, 0]
-                yield some, records
+                chunk = RowChunk(
+                    row_ids=some,
+                    columns={"weights": rows.weights} | {f"state:{name}": data for name, data in rows.states.items()},
+                    epochs=rows.epochs,
+                    steps=rows.steps,
+                    times_us=rows.times_us,
+                    identities=rows.identities,
+                    is_deleted=rows.presence != PRESENT,
+                )
+                yield some, chunk.records(whole)
 
 
 def merge_sorted(cursors: Sequence[_Cursor]) -> _Cursor:
