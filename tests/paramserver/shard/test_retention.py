@@ -90,6 +90,12 @@ async def logged(folder: Path, log: MemoryUpdateLog | None = None) -> AsyncItera
     await log.close()
 
 
+@pytest.fixture
+async def it(tmp_path: Path) -> AsyncIterator[Logged]:
+    async with logged(tmp_path) as made:
+        yield made
+
+
 def publish(folder: Path, name: str, *, seq: int, created_us: int = 1, server_id: str = "s") -> None:
     """Publish a snapshot of one shard without files."""
     files = SnapshotFiles(folder / "snapshots")
@@ -98,132 +104,123 @@ def publish(folder: Path, name: str, *, seq: int, created_us: int = 1, server_id
     files.publish(SnapshotManifest(name=name, created_us=created_us, parts=(part,)))
 
 
-async def test_a_lease_keeps_log_within_the_bound(tmp_path: Path) -> None:
+async def test_a_lease_keeps_log_within_the_bound(it: Logged, tmp_path: Path) -> None:
     """Needed records stay until the log exceeds the bound."""
     config = shard_config(tmp_path)
-    async with logged(tmp_path) as it:
-        await it.append(12)
-        trim_log(it.log, 12, 3, config)
-        assert it.log.first_seq == 3
-        await it.append(8)
-        trim_log(it.log, 20, 3, config)
-        assert 3 < it.log.first_seq < 10
-        trim_log(it.log, 20, None, config)
-        assert it.log.first_seq > 15
+    await it.append(12)
+    trim_log(it.log, 12, 3, config)
+    assert it.log.first_seq == 3
+    await it.append(8)
+    trim_log(it.log, 20, 3, config)
+    assert 3 < it.log.first_seq < 10
+    trim_log(it.log, 20, None, config)
+    assert it.log.first_seq > 15
 
 
-async def test_records_that_the_store_lacks_are_never_removed(tmp_path: Path) -> None:
+async def test_records_that_the_store_lacks_are_never_removed(it: Logged, tmp_path: Path) -> None:
     """Records that a restart must replay stay beyond every bound."""
-    async with logged(tmp_path) as it:
-        await it.append(40)
-        for needed_seq in (None, 30):
-            trim_log(it.log, 5, needed_seq, shard_config(tmp_path))
-            assert it.log.first_seq == 6
+    await it.append(40)
+    for needed_seq in (None, 30):
+        trim_log(it.log, 5, needed_seq, shard_config(tmp_path))
+        assert it.log.first_seq == 6
 
 
-async def test_the_log_behind_a_cut_is_kept_until_its_snapshot_is_published(tmp_path: Path) -> None:
+async def test_the_log_behind_a_cut_is_kept_until_its_snapshot_is_published(it: Logged, tmp_path: Path) -> None:
     """The log continues from the cut however much is written before the snapshot is published."""
-    async with logged(tmp_path) as it:
-        await it.append(2)
-        it.retention.snapshot_leases.renew("snapshot first", 3, 100.0)
-        await it.append(10)
-        assert await it.first_seq() == 3
-        publish(tmp_path, "first", seq=2)
-        it.now_s = 100.0  # the lease ends
-        assert await it.first_seq() == 3
-        SnapshotFiles(tmp_path / "snapshots").remove("first")
-        assert await it.first_seq() > 8
+    await it.append(2)
+    it.retention.snapshot_leases.renew("snapshot first", 3, 100.0)
+    await it.append(10)
+    assert await it.first_seq() == 3
+    publish(tmp_path, "first", seq=2)
+    it.now_s = 100.0  # the lease ends
+    assert await it.first_seq() == 3
+    SnapshotFiles(tmp_path / "snapshots").remove("first")
+    assert await it.first_seq() > 8
 
 
-async def test_the_newest_snapshot_is_the_one_with_the_highest_seq(tmp_path: Path) -> None:
+async def test_the_newest_snapshot_is_the_one_with_the_highest_seq(it: Logged, tmp_path: Path) -> None:
     """A snapshot with a wrong clock, or of another store, keeps no log."""
-    async with logged(tmp_path) as it:
-        await it.append(12)
-        publish(tmp_path, "by-a-clock-ahead", seq=2, created_us=10**15)
-        publish(tmp_path, "newest", seq=6)
-        publish(tmp_path, "other", seq=1, created_us=10**15, server_id="another")
-        assert await it.first_seq() == 7
+    await it.append(12)
+    publish(tmp_path, "by-a-clock-ahead", seq=2, created_us=10**15)
+    publish(tmp_path, "newest", seq=6)
+    publish(tmp_path, "other", seq=1, created_us=10**15, server_id="another")
+    assert await it.first_seq() == 7
 
 
-async def test_at_the_bound_log_is_removed_and_that_is_logged(tmp_path: Path, facts: FactLog) -> None:
+async def test_at_the_bound_log_is_removed_and_that_is_logged(it: Logged, tmp_path: Path, facts: FactLog) -> None:
     """A holder that loses records is named once and counted, and keeps no log any more."""
-    async with logged(tmp_path) as it:
-        it.followers.renew("slow", 2, 600.0)
-        it.followers.renew("fast", 19, 600.0)
-        publish(tmp_path, "old", seq=3)
-        await it.append(12)
-        assert await it.first_seq() == 2 and not facts.facts
-        await it.append(12)
-        first_seq = await it.first_seq()
-        assert 4 < first_seq <= 10  # as much as the bound allows
-        fields = {"first_seq": first_seq}
-        assert facts.facts == [
-            (BROKEN, {"needed_by": "slow", "from_seq": 2} | fields),
-            (BROKEN, {"needed_by": "snapshot old", "from_seq": 4} | fields),
-        ]
-        assert it.retention.num_broken == 2
-        assert await it.first_seq() == 19  # for the holder that has lost nothing
-        assert it.retention.num_broken == 2 == len(facts.facts)
+    it.followers.renew("slow", 2, 600.0)
+    it.followers.renew("fast", 19, 600.0)
+    publish(tmp_path, "old", seq=3)
+    await it.append(12)
+    assert await it.first_seq() == 2 and not facts.facts
+    await it.append(12)
+    first_seq = await it.first_seq()
+    assert 4 < first_seq <= 10  # as much as the bound allows
+    fields = {"first_seq": first_seq}
+    assert facts.facts == [
+        (BROKEN, {"needed_by": "slow", "from_seq": 2} | fields),
+        (BROKEN, {"needed_by": "snapshot old", "from_seq": 4} | fields),
+    ]
+    assert it.retention.num_broken == 2
+    assert await it.first_seq() == 19  # for the holder that has lost nothing
+    assert it.retention.num_broken == 2 == len(facts.facts)
 
 
-async def test_after_a_start_the_log_is_kept_for_ten_minutes(tmp_path: Path, facts: FactLog) -> None:
+async def test_after_a_start_the_log_is_kept_for_ten_minutes(it: Logged, facts: FactLog) -> None:
     """Leases are in memory, so everything within the bound is kept, and no loss is logged."""
-    async with logged(tmp_path) as it:
-        await it.append(12)
-        it.begin()
-        it.now_s = 599.0
-        assert await it.first_seq() == 1
-        await it.append(20)
-        assert 1 < await it.first_seq() < 20 and not facts.facts
-        it.now_s = 600.0
-        assert await it.first_seq() > 25
+    await it.append(12)
+    it.begin()
+    it.now_s = 599.0
+    assert await it.first_seq() == 1
+    await it.append(20)
+    assert 1 < await it.first_seq() < 20 and not facts.facts
+    it.now_s = 600.0
+    assert await it.first_seq() > 25
 
 
-async def test_after_a_pause_of_the_process_the_log_is_kept(tmp_path: Path) -> None:
+async def test_after_a_pause_of_the_process_the_log_is_kept(it: Logged, tmp_path: Path) -> None:
     """A long pause counts like a start; a loop that is a little late does not."""
-    async with logged(tmp_path) as it:
-        (tmp_path / "shard-0000").mkdir()
-        it.followers.renew("replica", 4, 60.0)
-        await it.append(12)
-        async with it.retention:
+    (tmp_path / "shard-0000").mkdir()
+    it.followers.renew("replica", 4, 60.0)
+    await it.append(12)
+    async with it.retention:
+        await it.pass_time(more_s=0.0)
+        assert it.log.first_seq == 4
+        await it.pass_time(more_s=3600.0)
+        assert not it.followers.held() and it.log.first_seq == 4
+        it.followers.renew("replica", 6, 60.0)  # it continues
+        for _ in range(39):
             await it.pass_time(more_s=0.0)
-            assert it.log.first_seq == 4
-            await it.pass_time(more_s=3600.0)
-            assert not it.followers.held() and it.log.first_seq == 4
-            it.followers.renew("replica", 6, 60.0)  # it continues
-            for _ in range(39):
-                await it.pass_time(more_s=0.0)
-            assert it.log.first_seq == 4
-            it.followers.renew("replica", 6, 60.0)
-            await it.pass_time(more_s=0.0)
-            assert it.log.first_seq == 6
-            await it.pass_time(more_s=14.0)
-            await it.pass_time(more_s=14.0)
-            await it.pass_time(more_s=14.0)
-            assert it.log.first_seq > 6
+        assert it.log.first_seq == 4
+        it.followers.renew("replica", 6, 60.0)
+        await it.pass_time(more_s=0.0)
+        assert it.log.first_seq == 6
+        await it.pass_time(more_s=14.0)
+        await it.pass_time(more_s=14.0)
+        await it.pass_time(more_s=14.0)
+        assert it.log.first_seq > 6
 
 
-async def test_a_long_lease_survives_a_restart(tmp_path: Path) -> None:
+async def test_a_long_lease_survives_a_restart(it: Logged, tmp_path: Path) -> None:
     """Its holder may be away for longer than everything is kept after a start."""
-    async with logged(tmp_path) as it:
-        (tmp_path / "shard-0000").mkdir()
-        async with it.retention:
-            it.followers.renew("away", 4, 3600.0)
-            await it.append(12)
-        it.followers = LogLeases(clock=lambda: it.now_s)
-        it.begin()
-        async with it.retention:
-            it.now_s = 3000.0
-            assert await it.first_seq() == 4
-            it.now_s = 3600.0
-            assert await it.first_seq() > 6
-
-
-async def test_a_new_log_has_no_followers(tmp_path: Path) -> None:
-    """A new server keeps no extra log in its first minutes."""
-    async with logged(tmp_path) as it:
+    (tmp_path / "shard-0000").mkdir()
+    async with it.retention:
+        it.followers.renew("away", 4, 3600.0)
         await it.append(12)
+    it.followers = LogLeases(clock=lambda: it.now_s)
+    it.begin()
+    async with it.retention:
+        it.now_s = 3000.0
+        assert await it.first_seq() == 4
+        it.now_s = 3600.0
         assert await it.first_seq() > 6
+
+
+async def test_a_new_log_has_no_followers(it: Logged) -> None:
+    """A new server keeps no extra log in its first minutes."""
+    await it.append(12)
+    assert await it.first_seq() > 6
 
 
 class SlowLog(MemoryUpdateLog):
@@ -261,33 +258,31 @@ async def test_a_lease_on_records_being_removed_is_refused(tmp_path: Path) -> No
             await asking
 
 
-async def test_a_start_with_a_lower_bound_removes_log_first(tmp_path: Path) -> None:
+async def test_a_start_with_a_lower_bound_removes_log_first(it: Logged, tmp_path: Path) -> None:
     """On a full disk, a lower bound makes room before the shard serves."""
-    async with logged(tmp_path) as it:
-        await it.append(12)
-        publish(tmp_path, "monday", seq=2)
-        it.begin()
-        async with it.retention:
-            assert it.log.first_seq == 1
-        it.config = dataclasses.replace(it.config, log_hold_bytes=6 * RECORD_BYTES)
-        it.begin()
-        async with it.retention:
-            assert it.log.first_seq > 6
-            assert it.retention.num_broken == 1
+    await it.append(12)
+    publish(tmp_path, "monday", seq=2)
+    it.begin()
+    async with it.retention:
+        assert it.log.first_seq == 1
+    it.config = dataclasses.replace(it.config, log_hold_bytes=6 * RECORD_BYTES)
+    it.begin()
+    async with it.retention:
+        assert it.log.first_seq > 6
+        assert it.retention.num_broken == 1
 
 
-async def test_a_failure_ends_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_ends_the_shard(it: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed removal ends the shard, because the disk would fill up."""
-    async with logged(tmp_path) as it:
 
-        def fail(*_: Any, **__: Any) -> int:
-            raise StorageError("the disk is on fire")
+    def fail(*_: Any, **__: Any) -> int:
+        raise StorageError("the disk is on fire")
 
-        async with it.retention, asyncio.timeout(WAIT_S):
-            monkeypatch.setattr(it.log, "trim", fail)
-            _, turn = await it.sleeps.get()
-            turn.set_result(None)
-            assert str(await it.retention.wait_failed()) == "the disk is on fire"
+    async with it.retention, asyncio.timeout(WAIT_S):
+        monkeypatch.setattr(it.log, "trim", fail)
+        _, turn = await it.sleeps.get()
+        turn.set_result(None)
+        assert str(await it.retention.wait_failed()) == "the disk is on fire"
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -16,6 +16,11 @@ from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, Req
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, ShardPart, SnapshotManifest
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> SnapshotFiles:
+    return SnapshotFiles(tmp_path)
+
+
 def make(
     files: SnapshotFiles, name: str, *, created_us: int = 1, seq: int = 3, server_id: str = "s"
 ) -> SnapshotManifest:
@@ -72,11 +77,10 @@ def test_snapshots_are_in_the_order_of_the_log(tmp_path: Path) -> None:
     assert files.newest("another") is None
 
 
-def test_a_part_is_durable_once_it_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_durable_once_it_is_hashed(files: SnapshotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashing syncs the files, their names and the folder's name; publishing does not sync them again."""
     synced: list[Path] = []
     monkeypatch.setattr(directory, "fsync_path", synced.append)
-    files = SnapshotFiles(tmp_path)
     make(files, "a")
     folders = [files.new_folder("a") / f"shard-{shard:04d}" for shard in range(2)]
     assert synced == [path for f in folders for path in (f / "000001.sst", f / "CURRENT", f, f.parent)]
@@ -128,9 +132,8 @@ def test_a_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncation", "missing", "manifest"])
-def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
+def test_damage_is_found_and_named(files: SnapshotFiles, damage: str) -> None:
     """A flipped bit, a truncated or missing file and a changed manifest are errors that name the file."""
-    files = SnapshotFiles(tmp_path)
     files.publish(make(files, "a"))
     path = files.folder_of("a") / ("manifest.json" if damage == "manifest" else "shard-0001/000001.sst")
     data = bytearray(path.read_bytes())
@@ -146,9 +149,8 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     assert len(files.list()[1]) == (damage == "manifest")
 
 
-def test_damage_between_two_snapshots_is_found(tmp_path: Path) -> None:
+def test_damage_between_two_snapshots_is_found(files: SnapshotFiles) -> None:
     """A file that two snapshots share keeps its first checksum, so later damage shows."""
-    files = SnapshotFiles(tmp_path)
     files.publish(make(files, "a"))
     shared = files.folder_of("a") / "shard-0000" / "000001.sst"
     folder = files.new_folder("b") / "shard-0000"
@@ -168,9 +170,8 @@ def test_damage_between_two_snapshots_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-def test_an_incomplete_snapshot_is_not_published(tmp_path: Path, is_missing: bool) -> None:
+def test_an_incomplete_snapshot_is_not_published(files: SnapshotFiles, is_missing: bool) -> None:
     """A missing or short file and a taken name are refused."""
-    files = SnapshotFiles(tmp_path)
     manifest = make(files, "a")
     path = files.new_folder("a") / "shard-0000" / "CURRENT"
     if is_missing:
@@ -186,9 +187,8 @@ def test_an_incomplete_snapshot_is_not_published(tmp_path: Path, is_missing: boo
         files.publish(make(files, "a"))
 
 
-def test_a_name_goes_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_goes_before_its_files(files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removed name is durable before files go; remains of an interrupted removal do not matter."""
-    files = SnapshotFiles(tmp_path)
     (tmp_path / ".gone-a" / "shard-0000").mkdir(parents=True)
     files.publish(make(files, "a"))
     synced = note_syncs(monkeypatch, tmp_path / ".gone-a" / "manifest.json")
@@ -197,9 +197,8 @@ def test_a_name_goes_before_its_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
+def test_removed_snapshots_are_gone(files: SnapshotFiles, tmp_path: Path) -> None:
     """A removed snapshot, or an interrupted removal, leaves nothing."""
-    files = SnapshotFiles(tmp_path)
     files.publish(make(files, "a"))
     files.remove("a")
     with pytest.raises(GoneError):
@@ -219,9 +218,8 @@ def test_removed_snapshots_are_gone(tmp_path: Path) -> None:
         verify_snapshot(tmp_path / "nothing")
 
 
-def test_a_fetch_of_days_is_not_pruned(tmp_path: Path) -> None:
+def test_a_fetch_of_days_is_not_pruned(files: SnapshotFiles, tmp_path: Path) -> None:
     """An attempt with a recently written file is active, however old its folders are."""
-    files = SnapshotFiles(tmp_path)
     make(files, "a")
     for path in tmp_path.rglob("*"):
         os.utime(path, (0, 0))
@@ -231,9 +229,8 @@ def test_a_fetch_of_days_is_not_pruned(tmp_path: Path) -> None:
     assert files.new_folder("a").is_dir()
 
 
-def test_an_unread_snapshot_is_removed_when_its_lease_ends(tmp_path: Path) -> None:
+def test_an_unread_snapshot_is_removed_when_its_lease_ends(files: SnapshotFiles, tmp_path: Path) -> None:
     """Reading renews a lease; a snapshot with a lease is never the newest; others stay."""
-    files = SnapshotFiles(tmp_path)
     stays = make(files, "stays", seq=1)
     files.publish(stays)
     for name in ("left", "read"):
@@ -247,9 +244,10 @@ def test_an_unread_snapshot_is_removed_when_its_lease_ends(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["read", "stays"]
 
 
-def test_a_failed_disk_while_pruning_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_disk_while_pruning_is_a_storage_error(
+    files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An age that cannot be read is a storage error."""
-    files = SnapshotFiles(tmp_path)
     files.publish(dataclasses.replace(make(files, "left"), lease_s=60))
 
     def fail(path: Path) -> float:
@@ -260,9 +258,8 @@ def test_a_failed_disk_while_pruning_is_a_storage_error(tmp_path: Path, monkeypa
         files.prune_abandoned()
 
 
-def test_a_removal_and_pruning_may_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_and_pruning_may_meet(files: SnapshotFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal succeeds even if pruning removes the files first."""
-    files = SnapshotFiles(tmp_path)
     files.publish(make(files, "a"))
     remove_tree = shutil.rmtree
 
@@ -276,9 +273,8 @@ def test_a_removal_and_pruning_may_meet(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parts_of_two_attempts_make_no_snapshot(tmp_path: Path) -> None:
+def test_parts_of_two_attempts_make_no_snapshot(files: SnapshotFiles) -> None:
     """Files of another attempt with the right names and lengths are not published."""
-    files = SnapshotFiles(tmp_path)
     manifest = make(files, "a")
     (files.new_folder("a") / "shard-0001" / "CURRENT").write_bytes(b"y" * 16)
     with pytest.raises(CorruptionError, match="shard-0001/CURRENT: its checksum"):
