@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equality_tables import BATCH, TABLES, TorchModel, batch_of, table_batched
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
 from torch import nn
@@ -26,32 +27,6 @@ from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 
 NUM_STEPS = 12
-BATCH = 16
-# (name, rows, dim): dims that are and are not multiples of 16 bytes, and a table of few rows.
-TABLES = [("users", 500, 16), ("films", 303, 8), ("shops", 7, 36)]
-
-
-class TorchModel(nn.Module):
-    """(a) Plain embedding tables with a torch optimizer."""
-
-    def __init__(self, dtype: torch.dtype, *, sparse: bool) -> None:
-        super().__init__()
-        self.bags = nn.ModuleDict(
-            {
-                name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse, dtype=dtype)
-                for name, rows, dim in TABLES[:-1]
-            }
-        )
-        _, rows, dim = TABLES[-1]
-        self.one = nn.Embedding(rows, dim, sparse=sparse, dtype=dtype)
-
-    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
-        pooled = [bag(ids[name]).float() for name, bag in self.bags.items()]
-        return torch.cat([*pooled, self.one(ids["shops"][:, 0]).float()], dim=1)
-
-
-def _batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {name: torch.randint(0, rows, (BATCH, 3), generator=generator) for name, rows, _ in TABLES}
 
 
 def _loss(output: torch.Tensor) -> torch.Tensor:
@@ -92,7 +67,7 @@ def test_torch_optimizers(server: ServerProcess, case: str, dtype: torch.dtype, 
     with RawEmbeddingStreamer(server.address, run=next(iter(model))) as streamer:
         streamer.attach(model, optimizer, publish=publish)
         for _ in range(NUM_STEPS):
-            batch = _batch(generator)
+            batch = batch_of(generator)
             batch["shops"] = batch["shops"][:, :1]
             for table, ids in batch.items():
                 touched[table] |= set(ids.flatten().tolist())
@@ -115,20 +90,8 @@ def _check_all_equal(streamer: RawEmbeddingStreamer, server: ServerProcess) -> N
     assert (comparison.num_different, comparison.num_missing) == (0, 0)
 
 
-def _fbgemm_optimizers() -> dict[str, Any]:
-    try:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    except ImportError:
-        return {}
-    return {
-        "sgd": EmbOptimType.EXACT_SGD,
-        "adagrad": EmbOptimType.EXACT_ADAGRAD,
-        "rowwise-adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    }
-
-
 # The fused optimizers of FBGEMM's CPU build; its Adam and the others run on a GPU only.
-FBGEMM_NAMES = ["sgd", "adagrad", "rowwise-adagrad"]
+FBGEMM_NAMES = ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"]
 
 
 @pytest.mark.torchrec
@@ -136,33 +99,14 @@ FBGEMM_NAMES = ["sgd", "adagrad", "rowwise-adagrad"]
 @pytest.mark.parametrize("name", FBGEMM_NAMES)
 def test_fbgemm_tbe(server: ServerProcess, name: str, precision: str) -> None:
     """Tables of a fused TBE arrive whole, with the optimizer's states."""
-    from fbgemm_gpu.split_embedding_configs import SparseType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(4)
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for _, rows, dim in TABLES],
-        optimizer=_fbgemm_optimizers()[name],
-        learning_rate=0.1,
-        eps=1e-6,
-        weights_precision=SparseType[precision],
-        output_dtype=SparseType.FP32,
-        table_names=[table for table, _, _ in TABLES],
-    )
-    tbe.init_embedding_weights_uniform(-0.1, 0.1)
+    tbe, forward = table_batched(name, precision)
     model = nn.ModuleDict({f"tbe-{name}-{precision}": tbe})
     with RawEmbeddingStreamer(server.address, run=f"tbe-{name}-{precision}") as streamer:
         streamer.attach(model, publish="all")
         for _ in range(NUM_STEPS):
-            batch = _batch(generator)
-            indices = torch.cat([batch[table].flatten() for table, _, _ in TABLES])
-            offsets = torch.arange(0, indices.numel() + 1, 3)
-            _loss(tbe(indices, offsets)).backward()
+            _loss(forward(batch_of(generator))).backward()
         streamer.flush()
         _check_all_equal(streamer, server)
 
@@ -183,6 +127,7 @@ def process_group() -> Iterator[None]:
 def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
     """Tables of a model under `DistributedModelParallel` arrive whole, under their names in the state dict."""
     import torchrec
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -204,7 +149,7 @@ def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
     ]
     root = nn.Sequential()
     root.add_module(f"dmp-{name}-{precision}", EmbeddingBagCollection(device=torch.device("meta"), tables=configs))
-    fused = {"optimizer": _fbgemm_optimizers()[name], "learning_rate": 0.1, "eps": 1e-6}
+    fused = {"optimizer": EmbOptimType[name], "learning_rate": 0.1, "eps": 1e-6}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     # Left to itself, the planner makes small tables data-parallel, which no fused optimizer updates.
     constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table, _, _ in TABLES}
@@ -214,7 +159,7 @@ def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
     with RawEmbeddingStreamer(server.address, run=f"dmp-{name}-{precision}") as streamer:
         streamer.attach(dmp, publish="all")
         for _ in range(NUM_STEPS):
-            batch = _batch(generator)
+            batch = batch_of(generator)
             features = torchrec.KeyedJaggedTensor(
                 keys=[table for table, _, _ in TABLES],
                 values=torch.cat([batch[table].flatten() for table, _, _ in TABLES]),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from equality_tables import TABLES, TorchModel, batch_of, table_batched
 from fake_device import FakeDevice
 from torch import nn
 
@@ -24,8 +25,6 @@ from headrace.streamer.device.dirty_rows import DeviceDirtyRows
 from headrace.streamer.flush.flusher import Flusher
 
 NUM_STEPS = 12
-BATCH = 16
-TABLES = [("users", 1500, 16), ("films", 303, 8), ("shops", 7, 36)]
 PLACES = [pytest.param("cuda", id="on a GPU", marks=pytest.mark.gpu), pytest.param("cpu", id="on a fake device")]
 
 
@@ -36,19 +35,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         fake = FakeDevice(5, trains_at_once=True)
         monkeypatch.setattr(delivery, "Flusher", functools.partial(Flusher, runtime_of=lambda device: fake))
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
-
-
-class TorchModel(nn.Module):
-    """Plain tables."""
-
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.bags = nn.ModuleDict(
-            {name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse) for name, rows, dim in TABLES}
-        )
-
-    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([bag(ids[name]) for name, bag in self.bags.items()], dim=1)
 
 
 @contextlib.contextmanager
@@ -74,10 +60,6 @@ def guard_steps(streamer: RawEmbeddingStreamer, device: torch.device, monkeypatc
                 return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, guarded)
-
-
-def batch(generator: torch.Generator, device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: torch.randint(0, rows, (BATCH, 3), generator=generator).to(device) for name, rows, _ in TABLES}
 
 
 def check(streamer: RawEmbeddingStreamer, server: ServerProcess) -> None:
@@ -114,7 +96,7 @@ def test_torch_optimizers(
         guard_steps(streamer, device, monkeypatch)
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
-            (core(batch(generator, device)) - 1).pow(2).mean().backward()
+            (core(batch_of(generator, device)) - 1).pow(2).mean().backward()
             optimizer.step()
         streamer.flush()
         check(streamer, server)
@@ -125,30 +107,14 @@ def test_torch_optimizers(
 @pytest.mark.parametrize("name", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"])
 def test_table_batched(server: ServerProcess, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of a fused module arrive whole, with the optimizer's states and its count of steps."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
+    import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401 (it registers the operators)
 
-    if device.type == "cuda":
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", "CUDA"):
-            pytest.skip("this fbgemm_gpu is a build for the CPU")
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-    else:
-        place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    has_kernels = torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", "CUDA")
+    if device.type == "cuda" and not has_kernels:
+        pytest.skip("this fbgemm_gpu is a build for the CPU")
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(4)
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, *place) for _, rows, dim in TABLES],
-        optimizer=EmbOptimType[name],
-        learning_rate=0.1,
-        eps=1e-6,
-        table_names=[table for table, _, _ in TABLES],
-        device=device,
-    )
-    tbe.init_embedding_weights_uniform(-0.1, 0.1)
+    tbe, forward = table_batched(name, device=device)
     model = nn.ModuleDict({f"{name}-{device.type}": tbe})
     with RawEmbeddingStreamer(
         server.address, run=next(iter(model)), device_pipeline=True, flush_percent=100
@@ -156,10 +122,7 @@ def test_table_batched(server: ServerProcess, name: str, device: torch.device, m
         streamer.attach(model, publish="all")
         guard_steps(streamer, device, monkeypatch)
         for _ in range(NUM_STEPS):
-            ids = batch(generator, device)
-            indices = torch.cat([ids[table].flatten() for table, _, _ in TABLES])
-            offsets = torch.arange(0, indices.numel() + 1, 3, device=device)
-            (tbe(indices, offsets) - 1).pow(2).mean().backward()
+            (forward(batch_of(generator, device)) - 1).pow(2).mean().backward()
         streamer.flush()
         check(streamer, server)
 
@@ -187,7 +150,7 @@ def test_what_has_to_be_known_is_waited_for(server: ServerProcess, monkeypatch: 
         rows = torch.tensor([3, 4])
         for wait in (streamer.state_dict, lambda: streamer.evict("waits.bags.films.weight", rows)):
             fake.gate.clear()
-            (model["waits"](batch(generator, torch.device("cpu"))) - 1).pow(2).mean().backward()
+            (model["waits"](batch_of(generator, torch.device("cpu"))) - 1).pow(2).mean().backward()
             optimizer.step()
             wait()
         assert num_pending == [1, 0, 1, 0]
