@@ -216,7 +216,7 @@ def test_checker_finds_a_broken_layer(module: str, source: str) -> None:
     [
         ("headrace.schemas.good", "import struct\nfrom headrace.schemas.errors import HeadraceError"),
         ("headrace.schemas.good", "from .errors import HeadraceError\nfrom . import errors"),
-        ("headrace.kernels.good", "import torch\nfrom headrace.schemas import row_keys"),
+        ("headrace.kernels.good", "import torch\nfrom headrace.schemas import row_records"),
         ("headrace.paramserver.good", "import asyncio\nimport rocksdict\nfrom ..schemas import errors"),
         ("headrace.paramserver.replica.good", "import torch\nfrom ..rpc.client import Client"),
         ("headrace.paramserver.store.good", "from ..log import update_log\nfrom .catalog import Catalog"),
