@@ -37,7 +37,7 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_200,
+    "schemas": 2_280,
     "kernels": 2_620,
     "paramserver": 26_020,
     "streamer": 9_000,

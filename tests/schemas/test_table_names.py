@@ -1,0 +1,47 @@
+"""Tests of table names."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.table_names import DEFAULT_MODEL, TableNames, check_model, model_of, path_of, table_name
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "name"),
+    [
+        ("ctr", "users.weight", "ctr:users.weight"),
+        (DEFAULT_MODEL, "users.weight", "users.weight"),
+        ("a", "b:c", "a:b:c"),
+    ],
+)
+def test_a_name_has_its_model_and_its_path(model: str, path: str, name: str) -> None:
+    """The form of names is on disk and on the wire; under the default model it is that of releases before models."""
+    assert table_name(model, path) == name
+    assert (model_of(name), path_of(name)) == (model, path)
+
+
+@pytest.mark.parametrize("model", ["", "a:b", "a\nb", "x" * 257, "\ud800", 7])
+def test_a_name_that_is_no_model_is_refused(model: str) -> None:
+    """Whatever could not be told from a path, or not be sent, is refused with the way on."""
+    with pytest.raises(ConfigError, match="model"):
+        check_model(model)
+
+
+def test_a_path_finds_the_only_table_that_has_it() -> None:
+    """A path is enough while one model has it; then the models are named."""
+    names = TableNames(["users", "a:items", "b:items", "b:users", "b:shops"])
+    assert names.find("shops") == "b:shops"
+    assert names.find("a:items") == "a:items"
+    assert names.find("users") == "users", "the default model's table has just this name"
+    assert names.find("nothing") is None
+    with pytest.raises(RequestError, match=r"several models have a table 'items' \(a, b\): name one, as in 'a:items'"):
+        names.find("items")
+
+
+def test_a_model_narrows_the_search() -> None:
+    """With a model, no other model's table is found."""
+    names = TableNames(["users", "a:items", "b:items", "b:users"], model="b")
+    assert [names.find(name) for name in ("users", "items", "a:items")] == ["b:users", "b:items", None]
+    assert TableNames(["users", "b:users"], model=DEFAULT_MODEL).find("users") == "users"
