@@ -7,7 +7,8 @@
     │   ├── UnknownTableError
     │   ├── SpecMismatchError   fingerprint, dim, dtype or state differs from the table's
     │   ├── RowRangeError       a row id is negative or beyond the table
-    │   └── NonFiniteError      NaN or Inf under the policy `reject`
+    │   ├── NonFiniteError      NaN or Inf under the policy `reject`
+    │   └── OwnedError          the table belongs to another run
     ├── SequenceGapError        a batch arrived out of order; `expected_seq` is accepted next
     ├── FencedError             a newer epoch holds the run; this client must stop
     ├── OverloadedError         retriable: a limit is reached; wait `retry_after_s`
@@ -35,6 +36,7 @@ __all__ = [
     "HeadraceError",
     "NonFiniteError",
     "OverloadedError",
+    "OwnedError",
     "ProtocolError",
     "ProtocolMismatchError",
     "RequestError",
@@ -101,6 +103,12 @@ class NonFiniteError(RequestError):
     """NaN or Inf in a table whose policy is `reject`."""
 
     code = 6
+
+
+class OwnedError(RequestError):
+    """A table belongs to another run; the message names it."""
+
+    code = 14
 
 
 class SequenceGapError(HeadraceError):

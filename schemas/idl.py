@@ -18,6 +18,7 @@ from headrace.schemas.errors import (
     HeadraceError,
     NonFiniteError,
     OverloadedError,
+    OwnedError,
     ProtocolMismatchError,
     RequestError,
     RowRangeError,
@@ -44,7 +45,7 @@ __all__ = [
 
 _PLAIN_BY_CODE: dict[int, type[HeadraceError]] = {
     **{cls.code: cls for cls in (RequestError, UnknownTableError, SpecMismatchError, RowRangeError, NonFiniteError)},
-    **{cls.code: cls for cls in (UnavailableError, UnauthorizedError, ProtocolMismatchError, GoneError)},
+    **{cls.code: cls for cls in (UnavailableError, UnauthorizedError, ProtocolMismatchError, GoneError, OwnedError)},
 }
 _TRUNCATED_BYTES = MAX_TEXT_BYTES - len("…".encode())
 

@@ -43,6 +43,8 @@ enum ErrorCode {
   UNAUTHORIZED = 11,
   PROTOCOL_MISMATCH = 12,
   GONE = 13,
+  /** A table belongs to another run. */
+  OWNED = 14,
 }
 
 /** A client's permissions. */
@@ -92,6 +94,7 @@ struct StateSpec {
 
 /** One whole embedding table; it does not say how trainers shard it. */
 struct TableSpec {
+  /** `model:path`, or the path alone under the default model. */
   1: required string fqn,
   /** Rows of the unsharded table; 0 when ids are virtual and unbounded. */
   2: required i64 num_rows,
@@ -138,6 +141,16 @@ struct HelloRequest {
    * epoch so far, if it was given before.
    */
   10: optional bool claims_epoch,
+  /** A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED. */
+  11: optional bool takes_over,
+}
+
+/** The run that may train a table: the trainer that named the table in its hello last. */
+struct TableOwner {
+  1: required string fqn,
+  2: required string run,
+  /** The epoch in which the run named the table first. */
+  3: required i64 epoch,
 }
 
 struct HelloReply {
@@ -152,6 +165,8 @@ struct HelloReply {
   /** Last durable client seq of (run, client, epoch); 0 if there is none. */
   7: required i64 last_client_seq,
   8: required list<TableSpec> tables,
+  /** Owners of `tables`; a table that no trainer has named has none. */
+  9: optional list<TableOwner> owners,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -299,6 +314,8 @@ struct TableStatus {
   /** RocksDB's estimate: overwritten rows may count more than once. */
   2: required i64 num_rows_estimate,
   3: optional list<StoredScalar> scalars,
+  /** Absent until a trainer names the table. */
+  4: optional TableOwner owner,
 }
 
 struct ClientStatus {

@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_280,
     "kernels": 2_620,
-    "paramserver": 26_020,
+    "paramserver": 26_400,
     "streamer": 9_000,
     "scripts": 10_420,
     "tests": 57_200,

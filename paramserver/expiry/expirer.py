@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Self
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy, ExpiryRules
@@ -20,6 +19,7 @@ from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl, wire_text
+from headrace.schemas.table_names import matches
 
 __all__ = ["Expirer"]
 
@@ -161,7 +161,7 @@ class Expirer:
         except ConfigError as exc:
             raise RequestError(f"policy {policy!r}: {exc}") from exc
         catalog = list(self._context.ingest.catalog)
-        tables = [table for table in catalog if not pattern or fnmatchcase(table.spec.fqn, pattern)]
+        tables = [table for table in catalog if not pattern or matches(table.spec.fqn, pattern)]
         if not tables and pattern:
             raise RequestError(f"no table {pattern!r} here")
         chosen = [(table, given or self._rules.policy_of(table.spec.fqn)) for table in tables]

@@ -24,7 +24,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ import numpy.typing as npt
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.system.text import BYTES_BY_UNIT, SECONDS_BY_UNIT
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.table_names import matches
 from headrace.schemas.version import is_newer
 
 __all__ = [
@@ -159,7 +159,7 @@ assert set(_PARSERS) == {known.name for known in dataclasses.fields(ExpiryPolicy
 
 @dataclass(frozen=True, slots=True)
 class ExpiryRules:
-    """Policies by pattern of fqn (`*`, `?`, `[…]`), in order; the first that matches a table counts."""
+    """Policies by pattern of names or paths (`*`, `?`, `[…]`), in order; the first that matches a table counts."""
 
     rules: tuple[tuple[str, ExpiryPolicy], ...] = ()
 
@@ -168,7 +168,7 @@ class ExpiryRules:
         """Parse rules such as `user.*: ttl_s=7d; *: max_rows=1000000`. Raises ConfigError naming a bad rule."""
         rules = []
         for part in filter(None, (part.strip() for part in text.split(";"))):
-            pattern, colon, policy = (piece.strip() for piece in part.partition(":"))
+            pattern, colon, policy = (piece.strip() for piece in part.rpartition(":"))
             if not colon or not pattern:
                 raise ConfigError(f"expiry: {part!r} is not PATTERN: POLICY=VALUE, …")
             try:
@@ -179,7 +179,7 @@ class ExpiryRules:
 
     def policy_of(self, fqn: str) -> ExpiryPolicy | None:
         """Return a table's policy; None when it has none."""
-        return next((policy for pattern, policy in self.rules if fnmatchcase(fqn, pattern)), None)
+        return next((policy for pattern, policy in self.rules if matches(fqn, pattern)), None)
 
 
 @dataclass(frozen=True, slots=True)

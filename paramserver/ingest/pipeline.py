@@ -9,12 +9,14 @@ applying one twice changes nothing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, Append, LogRecord, UpdateLog
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
@@ -183,6 +185,7 @@ class Ingest:
         specs: list[TableSpec],
         *,
         claims_epoch: bool = False,
+        takes_over: bool = False,
     ) -> tuple[Session, int]:
         """Register tables and open or resume a writer's session; return it with the client's last durable batch.
 
@@ -191,7 +194,9 @@ class Ingest:
 
         Raises:
             SpecMismatchError: A table is registered with another spec; nothing is changed.
-            FencedError: A newer epoch holds the run; or with `claims_epoch`, this one is not above all others.
+            OwnedError: A trainer names a table of another run, and does not take it over.
+            FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
+                others.
             RequestError: A field is out of range, or the epoch is too far above all others.
         """
         if max(len(run.encode()), len(client.encode())) > MAX_NAME_BYTES:
@@ -206,10 +211,13 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
-        new_specs = self.catalog.check(specs)
-        if new_specs or not self.sessions.is_open(run, client, epoch, rank, world_size):
+        new_specs, owned = self.catalog.check(specs), []
+        if world_size:
+            now_us = time.time_ns() // 1000
+            owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
+        if new_specs or owned or not self.sessions.is_open(run, client, epoch, rank, world_size):
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
-            header["tables"] = [pack_spec(spec) for spec in new_specs]
+            header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -259,6 +267,8 @@ class Ingest:
         session, is_new = self._accept(request)
         if not is_new:
             return None
+        if request.version_epoch is None:
+            check_owners(self.catalog, (delta.fqn for delta in request.deltas), request.run)
         if deltas is None:
             deltas = self._check(request)
         append = self._append(request.epoch, _batch_header(request), [frame])
@@ -332,6 +342,7 @@ class Ingest:
 
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
         meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
+        meta |= self.catalog.claim(header.get("owned", ()), header["run"], epoch)  # no older release has owners
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
         return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | self.sessions.settle(session, seq))
 

@@ -13,7 +13,7 @@ instead of taken for new. Clients that are not trainers may begin again: the ver
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -158,10 +158,9 @@ class Sessions:
         """Return a run's epoch; 0 before its first hello, and once all of it was forgotten."""
         return self._runs[run].epoch if run in self._runs else 0
 
-    @property
-    def newest_epoch(self) -> int:
-        """Highest epoch of a trainer; 0 before the first."""
-        return next(iter(self._ranks_by_epoch()), 0)
+    def newest_epoch_of(self, is_wanted: Callable[[str], bool]) -> int:
+        """Return the highest epoch of a trainer of the wanted runs; 0 if there is none."""
+        return next((epoch for epoch, ranks in self._ranks_by_epoch().items() if is_wanted(ranks[0].run)), 0)
 
     def _ranks_by_epoch(self) -> dict[int, list[Session]]:
         """Return the trainers by epoch, newest first. Cached, because replicas need it after every record."""

@@ -127,15 +127,16 @@ def _of_server(samples: Sequence[ShardSample]) -> Iterator[Problem]:
         yield Problem(
             Severity.WARNING, f"the shards run different versions: {', '.join(versions)}", "Restart the server."
         )
-    # A step becomes visible when every rank has ended it; nobody waits for the ranks of older epochs.
-    newest_epoch = max((w.epoch for sample in samples for w in sample.writers), default=0)
-    newest = [w for sample in samples for w in sample.writers if w.epoch == newest_epoch and w.world_size]
-    connected = {(w.run, w.client) for w in newest if w.is_connected}
-    away = sorted({(w.run, w.client) for w in newest} - connected)
-    if connected and away:
-        run = away[0][0]
-        yield Problem(
-            Severity.WARNING,
-            f"run {run}: {len(away)} of {len(away) + len(connected)} trainers are away, among them {away[0][1]}",
-            "Replicas with consistency `step` wait for them.",
-        )
+    # A step becomes visible when every rank has ended it; nobody waits for the ranks of a run's older epochs.
+    ranks = [w for sample in samples for w in sample.writers if w.world_size]
+    for run in sorted({w.run for w in ranks}):
+        epoch = max(w.epoch for w in ranks if w.run == run)
+        newest = [w for w in ranks if (w.run, w.epoch) == (run, epoch)]
+        connected = {w.client for w in newest if w.is_connected}
+        away = sorted({w.client for w in newest} - connected)
+        if connected and away:
+            yield Problem(
+                Severity.WARNING,
+                f"run {run}: {len(away)} of {len(away) + len(connected)} trainers are away, among them {away[0]}",
+                "Replicas with consistency `step` wait for them.",
+            )

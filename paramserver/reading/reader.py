@@ -33,6 +33,7 @@ from headrace.schemas.idl import idl, spec_from_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import NO_IDENTITY, PRESENT
+from headrace.schemas.table_names import TableNames, model_of
 from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
 __all__ = ["EmbeddingReader", "Rows", "read_deadline"]
@@ -53,21 +54,25 @@ class EmbeddingReader:
 
     Cancellation: harmless; nothing is left half done.
 
+    Calls name a table by its fqn, `model:path`, or by its path if only one model has such a table.
+
     Attributes:
         tables: By fqn; updated on `connect` and when a call names an unknown table.
     """
 
-    def __init__(self, shards: list[ShardLink], tables: dict[str, TableSpec], timeout_s: float) -> None:
+    def __init__(self, shards: list[ShardLink], timeout_s: float, *, model: str | None = None) -> None:
         """Use `connect`."""
-        self.tables = tables
         self._shards = shards
         self._timeout_s = timeout_s
+        self._model = model
+        self._update_tables()
 
     @classmethod
     async def connect(
         cls,
         address: str,
         *,
+        model: str | None = None,
         timeout_s: float = 10.0,
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
@@ -79,6 +84,7 @@ class EmbeddingReader:
 
         Args:
             address: `host:port` of any shard; the default port is 7601.
+            model: Read this model's tables only; None reads all models'.
             timeout_s: For this call and the default for later ones, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
             server_hostname: Name in every shard's certificate; None for each shard's own host.
@@ -111,7 +117,7 @@ class EmbeddingReader:
                 links = links_of(hello, dial, host, port)
                 links[hello.shard] = first  # it is connected already
                 await _gather([ask(link.refresh) for link in links if link is not first])
-            return cls(links, _tables_of(links), timeout_s)
+            return cls(links, timeout_s, model=model)
         except BaseException as exc:
             await _close_all({first, *links})
             if isinstance(exc, TimeoutError):
@@ -305,6 +311,7 @@ class EmbeddingReader:
 
     async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
         """Return a table's newest scalars (an optimizer's step count), by name. Cancellation: harmless."""
+        fqn = self._names.find(fqn) or fqn
         newest: dict[str, tuple[int, int, np.generic]] = {}
         for status in await self.status(timeout_s=timeout_s):
             for table in status.tables:
@@ -327,12 +334,20 @@ class EmbeddingReader:
         await self.close()
 
     async def _spec_of(self, fqn: str) -> TableSpec:
-        if fqn not in self.tables:  # it may be new
+        name = self._names.find(fqn)
+        if name is None:  # it may be new
             await _gather([retry(link.refresh) for link in self._shards])
-            self.tables = _tables_of(self._shards)
-        if fqn not in self.tables:
-            raise UnknownTableError(f"no table {fqn!r} on this server; {describe_near(fqn, self.tables)}")
-        return self.tables[fqn]
+            self._update_tables()
+            name = self._names.find(fqn)
+        if name is None:
+            where = "on this server" if self._model is None else f"of model {self._model!r} on this server"
+            raise UnknownTableError(f"no table {fqn!r} {where}; {describe_near(fqn, self.tables)}")
+        return self.tables[name]
+
+    def _update_tables(self) -> None:
+        tables = _tables_of(self._shards)
+        self.tables = {name: spec for name, spec in tables.items() if self._model in (None, model_of(name))}
+        self._names = TableNames(self.tables)
 
     async def _spec_with_identities(self, fqn: str) -> TableSpec:
         spec = await self._spec_of(fqn)

@@ -5,7 +5,7 @@ Reads only and takes no lock, so the server may be running. Records are checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, ProtocolError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.table_names import is_among, model_of, path_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
@@ -32,7 +33,8 @@ class ReplayRange:
         from_seq: First position in the log; seqs limit the log of one shard only.
         from_step: First step of the trainer.
         since_us: Earliest wall clock of the trainer, microseconds since 1970.
-        tables: Fully qualified names; empty takes all.
+        tables: Names or paths; empty takes all.
+        model: Only this model's tables; None takes all.
     """
 
     from_seq: int | None = None
@@ -42,6 +44,7 @@ class ReplayRange:
     since_us: int | None = None
     until_us: int | None = None
     tables: frozenset[str] = frozenset()
+    model: str | None = None
 
     def __post_init__(self) -> None:
         for first, last, names in (
@@ -57,8 +60,12 @@ class ReplayRange:
         return (
             _is_within(header["step"], self.from_step, self.to_step)
             and _is_within(header["time_us"], self.since_us, self.until_us)
-            and (not self.tables or not self.tables.isdisjoint(header["tables"]))
+            and (any(map(self.takes_table, header["tables"])) or not (self.tables or self.model))
         )
+
+    def takes_table(self, fqn: str) -> bool:
+        """Return whether a table is wanted."""
+        return (self.model in (None, model_of(fqn))) and (not self.tables or is_among(fqn, self.tables))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class ReplayBatch:
     Attributes:
         epoch: With `step`, the version of all rows.
         time_us: The trainer's wall clock, microseconds since 1970.
+        run: The trainer; None for rows of a replay or a backfill.
         deltas: `idl.TableDelta` structs of the tables taken; their columns are views.
         size_bytes: Size of the record's body.
     """
@@ -76,6 +84,7 @@ class ReplayBatch:
     epoch: int
     step: int
     time_us: int
+    run: str | None
     deltas: list[Any]
     size_bytes: int
 
@@ -88,6 +97,7 @@ class TableSummary:
     num_deleted: int = 0
     epochs: Range | None = None
     steps: Range | None = None
+    runs: set[str] = field(default_factory=set)  # trainers
 
 
 @dataclass(slots=True)
@@ -115,6 +125,8 @@ class ReplaySummary:
             table.num_deleted += len(delta.deleted_row_ids or b"") // 8
             table.epochs = widen(table.epochs, batch.epoch)
             table.steps = widen(table.steps, batch.step)
+            if batch.run is not None:
+                table.runs.add(batch.run)
 
 
 class SourceLog:
@@ -162,6 +174,7 @@ class ReplaySource:
         logs: In the order of their shards.
         wanted: Which records and tables.
         specs: Specs of the tables found, by name; complete after `summarize`.
+        runs: Trainers that wrote the rows of each table; complete after `summarize`.
     """
 
     def __init__(self, path: Path, wanted: ReplayRange) -> None:
@@ -182,6 +195,7 @@ class ReplaySource:
         self.wanted = wanted
         self.logs = [SourceLog(log, wanted) for log in paths]
         self.specs: dict[str, TableSpec] = {}
+        self.runs: dict[str, frozenset[str]] = {}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -197,8 +211,9 @@ class ReplaySource:
         for log in self.logs:
             for batch in self.batches(log, on_progress=on_progress):
                 summary.add(batch)
-        self._complete_specs(self.wanted.tables | summary.tables.keys())
-        if unknown := sorted(self.wanted.tables - self.specs.keys()):
+        self.runs = {fqn: frozenset(table.runs) for fqn, table in summary.tables.items()}
+        self._complete_specs(summary.tables.keys())
+        if unknown := sorted(self.wanted.tables - self._called()):
             near = describe_near(unknown[0], self.specs)
             raise UnknownTableError(f"--table {unknown[0]!r}: no such table in the log; {near}")
         if not summary.num_records:
@@ -230,21 +245,29 @@ class ReplaySource:
             request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
         except (ProtocolError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"{log.path}: record {record.seq} is not a batch of a shard: {exc}") from exc
-        tables = self.wanted.tables
-        deltas = [delta for delta in request.deltas if not tables or delta.fqn in tables]
+        deltas = [delta for delta in request.deltas if self.wanted.takes_table(delta.fqn)]
         if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
             return None  # the end of a step, without rows
-        epoch = request.epoch if request.version_epoch is None else request.version_epoch
-        return ReplayBatch(record.seq, epoch, request.step, request.time_us, deltas, record.body.nbytes)
+        is_trainer = request.version_epoch is None
+        epoch, run = (request.epoch, request.run) if is_trainer else (request.version_epoch, None)
+        return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
 
     def _add_specs(self, header: dict[str, Any]) -> None:
         for spec in map(unpack_spec, header["tables"]):
             self.specs.setdefault(spec.fqn, spec)
 
-    def _complete_specs(self, needed: frozenset[str] | set[str]) -> None:
+    def _called(self) -> set[str]:
+        """Return the names and paths of the tables found."""
+        return self.specs.keys() | {path_of(name) for name in self.specs}
+
+    def _complete_specs(self, needed: KeysView[str]) -> None:
         """Find tables that were registered before the range, in the store's catalog or in earlier records."""
+
+        def is_complete() -> bool:
+            return needed <= self.specs.keys() and self.wanted.tables <= self._called()
+
         for log in self.logs:
-            if needed <= self.specs.keys():
+            if is_complete():
                 return
             # Retention removes a record only after the store has it, so the store knows its tables.
             if (log.path.parent / "store" / "CURRENT").is_file():
@@ -254,7 +277,7 @@ class ReplaySource:
                         self.specs.setdefault(table.spec.fqn, table.spec)
                 finally:
                     store.close()
-            if needed <= self.specs.keys():
+            if is_complete():
                 return
             for record in log.read_before():
                 if record.header.get("kind") == KIND_HELLO:

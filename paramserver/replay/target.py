@@ -35,6 +35,7 @@ from headrace.schemas.errors import (
     ConfigError,
     HeadraceError,
     OverloadedError,
+    OwnedError,
     ProtocolError,
     SequenceGapError,
     UnavailableError,
@@ -108,8 +109,18 @@ class Replay:
         num_skipped: Rows that an earlier run of the same replay has delivered.
     """
 
-    def __init__(self, source: ReplaySource, target: ReplayTarget, *, again: bool = False) -> None:
-        """Prepare to send a summarized source; `again` also sends what an earlier run has delivered."""
+    def __init__(
+        self, source: ReplaySource, target: ReplayTarget, *, again: bool = False, mixes_runs: bool = False
+    ) -> None:
+        """Prepare to send a summarized source.
+
+        Args:
+            source: The logs.
+            target: The server.
+            again: Send also what an earlier run has delivered.
+            mixes_runs: Send rows also into tables that belong to another run than the one that wrote the rows.
+        """
+        self._mixes_runs = mixes_runs
         self.num_sent = self.num_skipped = 0
         self._source, self._target = source, target
         self._salt = time.time_ns() if again else 0
@@ -122,12 +133,15 @@ class Replay:
 
         Raises:
             SpecMismatchError: The server has a table of that name with another spec.
+            OwnedError: A table belongs to another run there.
             UnavailableError: A shard was away for too long.
             HeadraceError: The server refuses, or a log cannot be read.
         """
-        target, tables = self._target, self._source.wanted.tables
+        target, wanted = self._target, self._source.wanted
         reply = await target.ask()
-        self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if not tables or fqn in tables}
+        self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
+        if not self._mixes_runs:
+            self._check_owners(reply)
         shards = shard_map(reply, target.host, target.port)
         limits = reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
@@ -139,6 +153,15 @@ class Replay:
                 await self._feed(log, writers, max_bytes, on_progress)
                 for task in sending:
                     task.cancel()
+
+    def _check_owners(self, reply: Any) -> None:
+        for owner in reply.owners or ():
+            runs = self._source.runs.get(owner.fqn, frozenset())
+            if runs and owner.run not in runs:
+                raise OwnedError(
+                    f"table {owner.fqn!r} belongs to run {owner.run!r} there, and its rows in the log are of run "
+                    f"{min(runs)!r}: leave it out with --table, replay to another server, or mix both with --mix-runs"
+                )
 
     async def _feed(
         self, log: SourceLog, writers: list[ShardWriter], max_bytes: int, on_progress: Callable[[int], None]
@@ -178,6 +201,7 @@ class Replay:
         wanted = self._source.wanted
         fields = [_SPLIT_VERSION, log.log_id, log.first_seq, log.nonces, num_shards, max_bytes, self._salt]
         fields += [wanted.from_step, wanted.to_step, wanted.since_us, wanted.until_us, sorted(wanted.tables)]
+        fields += [wanted.model] if wanted.model is not None else []  # as before models, for replays begun then
         return hashlib.sha256(msgpack.packb(fields)).hexdigest()[:16]
 
 

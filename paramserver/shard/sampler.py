@@ -46,7 +46,7 @@ from headrace.paramserver.system.event_loop import LoopProbe, background_task
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl, spec_to_idl
 
-__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardParts", "ShardSampler", "block_cache_of"]
+__all__ = ["ApplyLag", "DurationCounts", "FsyncTimes", "ShardParts", "ShardSampler", "block_cache_of", "owner_to_idl"]
 
 _LOOK_INTERVAL_S = 0.25
 # Positions remembered; beyond that, the last one stands for those that follow.
@@ -266,7 +266,18 @@ def _table_status(table: Table, num_rows_estimate: int) -> Any:
         )
         for scalar in table.scalars.values()
     ]
-    return idl.TableStatus(spec=spec_to_idl(table.spec), num_rows_estimate=num_rows_estimate, scalars=scalars)
+    return idl.TableStatus(
+        spec=spec_to_idl(table.spec),
+        num_rows_estimate=num_rows_estimate,
+        scalars=scalars,
+        owner=owner_to_idl(table),
+    )
+
+
+def owner_to_idl(table: Table) -> Any:
+    """Return a table's `idl.TableOwner`; None if it has no owner."""
+    owner = table.owner
+    return None if owner is None else idl.TableOwner(fqn=table.spec.fqn, run=owner.run, epoch=owner.epoch)
 
 
 def _client_status(session: Session) -> Any:

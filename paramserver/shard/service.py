@@ -24,7 +24,7 @@ from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.server import Call, Peer
 from headrace.paramserver.shard.retention import LogRetention
-from headrace.paramserver.shard.sampler import ShardParts, ShardSampler
+from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.maker import SnapshotMaker
 from headrace.paramserver.store.applier import Applier, ApplierConfig
@@ -118,6 +118,7 @@ class Shard:
                 request.world_size,
                 specs,
                 claims_epoch=bool(request.claims_epoch),
+                takes_over=bool(request.takes_over),
             )
             self._bind(call.peer, session)
         config = self._config
@@ -130,6 +131,7 @@ class Shard:
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
+            owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The catalog: a shard's tables with their numbers, specs, record layouts and scalars."""
+"""The catalog: a shard's tables with their numbers, specs, record layouts, scalars and owners."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownT
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["INDEXED_PREFIX", "Catalog", "Scalar", "Table", "pack_spec", "unpack_spec"]
+__all__ = ["INDEXED_PREFIX", "Catalog", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
+_OWNER_PREFIX = b"owner/"
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -33,13 +34,29 @@ class Scalar:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The run that may train a table, and the epoch in which it named the table first."""
+
+    run: str
+    epoch: int
+
+
 @dataclass(slots=True)
 class Table:
-    """A registered table: its number in this shard's row keys, from 1, its spec, and its newest scalars by name."""
+    """A registered table.
+
+    Attributes:
+        table_id: Its number in this shard's row keys, from 1.
+        spec: What it looks like.
+        scalars: Its newest scalars, by name.
+        owner: None until a trainer names it; a release before owners recorded none.
+    """
 
     table_id: int
     spec: TableSpec
     scalars: dict[str, Scalar] = field(default_factory=dict)
+    owner: Owner | None = None
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
@@ -78,6 +95,11 @@ class Catalog:
                     table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a list of scalars: {exc}") from exc
+            key = _OWNER_PREFIX + b"%d" % table.table_id
+            try:
+                table.owner = Owner(*msgpack.unpackb(meta[key])) if key in meta else None
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not an owner: {exc}") from exc
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -108,8 +130,8 @@ class Catalog:
             elif table.spec != spec:
                 raise SpecMismatchError(
                     f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
-                    f"{table.spec.describe_difference(spec)}; a table's spec cannot change: give yours another name, "
-                    f"or serve another directory"
+                    f"{table.spec.describe_difference(spec)}; a table's spec cannot change: give your model another "
+                    "name (model=…), or serve another directory"
                 )
         return list(new.values())
 
@@ -121,6 +143,20 @@ class Catalog:
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
             if spec.has_identities:
                 meta[INDEXED_PREFIX + b"%d" % table.table_id] = b"1"
+        return meta
+
+    def owner_of(self, name: str) -> Owner | None:
+        """Return a table's owner; None if it has none or does not exist."""
+        table = self._tables.get(name)
+        return None if table is None else table.owner
+
+    def claim(self, names: Iterable[str], run: str, epoch: int) -> dict[bytes, bytes]:
+        """Make a run the owner of tables; return the metadata that keeps it."""
+        meta = {}
+        for name in names:
+            table = self.find(name)
+            table.owner = Owner(run, epoch)
+            meta[_OWNER_PREFIX + b"%d" % table.table_id] = msgpack.packb([run, epoch])
         return meta
 
     def set_scalars(

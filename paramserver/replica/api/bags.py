@@ -13,7 +13,7 @@ from torch import nn
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.base import Found, Ids, Pooling, ReplicaTable, as_ids
-from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
 
 __all__ = ["BagTable", "ReplicaEmbeddingBagCollection"]
 
@@ -63,17 +63,17 @@ class ReplicaEmbeddingBagCollection(nn.Module):
             ConfigError: The replica has no such table, or `is_weighted` with mean pooling.
         """
         super().__init__()
-        known = replica.tables
-        names = ", ".join(sorted(known)) or "none"
         for table in tables:
-            if table.fqn not in known:
-                raise ConfigError(f"no table {table.fqn!r} in this replica; it has {names}")
+            try:
+                replica.spec_of(table.fqn)
+            except UnknownTableError as exc:
+                raise ConfigError(str(exc)) from exc
             if is_weighted and table.pooling != "sum":
                 raise ConfigError(f"table {table.fqn!r}: only sums can be weighted")
         self.tables = tuple(tables)
         self._replica = replica
         self._is_weighted = is_weighted
-        self._dims = [known[table.fqn].dim for table in tables for _ in table.features]
+        self._dims = [replica.spec_of(table.fqn).dim for table in tables for _ in table.features]
         self._names = _output_names(tables)
 
     @classmethod
@@ -136,7 +136,7 @@ class ReplicaEmbeddingBagCollection(nn.Module):
                     raise RequestError(f"feature {feature!r} is missing; there are {', '.join(sorted(inputs))}")
                 given, offsets, weights = inputs[feature]
                 ids = as_ids(given)
-                _check_bags(feature, ids, offsets, weights, TORCH_DTYPES[self._replica.tables[table.fqn].dtype])
+                _check_bags(feature, ids, offsets, weights, TORCH_DTYPES[self._replica.spec_of(table.fqn).dtype])
                 wanted.append((table.fqn, ids, _Bags(offsets.long().cpu(), weights, table)))
         return torch.cat(self._replica.look(wanted), dim=1)
 

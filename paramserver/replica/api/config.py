@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch
 from headrace.paramserver.replica.tables.slot_rows import Precision, check_precision
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.table_names import check_model, is_among, matches, model_of, path_of
 
 __all__ = ["DiskStorage", "MemoryStorage", "ReplicaConfig"]
 
@@ -81,7 +81,8 @@ class ReplicaConfig:
             the previous copy is kept. None creates a temporary one. A copy starts with hard links to its snapshot's
             files if both are on one file system.
         disk_threads: Threads that read rows for `prefetch`, and help with large lookups.
-        tables: Fqns to keep; None keeps all, also tables that are registered later.
+        model: Model whose tables to keep. None keeps all models' tables; with `step`, those of the only model.
+        tables: Fqns or paths of tables to keep; None keeps all, also tables that are registered later.
         name: Registers the replica at the server, which then keeps log for it while it is away. None does not.
         lease_s: How long the server keeps that log, seconds.
         max_memory_bytes: Limit for the tables of all copies; None for the machine's free memory when a copy is built.
@@ -100,6 +101,7 @@ class ReplicaConfig:
     precision: Precision | None = None
     disk_dir: Path | None = None
     disk_threads: int = 2
+    model: str | None = None
     tables: frozenset[str] | None = None
     name: str | None = None
     lease_s: float = 600.0
@@ -118,6 +120,8 @@ class ReplicaConfig:
             raise ConfigError("replica: defaults need missing='table_default'")
         if isinstance(self.tables, str):
             raise ConfigError(f"replica: tables is one string, {self.tables!r}; give a set of names")
+        if self.model is not None:
+            check_model(self.model)
         check_precision(self.precision)
         for pattern, storage in self.storage.items():
             if not isinstance(storage, MemoryStorage | DiskStorage):
@@ -136,7 +140,9 @@ class ReplicaConfig:
 
     def wants(self, fqn: str) -> bool:
         """Return whether the replica keeps a table."""
-        return self.tables is None or fqn in self.tables
+        if self.model is not None and model_of(fqn) != self.model:
+            return False
+        return self.tables is None or is_among(fqn, self.tables)
 
     def unmatched(self, fqns: Collection[str]) -> list[str]:
         """Return a line for each name in the settings that no table of the server has, perhaps a misspelled one."""
@@ -144,20 +150,29 @@ class ReplicaConfig:
         names_of = {"tables": sorted(self.tables or ()), "storage": list(self.storage), "defaults": list(self.defaults)}
         for setting, names in names_of.items():
             for name in names:
-                is_pattern = setting == "storage" and any(fnmatchcase(fqn, name) for fqn in fqns)
-                if name not in fqns and not is_pattern:
+                is_pattern = setting == "storage" and any(matches(fqn, name) for fqn in fqns)
+                if not is_pattern and not any(name in _called(fqn) for fqn in fqns):
                     lines.append(f"{setting}: {name!r} is no table of the server yet; {describe_near(name, fqns)}")
         return lines
 
     def storage_of(self, fqn: str) -> MemoryStorage | DiskStorage:
         """Return where a table lives."""
-        if fqn in self.storage:
-            return self.storage[fqn]
-        matches = (storage for pattern, storage in self.storage.items() if fnmatchcase(fqn, pattern))
-        return next(matches, _IN_MEMORY)
+        for name in _called(fqn):
+            if name in self.storage:
+                return self.storage[name]
+        return next((storage for pattern, storage in self.storage.items() if matches(fqn, pattern)), _IN_MEMORY)
+
+    def default_of(self, fqn: str) -> torch.Tensor | None:
+        """Return the default row of a table, `[dim]`; None for zeros."""
+        return next((self.defaults[name] for name in _called(fqn) if name in self.defaults), None)
 
     def precision_of(self, fqn: str) -> Precision | None:
         """Return the precision setting for a table in memory; None for the table's dtype."""
         storage = self.storage_of(fqn)
         own = storage.precision if isinstance(storage, MemoryStorage) else None
         return own or self.precision
+
+
+def _called(fqn: str) -> tuple[str, str]:
+    """Return the names by which settings may call a table."""
+    return fqn, path_of(fqn)

@@ -163,12 +163,13 @@ class EmbeddingReplica:
         """
         wanted = as_ids(identities)
 
-        def look(table_set: TableSet) -> Found:
-            default = default_row(table_set.table(fqn).spec, self._config.defaults.get(fqn))
-            return table_set.look_by_identity(fqn, wanted.reshape(-1), default)
+        def look(table_set: TableSet) -> tuple[str, Found]:
+            spec = table_set.table(fqn).spec
+            default = default_row(spec, self._config.default_of(spec.fqn))
+            return spec.fqn, table_set.look_by_identity(spec.fqn, wanted.reshape(-1), default)
 
-        rows, missing = self._with_table_set(look)
-        self._count_missing(fqn, wanted.reshape(-1), missing, what="identity")
+        name, (rows, missing) = self._with_table_set(look)
+        self._count_missing(name, wanted.reshape(-1), missing, what="identity")
         return rows.view(*wanted.shape, rows.shape[-1])
 
     def find_rows(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> Ids:
@@ -189,14 +190,19 @@ class EmbeddingReplica:
         function may be called twice; its result must not share memory with the table. Errors are those of `lookup`.
         """
 
-        def look(table_set: TableSet) -> list[Found]:
-            for fqn, ids, _ in wanted:
-                table_set.table(fqn).spec.check_row_ids(ids)
-            return table_set.seqlock.read(lambda: [make(table_set.tables[fqn], ids) for fqn, ids, make in wanted])
+        def look(table_set: TableSet) -> tuple[list[str], list[Found]]:
+            tables = [table_set.table(fqn) for fqn, _, _ in wanted]
+            for table, (_, ids, _) in zip(tables, wanted, strict=True):
+                table.spec.check_row_ids(ids)
 
-        found = self._with_table_set(look)
-        for (fqn, ids, _), (_, missing) in zip(wanted, found, strict=True):
-            self._count_missing(fqn, ids, missing)
+            def make_all() -> list[Found]:
+                return [make(table, ids) for table, (_, ids, make) in zip(tables, wanted, strict=True)]
+
+            return [table.spec.fqn for table in tables], table_set.seqlock.read(make_all)
+
+        names, found = self._with_table_set(look)
+        for name, (_, ids, _), (_, missing) in zip(names, wanted, found, strict=True):
+            self._count_missing(name, ids, missing)
         return [rows for rows, _ in found]
 
     def _with_table_set(self, look: Callable[[TableSet], _T]) -> _T:
@@ -265,6 +271,15 @@ class EmbeddingReplica:
     def tables(self) -> dict[str, TableSpec]:
         """Specs of the replica's tables, by fqn."""
         return {fqn: table.spec for fqn, table in self._table_set.tables.items()}
+
+    def spec_of(self, fqn: str) -> TableSpec:
+        """Return the spec of a table by its name, or by its path if only one model has it.
+
+        Raises:
+            UnknownTableError: The replica has no such table.
+            RequestError: Several models have the path.
+        """
+        return self._table_set.table(fqn).spec
 
     def num_rows(self, fqn: str) -> int:
         """Return how many rows of a table are present; approximate for a table on disk.

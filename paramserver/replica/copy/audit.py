@@ -268,12 +268,12 @@ async def _audit_again(copy: LiveCopy, span: _Span, results: Mapping[str, Replic
 
 
 def _spans(copy: LiveCopy, fqn: str) -> Iterator[_Span]:
-    spec = copy.table_set.tables[fqn].spec
+    spec = copy.table_set.table(fqn).spec
     bucket_bytes = BUCKET_ROWS * RecordLayout(spec, spec.whole).size_bytes
     rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, ROWS_AT_ONCE)
     for first in range(0, spec.num_rows, rows_at_once):
         end_row = min(first + rows_at_once, spec.num_rows)
-        yield _Span(fqn=fqn, first_row=first, end_row=end_row, rows_at_once=rows_at_once)
+        yield _Span(fqn=spec.fqn, first_row=first, end_row=end_row, rows_at_once=rows_at_once)
 
 
 async def _audit_spans(copy: LiveCopy, spans: Sequence[_Span], results: Mapping[str, ReplicaTableAudit]) -> list[_Span]:

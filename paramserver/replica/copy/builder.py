@@ -42,6 +42,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import spec_from_idl
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT
 from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.table_names import model_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["CopyBuilder", "load_live", "load_snapshot"]
@@ -49,6 +50,7 @@ __all__ = ["CopyBuilder", "load_live", "load_snapshot"]
 _log = logging.getLogger(__name__)
 
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
+_Wants = Callable[[str], bool]
 _TableRows = tuple[TableSpec, Ids]
 
 _CONNECTING, _READING = "the server has not answered yet", "its tables are being read"
@@ -68,6 +70,7 @@ class CopyBuilder:
         self._dial = dial
         self._config = config
         self._folders = CopyFolders(config.disk_dir) if config.uses_disk else None
+        self._model = config.model  # of a copy by step, which shows the steps of one run
         self.doing = _CONNECTING  # what the copy being built waits for, for people
         # Any thread calls it when a few megabytes were fetched, checked or loaded, or a file was linked.
         self.on_progress: Callable[[], None] = lambda: None
@@ -125,26 +128,25 @@ class CopyBuilder:
         )
         self.doing = _READING
         lease = CopyLease.of(self._config)
-        specs = list(reader.tables.values())
-        for line in self._config.unmatched(reader.tables) if specs else ():
-            _log.warning("replica: %s", line)
-        storage = CopyStorage(self._config, self._folders, specs)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(reader.close)
+            specs = list(reader.tables.values())
+            if self._is_by_step and self._model is None:
+                self._model = self._only_model(reader.tables)
+            for line in self._config.unmatched(reader.tables) if specs else ():
+                _log.warning("replica: %s", line)
+            storage = CopyStorage(self._config, self._folders, specs, wants=self._wants)
+            undo.push_async_callback(asyncio.to_thread, storage.close)
             if snapshot is not None:
                 with snapshot_in_use(snapshot):
                     tables = await self._load(snapshot, reader, lease, storage, held_bytes)
-            elif all(spec.num_rows for spec in specs if self._config.wants(spec.fqn)):
+            elif all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 tables = await self._load_live(reader, lease, storage)
             else:
                 tables = await self._load_newest(reader, lease, storage, held_bytes)
             targets = [status.accepted_seq for status in await reader.status()]
-        except BaseException:
-            try:
-                await reader.close()
-            finally:  # even if that is cancelled
-                await asyncio.to_thread(storage.close)
-            raise
+            undo.pop_all()
         return LiveCopy(tables, reader, self._config, lease, target_seqs=targets, on_change=on_change, on_lost=on_lost)
 
     async def _load_live(self, reader: EmbeddingReader, lease: CopyLease, storage: CopyStorage) -> TableSet:
@@ -153,6 +155,7 @@ class CopyBuilder:
                 reader,
                 is_by_step=self._is_by_step,
                 make_table=storage.make,
+                wants=self._wants,
                 lease=lease,
                 on_progress=lambda: self.on_progress(),
             )
@@ -179,6 +182,7 @@ class CopyBuilder:
                 manifest,
                 is_by_step=self._is_by_step,
                 make_table=storage.make,
+                wants=self._wants,
                 check_wanted=check_wanted,
             )
 
@@ -234,8 +238,25 @@ class CopyBuilder:
     def _is_by_step(self) -> bool:
         return self._config.consistency == "step"
 
+    def _only_model(self, fqns: Iterable[str]) -> str | None:
+        models = sorted({model_of(fqn) for fqn in fqns if self._config.wants(fqn)})
+        if len(models) > 1:
+            raise ConfigError(
+                f"replica: the server has the models {', '.join(models)}, and consistency 'step' shows the steps of "
+                "one: name it (model=…)"
+            )
+        return models[0] if models else None
+
+    def _wants(self, fqn: str) -> bool:
+        """Return whether a copy has a table; by step, the first wanted table of a new server decides on the model."""
+        if not self._config.wants(fqn):
+            return False
+        if self._is_by_step and self._model is None:
+            self._model = model_of(fqn)
+        return self._model in (None, model_of(fqn))
+
     def _check_memory(self, specs: Collection[TableSpec], snapshot_bytes: int, held_bytes: int) -> None:
-        needed = memory_needed(self._config, specs, snapshot_bytes)
+        needed = memory_needed(self._config, [spec for spec in specs if self._wants(spec.fqn)], snapshot_bytes)
         limit = self._config.max_memory_bytes
         free = free_memory_bytes() if limit is None else limit - held_bytes
         if needed > free:
@@ -261,6 +282,7 @@ def load_snapshot(
     is_by_step: bool,
     make_table: _MakeTable,
     check_wanted: Callable[[], None],
+    wants: _Wants = lambda _: True,
 ) -> TableSet:
     """Return the tables of a snapshot, whose files match the manifest (`verify_snapshot`). Thread: any; blocks.
 
@@ -274,7 +296,14 @@ def load_snapshot(
                 raise CorruptionError(f"{store.path}: at seq {store.applied_seq}, the manifest says {part.seq}")
             meta = store.read_meta()
             tails.append(
-                ShardTail(part.shard, seq=part.seq, catalog=Catalog(meta), sessions=Sessions(meta), mark=part.mark)
+                ShardTail(
+                    part.shard,
+                    seq=part.seq,
+                    catalog=Catalog(meta),
+                    sessions=Sessions(meta),
+                    mark=part.mark,
+                    wants=wants,
+                )
             )
         table_set = TableSet(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
         for target in table_set.tables.values():
@@ -303,6 +332,7 @@ async def load_live(
     is_by_step: bool,
     make_table: _MakeTable,
     lease: CopyLease,
+    wants: _Wants = lambda _: True,
     on_progress: Callable[[], None] = lambda: None,
 ) -> TableSet:
     """Return the tables of a running server, read while it goes on; every table must have a number of rows.
@@ -337,7 +367,7 @@ async def load_live(
             await asyncio.to_thread(load, zip(parts, rows, strict=True))
             on_progress()
         after = await reader.status()
-        tails = [_tail_of(*of_shard) for of_shard in zip(before, specs_of, after, keeper.marks, strict=True)]
+        tails = [_tail_of(*of_shard, wants) for of_shard in zip(before, specs_of, after, keeper.marks, strict=True)]
         table_set = TableSet(
             after[0].server_id,
             tails,
@@ -369,9 +399,12 @@ def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
         yield part
 
 
-def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None) -> ShardTail:
+def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | None, wants: _Wants) -> ShardTail:
     catalog = Catalog({})
     catalog.add(specs)
+    for table in before.tables:
+        if table.owner is not None:
+            catalog.claim([table.owner.fqn], table.owner.run, table.owner.epoch)
     sessions = Sessions({})
     for client in sorted(after.clients, key=lambda client: client.epoch):
         if client.epoch >= sessions.epoch_of(client.run):
@@ -380,7 +413,13 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
         if (session := sessions.find(client.run, client.client)) is not None:
             sessions.settle(session, before.log_seq)
     return ShardTail(
-        before.shard, seq=before.log_seq, catalog=catalog, sessions=sessions, exact_from=after.accepted_seq, mark=mark
+        before.shard,
+        seq=before.log_seq,
+        catalog=catalog,
+        sessions=sessions,
+        exact_from=after.accepted_seq,
+        mark=mark,
+        wants=wants,
     )
 
 

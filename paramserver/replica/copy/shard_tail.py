@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -113,6 +114,7 @@ class ShardTail:
         sessions: Sessions,
         exact_from: int = 0,
         mark: int | None = None,
+        wants: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """Continue after record `seq`.
 
@@ -123,6 +125,7 @@ class ShardTail:
             sessions: Writers as of `max(seq, exact_from)`.
             exact_from: The copy may have parts of the records up to this one; before it, the copy is at no step.
             mark: Nonce of record `seq`, see `UpdateLog.nonce_of`; None if unknown.
+            wants: Returns whether the copy has a table. The steps are those of the run that owns its tables.
         """
         self.shard = shard
         self.begin_mark = mark
@@ -136,8 +139,19 @@ class ShardTail:
         self.delay = DelayHistogram()
         self._sessions = sessions
         self._exact_from = exact_from
+        self._wants = wants
+        self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
+
+    def _find_runs(self) -> None:
+        """Note whose steps count: the owners' of the copy's tables; if there are none, of runs that own no table."""
+        owned = [(table.spec.fqn, table.owner.run) for table in self.catalog if table.owner is not None]
+        self._runs = frozenset(run for name, run in owned if self._wants(name))
+        self._other_runs = frozenset(run for _, run in owned)
+
+    def _is_followed(self, run: str) -> bool:
+        return run in self._runs if self._runs else run not in self._other_runs
 
     @property
     def cut(self) -> Cut | None:
@@ -154,8 +168,8 @@ class ShardTail:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest run; 0 before the first."""
-        return self._sessions.newest_epoch
+        """Epoch of the newest run that trains the copy's tables; 0 before the first."""
+        return self._sessions.newest_epoch_of(self._is_followed)
 
     def watermark_of(self, epoch: int) -> int:
         """Return the step of a run up to which everything was taken; -1 if there is none."""
@@ -227,6 +241,8 @@ class ShardTail:
     def _take_hello(self, update: Update) -> None:
         header = update.header
         self.catalog.add(unpack_spec(packed) for packed in header["tables"])
+        self.catalog.claim(header.get("owned", ()), header["run"], update.epoch)
+        self._find_runs()
         # The sessions may come from a later record.
         if update.epoch >= self._sessions.epoch_of(header["run"]):
             place = header["rank"], header["world_size"]

@@ -100,14 +100,22 @@ class CopyFolders:
 class CopyStorage:
     """Creates the tables of one copy; those on disk share its RocksDBs. Thread: any."""
 
-    def __init__(self, config: ReplicaConfig, folders: CopyFolders | None, specs: Collection[TableSpec]) -> None:
-        """Prepare; nothing is created yet.
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        folders: CopyFolders | None,
+        specs: Collection[TableSpec],
+        *,
+        wants: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Prepare; nothing is created yet. `wants` returns whether the copy has a table; None asks the settings.
 
         The stores' caches get the memory of the tables known now, `specs`; a later table adds hot rows only.
         """
         self._config = config
         self._folders = folders
-        on_disk = [config.storage_of(spec.fqn) for spec in specs if config.wants(spec.fqn)]
+        self._wants = wants = wants or config.wants
+        on_disk = [config.storage_of(spec.fqn) for spec in specs if wants(spec.fqn)]
         self._cache_bytes = sum(storage.cache_bytes for storage in on_disk if isinstance(storage, DiskStorage))
         self._known = {spec.fqn for spec in specs}
         self._lock = threading.Lock()
@@ -116,9 +124,9 @@ class CopyStorage:
 
     def make(self, spec: TableSpec) -> ReplicaTable | None:
         """Return an empty table, or the snapshot's (`DiskTable.is_loaded`); None for a table that is not wanted."""
-        if not self._config.wants(spec.fqn):
+        if not self._wants(spec.fqn):
             return None
-        default = self._config.defaults.get(spec.fqn)
+        default = self._config.default_of(spec.fqn)
         storage = self._config.storage_of(spec.fqn)
         if not isinstance(storage, DiskStorage):
             return MemoryTable(spec, default=default, precision=self._config.precision_of(spec.fqn))
@@ -136,7 +144,7 @@ class CopyStorage:
         `check_wanted` is called before each file, which may have to be copied; an exception ends the linking.
         """
         config = self._config
-        if any(config.wants(fqn) and isinstance(config.storage_of(fqn), DiskStorage) for fqn in manifest.tables):
+        if any(self._wants(fqn) and isinstance(config.storage_of(fqn), DiskStorage) for fqn in manifest.tables):
             self._open_stores(
                 lambda folder: DiskStores.link(
                     folder,

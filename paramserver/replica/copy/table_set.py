@@ -15,6 +15,7 @@ from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_names import TableNames
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["TableSet"]
@@ -55,6 +56,7 @@ class TableSet:
         self._make_table = make_table
         self._clock_us = clock_us
         self._unwanted: set[str] = set()
+        self._names = TableNames(())
         self.add_tables(table.spec for tail in self.tails for table in tail.catalog)
 
     def add_tables(self, specs: Iterable[TableSpec]) -> None:
@@ -72,13 +74,16 @@ class TableSet:
                         identities[spec.fqn] = IdentityMap(spec)
                     tables[spec.fqn] = table
         finally:  # also tables before one that failed, so that they are closed
-            self.identities, self.tables = identities, tables
+            self.identities, self.tables, self._names = identities, tables, TableNames(tables)
 
     def table(self, fqn: str) -> ReplicaTable:
-        """Return a table; raise `UnknownTableError` if there is none of this name."""
+        """Return a table by its name, or by its path if only one model has it; else raise `UnknownTableError`."""
         table = self.tables.get(fqn)
         if table is None:
-            raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
+            name = self._names.find(fqn)
+            if name is None:
+                raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
+            table = self.tables[name]
         return table
 
     def find_rows(self, fqn: str, identities: Ids) -> Ids:
@@ -113,10 +118,10 @@ class TableSet:
         return self.seqlock.read(look)
 
     def _identities_of(self, fqn: str) -> IdentityMap:
-        self.table(fqn)
-        if fqn not in self.identities:
-            raise RequestError(f"table {fqn!r} has no identities; look its rows up by their row ids")
-        return self.identities[fqn]
+        name = self.table(fqn).spec.fqn
+        if name not in self.identities:
+            raise RequestError(f"table {name!r} has no identities; look its rows up by their row ids")
+        return self.identities[name]
 
     @property
     def size_bytes(self) -> int:

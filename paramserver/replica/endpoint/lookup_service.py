@@ -29,13 +29,11 @@ from headrace.paramserver.rpc.admission import ServerLimits
 from headrace.paramserver.rpc.dispatch import handler_name
 from headrace.paramserver.rpc.security import role_name
 from headrace.paramserver.rpc.server import Call, Peer, ThriftServer
-from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import (
     ProtocolMismatchError,
     RequestError,
     UnauthorizedError,
     UnavailableError,
-    UnknownTableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
 from headrace.schemas.row_digest import BUCKET_ROWS
@@ -287,10 +285,7 @@ def _row_bytes(spec: TableSpec) -> int:
 
 
 def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
-    tables = replica.tables
-    if fqn not in tables:
-        raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(tables))}")
-    return tables[fqn]
+    return replica.spec_of(fqn)
 
 
 def _shard_to_idl(shard: Freshness) -> Any:

@@ -76,7 +76,10 @@ class EndpointConfig(ThriftSettings):
     missing: str = choice_setting(
         "zeros", ("zeros", "error"), "What a lookup of a missing row returns: zeros, or an error for the whole request."
     )
-    tables: str | None = text_setting(None, "Tables to keep, by name, separated by commas.", default_text="all")
+    model: str | None = text_setting(
+        None, "Model whose tables to keep; with `step`, one is needed if there are several.", default_text="all"
+    )
+    tables: str | None = text_setting(None, "Tables to keep, by name or path, separated by commas.", default_text="all")
     snapshot: Path | None = path_setting(
         None, "Directory of a snapshot to start from; without one, start from what the server has."
     )
@@ -179,6 +182,7 @@ class EndpointConfig(ThriftSettings):
             storage=dict.fromkeys(_names_in(self.disk_tables), on_disk),
             precision=self.precision,  # type: ignore[arg-type]
             disk_dir=self.disk_dir,
+            model=self.model,
             tables=None if self.tables is None else frozenset(_names_in(self.tables)),
             name=self.name,
             lease_s=self.lease_s,

@@ -190,7 +190,7 @@ def test_clients_of_an_older_epoch_are_forgotten() -> None:
     assert [(s.client, s.epoch) for s in sessions] == [("rank0", 6)]
     assert [(s.client, s.epoch) for s in before_it_was_so] == [("rank0", 5), ("rank1", 5)]
     assert [key for key, value in meta.items() if not value] == [Session("run", "rank1", 5, 1, 2).meta_key]
-    assert (sessions.newest_epoch, sessions.epoch_of("run"), sessions.highest_epoch) == (6, 6, 6)
+    assert (sessions.newest_epoch_of(lambda _: True), sessions.epoch_of("run"), sessions.highest_epoch) == (6, 6, 6)
     assert sorted(Horizon.of(sessions, 3).runs) == [6]
 
 
@@ -208,7 +208,7 @@ def test_beyond_the_bound_the_one_silent_for_the_longest_is_forgotten(monkeypatc
     assert meta[Session("b", "rank0", 2, 0, 1).meta_key] == b""
     for seq in (6, 7, 8):
         meta |= _hello(sessions, seq, f"replay-{seq}", "log", 1, 0)
-    assert sessions.highest_epoch == 4 and sessions.newest_epoch == 0
+    assert sessions.highest_epoch == 4 and sessions.newest_epoch_of(lambda _: True) == 0
     assert Sessions({key: value for key, value in meta.items() if value}).highest_epoch == 4
 
 
