@@ -19,6 +19,7 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.system.text import first_of
 from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.table_names import model_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
 from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
 from headrace.streamer.delivery.pipeline import Delivery
@@ -38,7 +39,7 @@ _T = TypeVar("_T")
 class RawEmbeddingStreamer:
     """Streams every embedding row that training changes, with its optimizer state, to a parameter server.
 
-        streamer = RawEmbeddingStreamer("127.0.0.1:7601", run="ctr-v7")
+        streamer = RawEmbeddingStreamer("127.0.0.1:7601", run="ctr-v7", model="ctr")
         streamer.attach(model, optimizer)
         ...  # train as before
         streamer.flush()
@@ -113,6 +114,13 @@ class RawEmbeddingStreamer:
         return self._delivery.writer.epoch
 
     @property
+    def model(self) -> str:
+        """Model that the tables belong to: the setting `model`, else the run's name or the default model."""
+        model = self._delivery.writer.model
+        assert model is not None
+        return model
+
+    @property
     def metrics_port(self) -> int | None:
         """Port of the Prometheus page; None without one."""
         return None if self._metrics is None else self._metrics.port
@@ -124,7 +132,7 @@ class RawEmbeddingStreamer:
 
     @property
     def tables(self) -> list[TappedTable]:
-        """The tables, or parts of tables, that this rank streams."""
+        """The tables, or parts of tables, that this rank streams; their specs have the names of the server."""
         return list(self._tables)
 
     def attach(
@@ -152,6 +160,7 @@ class RawEmbeddingStreamer:
             ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already.
             SpecMismatchError: The server has a table with this name and another shape.
+            OwnedError: A table belongs to another run; give another `model`, or stop that run and set `takes_over`.
             UnavailableError: A shard cannot be reached.
         """
         if publish not in ("updated", "all"):
@@ -275,7 +284,7 @@ class RawEmbeddingStreamer:
             RequestError: The ids are not integers, for example a mask.
         """
         with self._lock:
-            return fetch_rows(self._tables, fqn, row_ids)
+            return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
         """Have the next flush delete rows in the store. Call it before the rows' places are reused.
@@ -302,8 +311,7 @@ class RawEmbeddingStreamer:
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
             self._delivery.settle()
-            names = {name for tap in self._taps for name in tap.names}
-            return self._evictor.evict(self._tables, fqn, row_ids, names_elsewhere=names)
+            return self._evictor.evict(self._tables, self._name_of(fqn), row_ids, names_elsewhere=self._names())
 
     def register_pre_eviction_hook(self, hook: Callable[[str, torch.Tensor], None]) -> RemovableHandle:
         """Register a function to call before rows are evicted; the returned handle's `remove()` unregisters it.
@@ -342,7 +350,7 @@ class RawEmbeddingStreamer:
                 places=places,
                 evicted=unused_rows(self._tables, sender.deletions_on_their_way()),
                 world_size=self._world.size,
-                tables=tuple(sorted(digest_of(name) for tap in self._taps for name in tap.names)),
+                tables=tuple(sorted(map(digest_of, self._names()))),
                 layout=layout_of(self._tables),
             )
             return state.with_places_of(self._resumed).to_dict()
@@ -453,6 +461,7 @@ class RawEmbeddingStreamer:
 
         Raises:
             SpecMismatchError: The server has a table with this name and another shape.
+            OwnedError: A table belongs to another run.
             UnavailableError: A shard cannot be reached.
         """
         with self._lock:
@@ -460,6 +469,8 @@ class RawEmbeddingStreamer:
             self._add_tap(make_tap(self._on_step))
 
     def _add_tap(self, tap: Tap) -> None:
+        for table in tap.tables:
+            table.join_model(self.model)
         try:
             self._delivery.add_tables(tap.tables)
         except BaseException:
@@ -467,6 +478,14 @@ class RawEmbeddingStreamer:
             raise
         self._taps.append(tap)
         self._tables += tap.tables
+
+    def _names(self) -> set[str]:
+        """Return the tables' names on the server, of all ranks."""
+        return {table_name(self.model, path) for tap in self._taps for path in tap.names}
+
+    def _name_of(self, fqn: str) -> str:
+        """Return the name of a table that a caller names, with or without its model."""
+        return fqn if model_of(fqn) == self.model else table_name(self.model, fqn)
 
     def _on_step(self) -> None:
         if os.getpid() != self._pid:

@@ -22,6 +22,7 @@ from headrace.paramserver.system import settings as fields
 from headrace.paramserver.system.settings import Kind, count_setting, path_setting, seconds_setting, size_setting
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import MAX_NAME_BYTES
+from headrace.schemas.table_names import check_model
 
 __all__ = ["ENV_PREFIX", "StreamerConfig", "check_run", "host_and_port", "step_number", "timeout_seconds"]
 
@@ -49,6 +50,18 @@ class StreamerConfig:
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
 
+    model: str | None = fields.setting(
+        None,
+        kind=Kind.TEXT,
+        help="Model that the tables belong to; on the server they are named `model:table`. Default: the run's name, or "
+        "the default model, whose tables have plain names, if the server has tables of it that are this run's or "
+        "nobody's.",
+    )
+    takes_over: bool = fields.setting(
+        False,
+        kind=Kind.SWITCH,
+        help="Take tables that another run owns, and fence that run. Without it, `attach` refuses them.",
+    )
     staging_bytes: int = size_setting(
         64 * _MIB,
         64 * _KIB,
@@ -158,6 +171,8 @@ class StreamerConfig:
 
     def __post_init__(self) -> None:
         fields.check(self)
+        if self.model is not None:
+            check_model(self.model)
         if self.retry_max_s < self.retry_min_s:
             raise ConfigError(f"retry_max_s: {self.retry_max_s:g} is less than retry_min_s, {self.retry_min_s:g}")
         if self.policy == "spool" and self.spool_dir is None:

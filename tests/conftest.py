@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from headrace.paramserver.shard.launch import ServerProcess
 
+# Most tests are about something else: their tables have the names that their models give them.
+os.environ.setdefault("HEADRACE_STREAMER_MODEL", "default")
 # How long an example takes is the machine's: other processes may share it.
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")

@@ -32,6 +32,7 @@ _STOP_TIMEOUT_S = 5.0
 class _Agreed:
     epoch: int
     server_ids: tuple[str, ...]
+    model: str = ""
     error: str | None = None
 
 
@@ -216,25 +217,28 @@ def take_over(
     token = load_token(path=config.token_file, environ=os.environ)
     asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size, token=token)
     if world.rank == 0:
-        return _lead(sender, host, port, asks, world)
+        return _lead(sender, host, port, asks, world, config)
     agreed: _Agreed = world.share(None)
     if agreed.error is not None:
         raise UnavailableError(f"rank 0 could not begin to stream: {agreed.error}")
-    store, writer = sender.find_store(host, port, asks), asks.with_epoch(agreed.epoch)
+    store, writer = sender.find_store(host, port, asks), asks.with_epoch(agreed.epoch).with_model(agreed.model)
     if tuple(shard.server_id for shard in store.shards) != agreed.server_ids:
         raise StorageError(f"rank {world.rank} finds another store at {format_address(host, port)} than rank 0")
     sender.open(store, writer)
     return store, writer
 
 
-def _lead(sender: Sender, host: str, port: int, asks: Writer, world: World) -> tuple[Store, Writer]:
-    """Acquire the epoch, as rank 0, and share it with the other ranks, or the failure: they would wait forever."""
+def _lead(
+    sender: Sender, host: str, port: int, asks: Writer, world: World, config: StreamerConfig
+) -> tuple[Store, Writer]:
+    """Acquire epoch and model, as rank 0, and share them with the other ranks, or the failure they would wait for."""
     try:
         store = sender.find_store(host, port, asks)
-        writer = sender.acquire_epoch(store, asks)
+        model = store.model_of(asks.run) if config.model is None else config.model
+        writer = sender.acquire_epoch(store, asks).with_model(model)
         sender.open(store, writer)
     except BaseException as exc:
-        world.share(_Agreed(0, (), str(exc) or type(exc).__name__))
+        world.share(_Agreed(0, (), error=str(exc) or type(exc).__name__))
         raise
-    world.share(_Agreed(writer.epoch, tuple(shard.server_id for shard in store.shards)))
+    world.share(_Agreed(writer.epoch, tuple(shard.server_id for shard in store.shards), model))
     return store, writer

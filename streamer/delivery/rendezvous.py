@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from headrace.paramserver.rpc.security import Token, client_tls_context
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.config import StreamerConfig
@@ -48,7 +49,10 @@ class _ShardAwayError(UnavailableError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """One rank of a run, in an epoch, or in 0 before one is acquired. A restart keeps the name `client`."""
+    """One rank of a run, in an epoch, or in 0 before one is acquired. A restart keeps the name `client`.
+
+    `model` is the one that the run's tables belong to, None until it is known.
+    """
 
     run: str
     client: str
@@ -56,15 +60,21 @@ class Writer:
     rank: int
     world_size: int
     token: Token | None = None
+    model: str | None = None
 
     def with_epoch(self, epoch: int) -> Writer:
         """Return the same rank in an epoch."""
         return dataclasses.replace(self, epoch=epoch)
 
-    def hello(self, tables: Sequence[TableSpec], *, claims_epoch: bool = False) -> Any:
+    def with_model(self, model: str) -> Writer:
+        """Return the same rank with the tables of a model."""
+        return dataclasses.replace(self, model=model)
+
+    def hello(self, tables: Sequence[TableSpec], *, claims_epoch: bool = False, takes_over: bool = False) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables."""
         return idl.HelloRequest(
             claims_epoch=claims_epoch or None,
+            takes_over=takes_over or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=self.run,
@@ -99,6 +109,18 @@ class Store:
     shards: tuple[StoreShard, ...]
     highest_epoch: int
     table_names: frozenset[str] = frozenset()
+    owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
+
+    def model_of(self, run: str) -> str:
+        """Return the model of a run that names none: the default one, if some of its tables are the run's or nobody's.
+
+        So a run goes on with tables of a release before models, and with tables that were backfilled for it.
+        """
+        plain = [name for name in self.table_names if model_of(name) == DEFAULT_MODEL]
+        if self.owners is None or any(self.owners.get(name, run) == run for name in plain):
+            return DEFAULT_MODEL
+        check_model(run)
+        return run
 
     @property
     def max_frame_bytes(self) -> int:
@@ -155,26 +177,30 @@ class Rendezvous:
         return await self._until_answered(acquire, what=f"{first} does not answer")
 
     async def open_session(
-        self, shards: Sequence[StoreShard], writer: Writer, tables: Sequence[TableSpec]
+        self, shards: Sequence[StoreShard], writer: Writer, tables: Sequence[TableSpec], *, takes_over: bool = False
     ) -> list[Any]:
-        """Say hello to every shard at once, each over its own connection, and register new tables; return the replies.
+        """Say hello to every shard, each over its own connection, and register new tables; return the replies.
+
+        Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
         Cancellation: some shards may have the session and the tables; repeating is harmless.
 
         Raises:
-            FencedError: A newer epoch holds the run.
+            FencedError: A newer epoch holds the run, or a table.
+            OwnedError: A table belongs to another run, and this one does not take over.
             SpecMismatchError: A table is registered with another spec.
             UnavailableError: A shard could not be reached in time.
         """
-        request = writer.hello(tables)
+        request = writer.hello(tables, takes_over=takes_over)
 
         async def say_to(shard: StoreShard) -> Any:
             await self._raise_highest_epoch(shard, writer)
             return await self._hello(shard.host, shard.port, request)
 
-        return await self._until_answered(
-            lambda: _gather([say_to(shard) for shard in shards]), what="a shard does not answer"
-        )
+        async def say_to_all() -> list[Any]:
+            return [await say_to(shards[0]), *await _gather([say_to(shard) for shard in shards[1:]])]
+
+        return await self._until_answered(say_to_all, what="a shard does not answer")
 
     async def _until_answered(self, ask: Callable[[], Awaitable[_T]], *, what: str, advice: str = "") -> _T:
         """Return the result of `ask`; repeat it after retriable errors, until the deadline."""
@@ -220,6 +246,7 @@ class Rendezvous:
             shards=shards,
             highest_epoch=max(reply.highest_epoch for reply in replies),
             table_names=frozenset(table.fqn for reply in replies for table in reply.tables),
+            owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
         )
 
     async def _ask_named(self, shard: int, address: tuple[str, int], first: tuple[str, int], request: Any) -> Any:

@@ -236,7 +236,8 @@ class Sender:
     async def _say_hello(self, specs: list[TableSpec]) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
-        return await self._rendezvous.open_session(shards, self._writer, specs)
+        takes_over = self._config.takes_over
+        return await self._rendezvous.open_session(shards, self._writer, specs, takes_over=takes_over)
 
     async def _register(self, specs: list[TableSpec]) -> None:
         await self._say_hello(specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.row_extras import RowMeta
@@ -140,6 +142,10 @@ class TappedTable:
         self._identities = identities
         self._scalars = scalars
         self._is_in_use = is_in_use
+
+    def join_model(self, model: str) -> None:
+        """Give the table the name that it has on the server, for a table that is named by its path so far."""
+        self.spec = dataclasses.replace(self.spec, fqn=table_name(model, self.spec.fqn))
 
     def mark_all(self, *, spares_evicted: bool = False) -> None:
         """Mark every row on this rank; with `spares_evicted` except rows that were evicted and not used since."""

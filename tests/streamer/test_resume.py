@@ -367,7 +367,7 @@ def test_a_running_trainer_is_told(tmp_path: Path, knows_it: bool) -> None:
         trainer.step(50, 100)
         streamer.flush()
     put_back(older, data)
-    with ServerProcess.start(data) as server, RawEmbeddingStreamer(server.address, run="another") as another:
+    with ServerProcess.start(data) as server, RawEmbeddingStreamer(server.address, run="another", model="a") as another:
         another.attach(other.model, other.optimizer)
         other.step(100, 200)
         another.flush()

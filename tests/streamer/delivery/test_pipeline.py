@@ -129,9 +129,9 @@ def test_whatever_ends_rank_0_is_told_in_words(error: BaseException) -> None:
 def test_each_rank_says_which_it_is() -> None:
     """Each rank tells its number and the world size, because a step is complete when all ranks have ended it."""
     sender: Any = SimpleNamespace(find_store=lambda *_: Store(shards=(), highest_epoch=0), open=lambda *_: None)
-    world: Any = SimpleNamespace(rank=2, size=4, share=lambda _: _Agreed(7, ()))
+    world: Any = SimpleNamespace(rank=2, size=4, share=lambda _: _Agreed(7, (), "m"))
     _, writer = take_over(sender, "nowhere", 1, run="test", world=world, config=StreamerConfig())
-    assert writer == Writer(run="test", client="rank2", epoch=7, rank=2, world_size=4)
+    assert writer == Writer(run="test", client="rank2", epoch=7, rank=2, world_size=4, model="m")
 
 
 def test_a_rank_that_finds_another_store_does_not_begin(store: FakeStore) -> None:
