@@ -71,6 +71,10 @@ def backfill(
         ),
     ] = None,
     table: OnlyTables = None,
+    model: Annotated[
+        str | None,
+        option("Model of the tables. Default: the server's table of that path, or the default model.", "MODEL"),
+    ] = None,
     rows_per_s: Annotated[float | None, option("With --server: at most this many rows a second.", "N", min=1)] = None,
     epoch: Annotated[int | None, option("Epoch of all rows; by default the file's, or 1.", "E")] = None,
     step: Annotated[int, typer.Option(metavar="S", help="Step of rows without a version.")] = 0,
@@ -118,6 +122,7 @@ def backfill(
     config = BackfillConfig(
         maps=tuple(map_ or ()),
         tables=None if table is None else tuple(table),
+        model=model,
         epoch=epoch,
         step=step,
         zero_states=zero_states,

@@ -24,9 +24,11 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.paramserver.system.text import describe_near, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.idl import idl
+from headrace.schemas.table_names import is_among, model_of, path_of
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
+    OnlyModel,
     OnlyTables,
     ServerAddress,
     option,
@@ -77,6 +79,7 @@ def export(
     to: Annotated[Path, option("File or directory to make.", "PATH")],
     format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, parquet or dcp.")],
     table: OnlyTables = None,
+    model: OnlyModel = None,
     rows: Annotated[str | None, option("Row ids A to B − 1; either may be omitted.", "A:B")] = None,
     since_step: Annotated[int | None, option("Only rows last updated at this step or later; parquet.", min=0)] = None,
     since_epoch: Annotated[int | None, option("Epoch of --since-step; by default the snapshot's.", min=1)] = None,
@@ -130,7 +133,9 @@ def export(
             snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))
         assert snapshot is not None
         with show_rows("Exporting") as bar:
-            result = export_snapshot(snapshot, to, format_name, config, tables=table, on_progress=bar.update, **options)
+            result = export_snapshot(
+                snapshot, to, format_name, config, tables=table, model=model, on_progress=bar.update, **options
+            )
     _print(to, result, as_json=as_json)
 
 
@@ -141,17 +146,21 @@ def export_snapshot(
     config: ExportConfig,
     *,
     tables: list[str] | None = None,
+    model: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     **options: str,
 ) -> ExportResult:
     """Write the tables of a snapshot to a file or a directory, which is complete or not made.
+
+    Tables of one model are named as in its `state_dict`, tables of several by their whole names.
 
     Args:
         folder: Directory with `manifest.json`.
         to: File or directory to make.
         format_name: `safetensors`, `parquet` or `dcp`.
         config: Rows and columns to export.
-        tables: Only these tables, by fqn; None for all.
+        tables: Only these tables, by name or path; None for all.
+        model: Only this model's tables; None for all.
         on_progress: Called with (rows so far, estimated number of all rows).
         options: Options of the format.
 
@@ -165,7 +174,9 @@ def export_snapshot(
     begin_s = time.perf_counter()
     write = _writer_of(format_name)
     with SnapshotReader(folder) as reader:
-        found = [ExportTable(reader, fqn, config) for fqn in _chosen(reader, folder, tables)]
+        chosen = _chosen(reader, folder, tables, model)
+        is_of_one_model = len({model_of(fqn) for fqn in chosen}) == 1
+        found = [ExportTable(reader, fqn, config, name=path_of(fqn) if is_of_one_model else fqn) for fqn in chosen]
         total = sum(table.num_rows_estimate for table in found)
         num_rows = 0
 
@@ -186,15 +197,15 @@ def export_snapshot(
         )
 
 
-def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None) -> list[str]:
-    for fqn in tables or ():
-        if fqn not in reader.tables:
-            near = describe_near(fqn, reader.tables)
-            raise ConfigError(f"--table {fqn!r}: no such table in the snapshot; {near}")
-    chosen = sorted(set(tables)) if tables is not None else sorted(reader.tables)
-    if not chosen:
-        raise ConfigError(f"{folder}: the snapshot has no tables")
-    return chosen
+def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None, model: str | None) -> list[str]:
+    known = [fqn for fqn in sorted(reader.tables) if model in (None, model_of(fqn))]
+    if not known:
+        of_model = "" if model is None else f" of model {model!r}"
+        raise ConfigError(f"{folder}: the snapshot has no tables{of_model}")
+    for wanted in tables or ():
+        if not any(is_among(fqn, (wanted,)) for fqn in known):
+            raise ConfigError(f"--table {wanted!r}: no such table in the snapshot; {describe_near(wanted, known)}")
+    return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,15 @@ from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import ConfigError, UnavailableError
 from headrace.scripts.commands.log import LogPath, show_range, show_time
-from headrace.scripts.commands.terminal import Access, OnlyTables, ServerAddress, option, show_bytes, with_server_flags
+from headrace.scripts.commands.terminal import (
+    Access,
+    OnlyModel,
+    OnlyTables,
+    ServerAddress,
+    option,
+    show_bytes,
+    with_server_flags,
+)
 
 __all__ = ["replay", "target_of"]
 
@@ -38,6 +46,7 @@ def replay(
     data: Annotated[Path | None, option("Directory to serve meanwhile; may be new.", "DIR")] = None,
     shards: Annotated[int | None, option("Shards of a new --data. Default: 1.", min=1, max=MAX_SHARDS)] = None,
     table: OnlyTables = None,
+    model: OnlyModel = None,
     from_seq: Annotated[int | None, option("First record, of one shard's log.", min=1)] = None,
     to_seq: Annotated[int | None, option("Last record.", min=1)] = None,
     from_step: Annotated[int | None, option("First step of the trainer.", min=0)] = None,
@@ -46,6 +55,9 @@ def replay(
     until: Annotated[str | None, option("Latest time of the trainer.", "TIME")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and end.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Send also what an earlier run has delivered.")] = False,
+    mix_runs: Annotated[
+        bool, typer.Option("--mix-runs", help="Send rows also into tables that another run owns there.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest absence of a shard.")] = 60.0,
     access: Access,
 ) -> None:
@@ -67,6 +79,7 @@ def replay(
         since_us=_parse_time("--since", since),
         until_us=_parse_time("--until", until),
         tables=frozenset(table or ()),
+        model=model,
     )
     source = ReplaySource(path, wanted)
     target = None if server is None else target_of(access(server, timeout_s=timeout_s))
@@ -85,7 +98,7 @@ def replay(
             address = stack.enter_context(_serve(data, shards)).address
             target = dataclasses.replace(target_of(access(address, timeout_s=timeout_s)), ssl_context=None)
         bar = stack.enter_context(show_bytes("Sending", size_bytes))
-        work = Replay(source, target, again=again)
+        work = Replay(source, target, again=again, mixes_runs=mix_runs)
         asyncio.run(work.run(on_progress=bar.advance))
     where = f"--data {data}" if data is not None else server
     skipped = f"; {work.num_skipped} rows were there from an earlier run of it" if work.num_skipped else ""

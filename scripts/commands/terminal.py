@@ -38,6 +38,7 @@ from headrace.schemas.errors import ConfigError
 __all__ = [
     "Access",
     "AsJson",
+    "OnlyModel",
     "OnlyTables",
     "ProgressBar",
     "ServerAddress",
@@ -58,7 +59,8 @@ def option(text: str, metavar: str | None = None, *names: str, **settings: Any) 
 
 
 AsJson = Annotated[bool, option("Print one JSON object.", None, "--json")]
-OnlyTables = Annotated[list[str] | None, option("Only this table; may be repeated.", "FQN")]
+OnlyTables = Annotated[list[str] | None, option("Only this table, by name or path; may be repeated.", "TABLE")]
+OnlyModel = Annotated[str | None, option("Only this model's tables.", "MODEL")]
 ServerAddress = Annotated[str | None, option("Any shard of a running server.", "HOST:PORT")]
 
 _FLAGS: dict[str, tuple[Any, Any]] = {

@@ -31,9 +31,11 @@ from headrace.paramserver.system.durable import write_file
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
+from headrace.schemas.table_names import is_among
 from headrace.scripts.commands.terminal import (
     Access,
     AsJson,
+    OnlyModel,
     OnlyTables,
     ProgressBar,
     option,
@@ -96,6 +98,7 @@ def verify(
     against: Annotated[str | None, option("Compare with another server or saved digests.", "ADDRESS|FILE")] = None,
     save: Annotated[Path | None, option("Save the digests to this file.", "FILE")] = None,
     table: OnlyTables = None,
+    model: OnlyModel = None,
     as_json: AsJson = False,
     timeout_s: Annotated[
         float, typer.Option(help="Give up after this long without an answer, seconds.", min=0.1, metavar="SECONDS")
@@ -115,7 +118,12 @@ def verify(
     saved = None if file is None else _load(file)
     begin_s, reach_log = time.perf_counter(), OutageLog()
     connect = partial(
-        EmbeddingReader.connect, ssl_context=server.ssl_context, token=server.token, waits=False, reach_log=reach_log
+        EmbeddingReader.connect,
+        model=model,
+        ssl_context=server.ssl_context,
+        token=server.token,
+        waits=False,
+        reach_log=reach_log,
     )
 
     async def compare(bar: ProgressBar) -> list[_TableResult]:
@@ -165,8 +173,9 @@ class _Progress:
     async def begin(self, reader: EmbeddingReader, only: list[str] | None) -> _Side:
         """Add a server's rows to the total, and return it as a side."""
         shards = await reader.status()
-        tables = [table for status in shards for table in status.tables]
-        self._total += sum(table.num_rows_estimate for table in tables if only is None or table.spec.fqn in only)
+        tables = [table for status in shards for table in status.tables if table.spec.fqn in reader.tables]
+        wanted = [table for table in tables if only is None or is_among(table.spec.fqn, only)]
+        self._total += sum(table.num_rows_estimate for table in wanted)
         is_replica = any(status.replica is not None for status in shards)
         return _Side(reader=reader, is_replica=is_replica, may_leave_out=only is None)
 
@@ -284,7 +293,11 @@ def _columns(rows: Rows) -> list[npt.NDArray[Any]]:
 
 
 def _chosen(fqns: set[str], only: list[str] | None) -> list[str]:
-    return sorted(fqns) if only is None else list(only)
+    """Return the tables to compare, and names that no table has, for which the result says so."""
+    if only is None:
+        return sorted(fqns)
+    unknown = [name for name in only if not any(is_among(fqn, (name,)) for fqn in fqns)]
+    return [*(fqn for fqn in sorted(fqns) if is_among(fqn, only)), *unknown]
 
 
 def _target_of(path: Path) -> tuple[Path, bool]:

@@ -77,8 +77,8 @@ class ExportTable:
         num_rows_read: Rows that the last call of `rows` has yielded.
     """
 
-    def __init__(self, reader: SnapshotReader, fqn: str, config: ExportConfig) -> None:
-        """Check that a snapshot's table can be exported so.
+    def __init__(self, reader: SnapshotReader, fqn: str, config: ExportConfig, *, name: str | None = None) -> None:
+        """Check that a snapshot's table can be exported so, under another name if one is given.
 
         Raises:
             ConfigError: The table has no such rows, its type cannot be converted, or the epoch of the step is unknown.
@@ -96,7 +96,8 @@ class ExportTable:
         dtype = _FLOATS.get(config.precision or "", source.dtype)
         if config.precision is not None and source.dtype not in _TO_FLOAT32:
             raise ConfigError(f"--dtype {config.precision}: table {fqn!r} holds {source.dtype.name}")
-        self.spec = replace(source, dtype=dtype, states=source.states if config.with_states else ())
+        states = source.states if config.with_states else ()
+        self.spec = replace(source, fqn=name or fqn, dtype=dtype, states=states)
         self.has_deleted = config.with_deleted
         self.num_rows_read = 0
         self.first_row = config.first_row
@@ -119,7 +120,7 @@ class ExportTable:
     @property
     def num_rows_estimate(self) -> int:
         """Estimated number of rows."""
-        estimate = self._reader.num_rows_estimate(self.spec.fqn)
+        estimate = self._reader.num_rows_estimate(self._source.fqn)
         return estimate if self.end_row is None else min(estimate, self.num_rows)
 
     @property
@@ -159,7 +160,7 @@ class ExportTable:
         """
         config = self._config
         self.num_rows_read = 0
-        for ids, records in self._reader.rows(self.spec.fqn, first_row=self.first_row, end_row=self.end_row):
+        for ids, records in self._reader.rows(self._source.fqn, first_row=self.first_row, end_row=self.end_row):
             if on_rows is not None:
                 on_rows(ids.size)
             is_deleted = (records["flags"] & FLAG_DELETED) != 0

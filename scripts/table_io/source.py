@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
-from headrace.schemas.errors import ConfigError, SpecMismatchError, StorageError
+from headrace.schemas.errors import ConfigError, RequestError, SpecMismatchError, StorageError
+from headrace.schemas.table_names import TableNames, check_model, path_of, table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
@@ -84,7 +87,8 @@ class BackfillConfig:
     """The rows to take from a source."""
 
     maps: tuple[str, ...] = ()  # rules `NAME=FQN` and `NAME=FQN/STATE`
-    tables: tuple[str, ...] | None = None  # only these tables, by fqn; None for all
+    tables: tuple[str, ...] | None = None  # only these tables, by their names in the source; None for all
+    model: str | None = None  # whose tables they are; None: the target's table of that path, else the default model's
     epoch: int | None = None  # of all rows; None keeps the file's versions, or is 1 without any
     step: int = 0  # of rows without a version in the file, or of all if `epoch` is given
     zero_states: bool = False  # fill states that the source lacks with zeros, and skip those that the target lacks
@@ -95,6 +99,8 @@ class BackfillConfig:
             raise ConfigError(f"--epoch {self.epoch}: not in 1..{MAX_EPOCH}")
         if self.step < 0:
             raise ConfigError(f"--step {self.step}: below 0")
+        if self.model is not None:
+            check_model(self.model)
         if self.non_finite not in _NON_FINITE:
             raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
 
@@ -109,20 +115,38 @@ class BackfillConfig:
             ConfigError: There is nothing to read, or a library for it is missing.
             HeadraceError: The source is damaged, or does not fit the target.
         """
+        names = self._names_of(known or {})
         naming, parquet = Naming(self.maps), _parquet_files(path)
         tensors = None if parquet is not None else _open_tensors(path)
         files = tensors.files if tensors is not None else parquet or []
         with map_file_errors(path):
             stamp = [_stamp_of(file) for file in files]
         time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
-        selection = Selection(config=self, naming=naming, known=known or {}, time_us=time_us)
+        here = {name: replace(known[fqn], fqn=name) for name, fqn in names.items()} if known else {}
+        selection = Selection(config=self, naming=naming, known=here, time_us=time_us)
         if tensors is None:
             tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, selection)
         else:
             tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
+        tables = [table.renamed(names.get(table.spec.fqn) or self._new_name(table.spec.fqn)) for table in tables]
         tables = sorted(tables, key=lambda table: table.spec.fqn)
+        if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
+            raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
         return OpenSource(config=self, tables=tables, files=files, stamp=stamp)
+
+    def _names_of(self, known: Mapping[str, TableSpec]) -> dict[str, str]:
+        """Return by which names the target's tables may be called in the source: their own, and unambiguous paths."""
+        index = TableNames(known, model=self.model)
+        found = {}
+        for name in {*known, *map(path_of, known)}:
+            with contextlib.suppress(RequestError):  # several models have the path
+                if (fqn := index.find(name)) is not None:
+                    found[name] = fqn
+        return found
+
+    def _new_name(self, name: str) -> str:
+        return name if self.model is None else table_name(self.model, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +155,7 @@ class Selection:
 
     config: BackfillConfig  # the user's choice
     naming: Naming  # its rules, parsed
-    known: Mapping[str, TableSpec]  # the target's tables, by fqn
+    known: Mapping[str, TableSpec]  # the target's tables, by their names in the source
     time_us: int  # wall clock of rows that have none: the source's last change, microseconds since 1970
 
     def takes(self, fqn: str) -> bool:
@@ -162,6 +186,10 @@ class SourceTable:
     num_rows: int  # number of rows in the source
     chunks: Callable[[int], Iterator[RowChunk]]  # yields the rows, ascending, about so many bytes at a time
     check_ids: Callable[[], None]  # reads and checks ids, versions and deletions, if the file lists them
+
+    def renamed(self, fqn: str) -> SourceTable:
+        """Return the table under its name in the target."""
+        return replace(self, spec=replace(self.spec, fqn=fqn))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
