@@ -116,8 +116,11 @@ class Store:
 
         So a run goes on with tables of a release before models, and with tables that were backfilled for it.
         """
+        is_begun = any(model_of(name) == run for name in self.table_names)
         plain = [name for name in self.table_names if model_of(name) == DEFAULT_MODEL]
-        if self.owners is None or any(self.owners.get(name, run) == run for name in plain):
+        if self.owners is None and not is_begun:
+            return DEFAULT_MODEL
+        if self.owners is not None and any(self.owners.get(name, run) == run for name in plain):
             return DEFAULT_MODEL
         check_model(run)
         return run
