@@ -115,35 +115,25 @@ class BackfillConfig:
             ConfigError: There is nothing to read, or a library for it is missing.
             HeadraceError: The source is damaged, or does not fit the target.
         """
-        names = self._names_of(known or {})
+        names = TableNames(known or {}, model=self.model)
         naming, parquet = Naming(self.maps), _parquet_files(path)
         tensors = None if parquet is not None else _open_tensors(path)
         files = tensors.files if tensors is not None else parquet or []
         with map_file_errors(path):
             stamp = [_stamp_of(file) for file in files]
         time_us = max(changed_ns for _, _, changed_ns in stamp) // 1000
-        here = {name: replace(known[fqn], fqn=name) for name, fqn in names.items()} if known else {}
+        here = _called_here(known or {}, names)
         selection = Selection(config=self, naming=naming, known=here, time_us=time_us)
         if tensors is None:
             tables = import_with_extra("parquet:parquet_tables", what="this")(parquet, selection)
         else:
             tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
-        tables = [table.renamed(names.get(table.spec.fqn) or self._new_name(table.spec.fqn)) for table in tables]
+        tables = [table.renamed(names.find(table.spec.fqn) or self._new_name(table.spec.fqn)) for table in tables]
         tables = sorted(tables, key=lambda table: table.spec.fqn)
         if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
             raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
         return OpenSource(config=self, tables=tables, files=files, stamp=stamp)
-
-    def _names_of(self, known: Mapping[str, TableSpec]) -> dict[str, str]:
-        """Return by which names the target's tables may be called in the source: their own, and unambiguous paths."""
-        index = TableNames(known, model=self.model)
-        found = {}
-        for name in {*known, *map(path_of, known)}:
-            with contextlib.suppress(RequestError):  # several models have the path
-                if (fqn := index.find(name)) is not None:
-                    found[name] = fqn
-        return found
 
     def _new_name(self, name: str) -> str:
         return name if self.model is None else table_name(self.model, name)
@@ -212,6 +202,16 @@ class OpenSource:
             with map_file_errors(file):
                 if _stamp_of(file) != expected:
                     raise StorageError(f"{file}: changed while it was read; run it again when it is at rest")
+
+
+def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str, TableSpec]:
+    """Return the target's tables by what a source may call them: their names, and paths that one model only has."""
+    here = {}
+    for name in {*known, *map(path_of, known)}:
+        with contextlib.suppress(RequestError):  # several models have the path
+            if (fqn := names.find(name)) is not None:
+                here[name] = replace(known[fqn], fqn=name)
+    return here
 
 
 def state_of(name: str, dtype: DType, width: int, *, is_pointwise: bool) -> StateSpec:
