@@ -204,7 +204,8 @@ def _shard(state: ShardState) -> dict[str, Any]:
 def _table(table: TableSample) -> dict[str, Any]:
     spec = table.spec
     shape = {"fqn": spec.fqn, "num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype}
-    return {**shape, "states": table.states, "num_rows_estimate": table.num_rows_estimate}
+    rows = {"num_rows_estimate": table.num_rows_estimate, "owner": table.owner}
+    return {**shape, "states": table.states, **rows}
 
 
 def _static(content_type: str, body: bytes) -> Page:

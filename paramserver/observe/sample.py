@@ -52,10 +52,14 @@ _MAX_SAMPLE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TableSample:
-    """A table and the approximate number of its rows on a shard. Its name is a user's: escape it for display."""
+    """A table, the approximate number of its rows on a shard, and the run that owns it; empty if none does.
+
+    Names are users': escape them for display.
+    """
 
     spec: TableSpec
     num_rows_estimate: int
+    owner: str = ""
 
     @property
     def states(self) -> str:
@@ -208,7 +212,10 @@ class ShardSample:
         return cls(
             **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name != "worst_loop_pause_s"},
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
-            tables=tuple(TableSample(spec_from_idl(table.spec), table.num_rows_estimate) for table in reply.tables),
+            tables=tuple(
+                TableSample(spec_from_idl(table.spec), table.num_rows_estimate, table.owner.run if table.owner else "")
+                for table in reply.tables
+            ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
             expiry=None if reply.expiry is None else ExpirySample(**vars(reply.expiry)),
             replica=reply.replica,
@@ -226,7 +233,7 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [(pack_spec(table.spec), table.num_rows_estimate) for table in self.tables]
+        tables = [(pack_spec(table.spec), table.num_rows_estimate, table.owner) for table in self.tables]
         return {**self.plain_json(), "tables": tables, "writers": writers}
 
     @classmethod
@@ -238,7 +245,7 @@ class ShardSample:
         """
         try:
             parts = {
-                "tables": tuple(TableSample(unpack_spec(spec), num_rows) for spec, num_rows in values["tables"]),
+                "tables": tuple(TableSample(unpack_spec(spec), *of_table) for spec, *of_table in values["tables"]),
                 "writers": tuple(
                     WriterSample(**dict(zip(_WRITER_FIELDS, writer, strict=True))) for writer in values["writers"]
                 ),
@@ -266,12 +273,14 @@ class ShardState:
 
 def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
     """Return each table with its rows on all shards, by name; an estimate never exceeds the table."""
-    rows: dict[TableSpec, int] = {}
+    merged: dict[TableSpec, TableSample] = {}
     for table in (table for sample in samples for table in sample.tables):
-        rows[table.spec] = rows.get(table.spec, 0) + table.num_rows_estimate
-    # A row that was written again may count twice until the store has merged its files.
-    merged = [TableSample(spec, min(num_rows, spec.num_rows or num_rows)) for spec, num_rows in rows.items()]
-    return sorted(merged, key=lambda table: table.spec.fqn)
+        known = merged.get(table.spec)
+        num_rows = table.num_rows_estimate + (known.num_rows_estimate if known else 0)
+        # A row that was written again may count twice until the store has merged its files.
+        num_rows = min(num_rows, table.spec.num_rows or num_rows)
+        merged[table.spec] = TableSample(table.spec, num_rows, (known.owner if known else "") or table.owner)
+    return sorted(merged.values(), key=lambda table: table.spec.fqn)
 
 
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:

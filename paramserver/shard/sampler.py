@@ -223,7 +223,10 @@ class ShardSampler:
         return ShardSample(
             **self._figures(),
             worst_loop_pause_s=parts.probe.worst_pause_s,
-            tables=tuple(TableSample(table.spec, self._rows.get(table.table_id, 0)) for table in tables),
+            tables=tuple(
+                TableSample(table.spec, self._rows.get(table.table_id, 0), table.owner.run if table.owner else "")
+                for table in tables
+            ),
             writers=_writers_of(parts.ingest),
             expiry=ExpirySample(**vars(parts.expirer.status())),
             detail=self._detail(lag_s, slow),

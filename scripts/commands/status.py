@@ -24,6 +24,7 @@ from headrace.paramserver.observe.sample import (
 )
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import format_size
+from headrace.schemas.table_names import model_of, path_of
 from headrace.scripts.commands.terminal import Access, AsJson, with_server_flags
 
 __all__ = ["number_table", "show_duration", "show_problem", "show_writer", "status"]
@@ -80,8 +81,10 @@ def _table_to_json(table: TableSample) -> dict[str, Any]:
         {"name": s.name, "kind": s.kind.name.lower(), "dtype": s.dtype.name.lower(), "width": s.width}
         for s in spec.states
     ]
-    shape = {"fqn": spec.fqn, "num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states}
-    return {**shape, "has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
+    names = {"fqn": spec.fqn, "model": model_of(spec.fqn), "path": path_of(spec.fqn), "owner": table.owner or None}
+    shape = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states}
+    rows = {"has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
+    return {**names, **shape, **rows}
 
 
 def _replica_to_json(replica: Any) -> dict[str, Any]:
@@ -216,11 +219,12 @@ def _shards_table(states: Sequence[ShardState]) -> Table:
 
 
 def _tables_table(tables: Sequence[TableSample]) -> Table:
-    table = _table("Tables", "table", "rows>", "of>", "dim>", "dtype", "states")
+    table = _table("Tables", "table", "rows>", "of>", "dim>", "dtype", "states", "owner")
     for known in tables:
         size = f"{known.spec.num_rows:,}" if known.spec.num_rows else "any"
         rows, dim = f"{known.num_rows_estimate:,}", str(known.spec.dim)
-        table.add_row(escape(known.spec.fqn), rows, size, dim, known.dtype, escape(known.states))
+        names = escape(known.spec.fqn), escape(known.states), escape(known.owner)
+        table.add_row(names[0], rows, size, dim, known.dtype, *names[1:])
     return table
 
 
