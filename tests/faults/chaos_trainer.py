@@ -1,12 +1,14 @@
 """The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
 
-It trains a small torch model of several sparse tables. Beside the streamer runs a raw writer, whose tables have what no
-tap gives yet: deletes, identities, virtual row ids, and rows split by columns.
+It trains two small torch models of several sparse tables; the tables of both have the same paths. Beside their
+streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids, and rows
+split by columns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import pickle
 import random
@@ -39,6 +41,7 @@ from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.rendezvous import Rendezvous, Writer
 from headrace.streamer.flush.layout import Message
 
+MODELS = ("ctr", "cvr")
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
 RAW_SPECS = (
     TableSpec(
@@ -62,10 +65,17 @@ RAW_ROWS = {
     "raw.split": np.arange(0, 400, 2, dtype=np.int64),
 }
 ROWS: dict[str, npt.NDArray[np.int64]] = {
-    **{f"{name}.weight": np.arange(rows, dtype=np.int64) for name, (rows, _) in TORCH_TABLES.items()},
+    **{
+        f"{model}:{name}.weight": np.arange(rows, dtype=np.int64)
+        for model in MODELS
+        for name, (rows, _) in TORCH_TABLES.items()
+    },
     **RAW_ROWS,
 }
-DIMS = {**{f"{name}.weight": dim for name, (_, dim) in TORCH_TABLES.items()}, **{s.fqn: s.dim for s in RAW_SPECS}}
+DIMS = {
+    **{f"{model}:{name}.weight": dim for model in MODELS for name, (_, dim) in TORCH_TABLES.items()},
+    **{spec.fqn: spec.dim for spec in RAW_SPECS},
+}
 
 _WAIT_S = 60.0
 _MAX_OUTSTANDING = 32
@@ -115,16 +125,35 @@ def _report_acks(report: Callable[..., None]) -> None:
     ShardChannel._ack_first = ack_and_report  # type: ignore[method-assign]
 
 
+class _ModelTrainer:
+    """One of the two models, and its run."""
+
+    def __init__(self, address: str, model: str, config: StreamerConfig, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._model = nn.ModuleDict(
+            {name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for name, (rows, dim) in TORCH_TABLES.items()}
+        )
+        self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
+        config = dataclasses.replace(config, model=model)
+        self.streamer = RawEmbeddingStreamer(address, run=f"chaos-{model}", config=config)
+        self.streamer.attach(self._model, self._optimizer, publish="all")
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        loss = torch.zeros(())
+        for name, (rows, _) in TORCH_TABLES.items():
+            # Some rows are hot, and every row comes up now and then.
+            ids = (rows * self._random.random((8, 3)) ** 3).astype(np.int64)
+            loss = loss + (self._model[name](torch.from_numpy(ids)) - 1).pow(2).mean()
+        loss.backward()
+        self._optimizer.step()
+
+
 class _Trainer:
     def __init__(self, order: TrainerOrder, report: Callable[..., None]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(order.seed)
         self._report = report
-        self._random = np.random.default_rng(order.seed)
-        self._model = nn.ModuleDict(
-            {name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for name, (rows, dim) in TORCH_TABLES.items()}
-        )
-        self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
         self._address = order.address
         config = StreamerConfig(
             policy=order.policy,
@@ -137,34 +166,26 @@ class _Trainer:
             request_timeout_s=10.0,
             connect_timeout_s=_WAIT_S,
         )
-        self._streamer = RawEmbeddingStreamer(order.address, run="chaos", config=config)
-        self._streamer.attach(self._model, self._optimizer, publish="all")
+        self._trainers = [_ModelTrainer(order.address, model, config, order.seed) for model in MODELS]
         self._raw = RawWriter(order.address, config, order.seed)
         self._raw.publish()
 
     def run(self, commands: Connection) -> None:
-        self._report("ready", self._streamer.epoch)
+        self._report("ready", self._trainers[0].streamer.epoch)
         while True:
-            self._train()
+            for trainer in self._trainers:
+                trainer.step()
+            self._raw.write()
             if not commands.poll(_STEP_PAUSE_S):
                 continue
             assert commands.recv() == "flush"
-            self._streamer.flush(_WAIT_S)
+            for trainer in self._trainers:
+                trainer.streamer.flush(_WAIT_S)
             self._raw.wait_durable(_WAIT_S)
-            comparison = compare_with_store(self._streamer.tables, self._address)
+            tables = [table for trainer in self._trainers for table in trainer.streamer.tables]
+            comparison = compare_with_store(tables, self._address)
             self._report("flushed", comparison.is_equal, str(comparison))
             assert commands.recv() == "go on"
-
-    def _train(self) -> None:
-        self._optimizer.zero_grad()
-        loss = torch.zeros(())
-        for name, (rows, _) in TORCH_TABLES.items():
-            # Some rows are hot, and every row comes up now and then.
-            ids = (rows * self._random.random((8, 3)) ** 3).astype(np.int64)
-            loss = loss + (self._model[name](torch.from_numpy(ids)) - 1).pow(2).mean()
-        loss.backward()
-        self._optimizer.step()
-        self._raw.write()
 
 
 class _RawFlush:
