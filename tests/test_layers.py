@@ -38,13 +38,13 @@ WINGS = {
 # number in its commit and says why.
 LINES = {
     "schemas": 2_280,
-    "kernels": 2_620,
+    "kernels": 2_720,
     "paramserver": 26_400,
     "streamer": 9_000,
     "scripts": 10_520,
     "tests": 57_900,
 }
-NUM_PRODUCT_FILES = 250
+NUM_PRODUCT_FILES = 258
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 FOREIGN_TO_SCHEMAS = TORCH | {"asyncio", "rocksdict"}
 

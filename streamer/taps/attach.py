@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from headrace.kernels.module_walk import FoundModule, named_modules
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batched, table_parts
@@ -18,7 +19,7 @@ from headrace.streamer.taps.guards.tapped_modules import ModulePlaces, add_tappe
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
 from headrace.streamer.taps.hooks import StepBoundary
 from headrace.streamer.taps.local_parts import Replicas, dtensor_parts, is_dtensor, replica_part, replicas_in
-from headrace.streamer.taps.model_tree import FoundModule, Selection, check_names, inner_optimizers, named_modules
+from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import is_sharded, managed_collisions, sharded_tables

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.module_walk import is_a
 from headrace.kernels.packing import to_device
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.device.dirty_rows import DeviceBitmap, DeviceDirtyRows
 from headrace.streamer.taps.guards.hidden_writes import check_not_shared
 from headrace.streamer.taps.hooks import ModuleHook
-from headrace.streamer.taps.model_tree import is_a
 from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.streamer.taps.model_tree import is_a
 from headrace.streamer.taps.tapped_table import TablePart
 
 __all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "replica_part", "replicas_in"]

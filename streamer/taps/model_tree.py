@@ -1,92 +1,28 @@
-"""Find the modules of a model and the optimizers of a trainer behind their wrappers, and select tables by name."""
+"""Find the optimizers of a trainer behind their wrappers, and select tables by name."""
 
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FoundModule", "Selection", "check_names", "inner_optimizers", "is_a", "named_modules"]
+__all__ = ["Selection", "check_names", "inner_optimizers"]
 
-# By a wrapper's class, the attribute that holds the user's module. Class names, so that nothing is imported that the
-# model does not use.
-_WRAPPERS = {
-    "DistributedModelParallel": "_dmp_wrapped_module",
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-}
-
-# The same for wrappers around one optimizer that write no table themselves: TorchRec's, Lightning's, Accelerate's.
+# By a wrapper's class, the attribute that holds one optimizer. These write no table themselves: TorchRec's,
+# Lightning's, Accelerate's.
 _OPTIMIZER_WRAPPERS = {
     "KeyedOptimizerWrapper": "_optimizer",
     "OptimizerWrapper": "_optimizer",
     "LightningOptimizer": "_optimizer",
     "AcceleratedOptimizer": "optimizer",
 }
-
-
-def is_a(thing: object, class_name: str) -> bool:
-    """Return whether the class of `thing`, or a base of it, has this bare name."""
-    return class_name in _class_names(type(thing).__mro__)
-
-
-@functools.lru_cache(maxsize=1024)  # called for every table, several times a step
-def _class_names(classes: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(each.__name__ for each in classes)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundModule:
-    """A module of a model."""
-
-    # In the unwrapped model, as in the keys of the `state_dict`.
-    path: str
-    module: nn.Module
-    # The innermost `DistributedDataParallel` around it, which keeps its parameters equal on all ranks unless ignored.
-    replicated_by: Any = None
-    # The `FullyShardedDataParallel` around it, which owns its parameters.
-    flattened_by: Any = None
-
-
-def named_modules(model: nn.Module) -> Iterator[FoundModule]:
-    """Yield each module of a model once, without the wrappers (data or model parallel, compiled) at any depth.
-
-    Raises:
-        ConfigError: `model` is no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module, as in attach(model, optimizer)")
-    yield from _named_modules(FoundModule("", model), set())
-
-
-def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundModule]:
-    module = found.module
-    for class_name, attribute in _WRAPPERS.items():
-        # DMPCollection (2D parallel) is yielded as it is, and refused later: its rows are on several ranks.
-        if is_a(module, class_name) and not is_a(module, "DMPCollection"):
-            replicated_by = module if class_name == "DistributedDataParallel" else found.replicated_by
-            flattened_by = module if class_name == "FullyShardedDataParallel" else found.flattened_by
-            inner = FoundModule(found.path, getattr(module, attribute), replicated_by, flattened_by)
-            yield from _named_modules(inner, seen)
-            return
-    if module in seen:
-        return
-    seen.add(module)
-    yield found
-    for name, child in module._modules.items():
-        if child is not None:
-            path = f"{found.path}.{name}" if found.path else name
-            yield from _named_modules(FoundModule(path, child, found.replicated_by, found.flattened_by), seen)
 
 
 def inner_optimizers(

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import RequestError, UnsupportedModelError
-from headrace.streamer.taps.model_tree import is_a
 
 __all__ = ["MAX_META_BYTES", "RowIdentities", "RowMeta", "check_meta"]
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.fbgemm import FusedTables, is_table_batched
 from headrace.streamer.taps.local_parts import Replicas, replica_part, replicas_in
-from headrace.streamer.taps.model_tree import Selection, is_a
+from headrace.streamer.taps.model_tree import Selection
 from headrace.streamer.taps.row_extras import RowIdentities
 from headrace.streamer.taps.tapped_table import TablePart
 from headrace.streamer.taps.torch_optim import TableParameter

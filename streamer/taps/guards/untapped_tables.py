@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from headrace.kernels.module_walk import named_modules
 from headrace.paramserver.system.text import first_of
 from headrace.streamer.taps.hooks import hook_step
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.model_tree import named_modules
 from headrace.streamer.taps.optimizer_rules import changed_rows
 
 __all__ = ["UntappedTables", "bare_parameters", "warn_frozen"]
