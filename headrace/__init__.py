@@ -15,7 +15,12 @@ if TYPE_CHECKING:
         EmbeddingReplica,
         MemoryStorage,
         ReplicaConfig,
+        ReplicaEmbedding,
+        ReplicaEmbeddingBag,
         ReplicaEmbeddingBagCollection,
+        ReplicaEmbeddingCollection,
+        ReplicaManagedCollisionCollection,
+        serve_model,
     )
     from headrace.paramserver.rpc.security import client_tls_context, load_token
     from headrace.paramserver.shard.launch import ServerProcess
@@ -30,12 +35,17 @@ __all__ = [
     "MemoryStorage",
     "RawEmbeddingStreamer",
     "ReplicaConfig",
+    "ReplicaEmbedding",
+    "ReplicaEmbeddingBag",
     "ReplicaEmbeddingBagCollection",
+    "ReplicaEmbeddingCollection",
+    "ReplicaManagedCollisionCollection",
     "ServerProcess",
     "StreamerConfig",
     "__version__",
     "client_tls_context",
     "load_token",
+    "serve_model",
 ]
 
 __version__ = "0.1.0"
@@ -48,11 +58,16 @@ _HOME_BY_NAME = {
     "MemoryStorage": "headrace.paramserver.replica",
     "RawEmbeddingStreamer": "headrace.streamer",
     "ReplicaConfig": "headrace.paramserver.replica",
+    "ReplicaEmbedding": "headrace.paramserver.replica",
+    "ReplicaEmbeddingBag": "headrace.paramserver.replica",
     "ReplicaEmbeddingBagCollection": "headrace.paramserver.replica",
+    "ReplicaEmbeddingCollection": "headrace.paramserver.replica",
+    "ReplicaManagedCollisionCollection": "headrace.paramserver.replica",
     "ServerProcess": "headrace.paramserver.shard.launch",
     "StreamerConfig": "headrace.streamer",
     "client_tls_context": "headrace.paramserver.rpc.security",
     "load_token": "headrace.paramserver.rpc.security",
+    "serve_model": "headrace.paramserver.replica",
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FoundModule", "is_a", "named_modules"]
+__all__ = ["FoundModule", "inside_wrapper", "is_a", "named_modules"]
 
 # By a wrapper's class, the attribute that holds the user's module. Class names, so that nothing is imported that the
 # model does not use.
@@ -32,6 +32,18 @@ def is_a(thing: object, class_name: str) -> bool:
 @functools.lru_cache(maxsize=1024)  # called for every table, several times a step
 def _class_names(classes: tuple[type, ...]) -> frozenset[str]:
     return frozenset(each.__name__ for each in classes)
+
+
+def inside_wrapper(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper (data or model parallel, compiled) holds; None if this is no wrapper."""
+    # DMPCollection (2D parallel) is taken as it is, and refused later: its rows are on several ranks.
+    if is_a(module, "DMPCollection"):
+        return None
+    for class_name, attribute in _WRAPPERS.items():
+        if is_a(module, class_name):
+            inner: nn.Module = getattr(module, attribute)
+            return inner
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +72,12 @@ def named_modules(model: nn.Module) -> Iterator[FoundModule]:
 
 def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundModule]:
     module = found.module
-    for class_name, attribute in _WRAPPERS.items():
-        # DMPCollection (2D parallel) is yielded as it is, and refused later: its rows are on several ranks.
-        if is_a(module, class_name) and not is_a(module, "DMPCollection"):
-            replicated_by = module if class_name == "DistributedDataParallel" else found.replicated_by
-            flattened_by = module if class_name == "FullyShardedDataParallel" else found.flattened_by
-            inner = FoundModule(found.path, getattr(module, attribute), replicated_by, flattened_by)
-            yield from _named_modules(inner, seen)
-            return
+    inner_module = inside_wrapper(module)
+    if inner_module is not None:
+        replicated_by = module if is_a(module, "DistributedDataParallel") else found.replicated_by
+        flattened_by = module if is_a(module, "FullyShardedDataParallel") else found.flattened_by
+        yield from _named_modules(FoundModule(found.path, inner_module, replicated_by, flattened_by), seen)
+        return
     if module in seen:
         return
     seen.add(module)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec_models import fuse, parallel, plan_of
 
-__all__ = ["ROWS", "collision_model", "drifting_ids", "train_collisions_on_rank"]
+__all__ = ["BATCH", "DIM", "ROWS", "collision_model", "drifting_ids", "train_collisions_on_rank"]
 
 ROWS = 41
 DIM = 8

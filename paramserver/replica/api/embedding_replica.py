@@ -205,6 +205,20 @@ class EmbeddingReplica:
             self._count_missing(name, ids, missing)
         return [rows for rows, _ in found]
 
+    def at_one_moment(self, compute: Callable[[], _T]) -> _T:
+        """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.
+
+            scores = replica.at_one_moment(lambda: served(batch))
+
+        With `consistency="step"` the moment is at a step, which is `step` within the function. If an update becomes
+        visible meanwhile, the function is called again, and updates wait until it returns: it must change nothing, and
+        its missing ids are counted each time. It may not wait for an update (`wait_for`).
+
+        Raises:
+            HeadraceError: As for `lookup`.
+        """
+        return self._with_table_set(lambda table_set: table_set.seqlock.read(compute))
+
     def _with_table_set(self, look: Callable[[TableSet], _T]) -> _T:
         while True:
             table_set = self._table_set

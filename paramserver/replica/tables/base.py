@@ -16,13 +16,14 @@ from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["Bools", "Found", "Ids", "Pooling", "ReplicaTable", "SeqLock", "as_ids", "default_row"]
+__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "SeqLock", "as_ids", "default_row"]
 
 _T = TypeVar("_T")
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Pooling = Literal["sum", "mean"]
+PoolingMode = Literal["sum", "mean", "max"]
 Found = tuple[torch.Tensor, Bools]
 """Rows or bags `[n, dim]`, and bool[n], which of the ids are missing."""
 
@@ -103,7 +104,7 @@ class SeqLock:
         """Return the result of `look`, computed from one moment.
 
         `look` is called once or twice and must not change anything. Its exception counts only if nobody wrote
-        meanwhile.
+        meanwhile. It may read itself: nobody writes then, or the outer read is repeated too.
         """
         version = self._version
         if not version & 1:

@@ -80,6 +80,10 @@ def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is
                     expected, found = ebc(features), ours(features)
                 assert found.keys() == expected.keys() and found.length_per_key() == expected.length_per_key()
                 assert torch.equal(found.values().view(torch.int32), expected.values().view(torch.int32))
+                again = torch.randint(0, features.stride(), (3, 2 * features.stride()))
+                features._inverse_indices = (["a", "b", "c"], again)  # a batch without repeated examples
+                with torch.no_grad():
+                    assert torch.equal(ours(features).values(), ebc(features).values())
                 parts: dict[str, Any] = {}
                 for name, part in features.to_dict().items():
                     parts[name] = (part.values(), part.offsets(), *([part.weights()] if is_weighted else []))

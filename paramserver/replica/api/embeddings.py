@@ -1,0 +1,215 @@
+"""Modules like torch's `nn.Embedding` and `nn.EmbeddingBag` that read from a replica."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.api.lookups import BagLookup, ReplicaModule, RowLookup, check_bags, spec_in
+from headrace.paramserver.replica.tables.base import PoolingMode, as_ids
+from headrace.schemas.errors import ConfigError, RequestError
+
+__all__ = ["ReplicaEmbedding", "ReplicaEmbeddingBag"]
+
+
+class _OfOneTable(ReplicaModule):
+    """What both modules have: the table, by its whole name, and its size."""
+
+    def __init__(self, replica: EmbeddingReplica, fqn: str, padding_idx: int | None) -> None:
+        super().__init__(replica)
+        spec = spec_in(replica, fqn)
+        self.fqn = spec.fqn
+        self.num_embeddings = spec.num_rows
+        self.embedding_dim = spec.dim
+        self.padding_idx = padding_idx
+        if padding_idx is not None and spec.num_rows:
+            if not -spec.num_rows <= padding_idx < spec.num_rows:
+                raise ConfigError(
+                    f"table {self.fqn!r}: padding_idx {padding_idx} is no row, there are {spec.num_rows:,}"
+                )
+            self.padding_idx = padding_idx % spec.num_rows
+        self._dtype = TORCH_DTYPES[spec.dtype]
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the module."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, table={self.fqn!r}{padding}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} of table {self.fqn!r} has no `weight`: its rows are in the replica and change; "
+                "call the module, or EmbeddingReplica.lookup"
+            )
+        return super().__getattr__(name)
+
+    def _check_input(self, given: torch.Tensor) -> None:
+        if given.is_nested:
+            raise RequestError(f"table {self.fqn!r}: a nested tensor is not looked up: pass its values() and offsets()")
+
+
+class ReplicaEmbedding(_OfOneTable):
+    """Looks rows up in a replica; in place of the trained `nn.Embedding`, with the same results, bit for bit.
+
+        users = ReplicaEmbedding(replica, "user.weight")
+        rows = users(ids)                           # [*ids.shape, dim] on the ids' device
+
+    Thread: any, like the replica.
+
+    Attributes:
+        fqn: Whole name of the table.
+        num_embeddings: Number of rows; 0 for a table of virtual ids.
+        embedding_dim: Number of columns.
+        padding_idx: Row of the padding; None without.
+    """
+
+    def __init__(self, replica: EmbeddingReplica, fqn: str, *, padding_idx: int | None = None) -> None:
+        """Read from a replica.
+
+        Args:
+            replica: Open; the caller closes it.
+            fqn: Table, as for `EmbeddingReplica.spec_of`.
+            padding_idx: Row whose ids are padding; negative counts from the end. The replica looks it up like another,
+                but reads zeros and misses nothing if no trainer has sent it.
+
+        Raises:
+            ConfigError: The replica has no such table, or the table no such row.
+            RequestError: Several models have the table.
+        """
+        super().__init__(replica, fqn, padding_idx)
+
+    @classmethod
+    def like(cls, embedding: nn.Embedding, replica: EmbeddingReplica, fqn: str) -> ReplicaEmbedding:
+        """Create one with the settings of an `nn.Embedding`, which may be on the meta device."""
+        return cls(replica, fqn, padding_idx=embedding.padding_idx)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of integer ids of any shape, `[*input.shape, dim]` in the table's dtype, on `input`'s device.
+
+        Raises:
+            HeadraceError: As for `EmbeddingReplica.lookup`.
+        """
+        rows: torch.Tensor = self._untraced(input)
+        return rows
+
+    def _look_up(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input(input)
+        ids = as_ids(input)
+        (rows,) = self._replica.look([(self.fqn, ids.reshape(-1), RowLookup(self.padding_idx))])
+        return rows.view(*ids.shape, self.embedding_dim).to(input.device)
+
+
+class ReplicaEmbeddingBag(_OfOneTable):
+    """Pools rows of a replica; in place of the trained `nn.EmbeddingBag`, with the same results, bit for bit.
+
+        tags = ReplicaEmbeddingBag(replica, "tags.weight", mode="mean")
+        pooled = tags(ids, offsets)                 # [bags, dim] on the ids' device
+
+    Thread: any, like the replica.
+
+    Attributes:
+        fqn: Whole name of the table.
+        num_embeddings: Number of rows; 0 for a table of virtual ids.
+        embedding_dim: Number of columns.
+        mode: How the rows of a bag are combined.
+        include_last_offset: Whether offsets end with the number of ids.
+        padding_idx: Row that bags leave out; None without.
+    """
+
+    def __init__(
+        self,
+        replica: EmbeddingReplica,
+        fqn: str,
+        *,
+        mode: PoolingMode = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
+        """Read from a replica.
+
+        Args:
+            replica: Open; the caller closes it.
+            fqn: Table, as for `EmbeddingReplica.spec_of`.
+            mode: `sum`, `mean` or `max`.
+            include_last_offset: Offsets have one more entry, the number of ids.
+            padding_idx: Row that bags leave out; negative counts from the end.
+
+        Raises:
+            ConfigError: The replica has no such table, the table no such row, or there is no such mode.
+            RequestError: Several models have the table.
+        """
+        super().__init__(replica, fqn, padding_idx)
+        if mode not in get_args(PoolingMode):
+            raise ConfigError(f"table {self.fqn!r}: mode is {mode!r}, must be sum, mean or max")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def like(cls, bag: nn.EmbeddingBag, replica: EmbeddingReplica, fqn: str) -> ReplicaEmbeddingBag:
+        """Create one with the settings of an `nn.EmbeddingBag`, which may be on the meta device."""
+        return cls(
+            replica,
+            fqn,
+            mode=cast("PoolingMode", bag.mode),
+            include_last_offset=bag.include_last_offset,
+            padding_idx=bag.padding_idx,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the module."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the pooled bags, `[bags, dim]` in the table's dtype, on `input`'s device; zeros for an empty bag.
+
+        Args:
+            input: Integer ids: `[bags, n]`, or `[ids]` with offsets.
+            offsets: Where each bag begins, `[bags]`; with `include_last_offset` `[bags + 1]`. For ids `[ids]` only.
+            per_sample_weights: Of `input`'s shape and the table's dtype; for sums only.
+
+        Raises:
+            RequestError: The arguments do not match.
+            HeadraceError: As for `EmbeddingReplica.lookup`.
+        """
+        pooled: torch.Tensor = self._untraced(input, offsets, per_sample_weights)
+        return pooled
+
+    def _look_up(
+        self, input: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        self._check_input(input)
+        what = f"table {self.fqn!r}"
+        if per_sample_weights is not None and self.mode != "sum":
+            raise RequestError(f"{what}: only sums can be weighted, the mode is {self.mode}")
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            shape = tuple(per_sample_weights.shape)
+            raise RequestError(f"{what}: ids of shape {tuple(input.shape)} and weights of shape {shape}")
+        bounds = self._bounds(input, offsets)
+        ids = as_ids(input).reshape(-1)
+        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        check_bags(what, ids, bounds, weights, self._dtype)
+        lookup = BagLookup(bounds, self.mode, weights, self.padding_idx)
+        (pooled,) = self._replica.look([(self.fqn, ids, lookup)])
+        return pooled.to(input.device)
+
+    def _bounds(self, given: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        """Return where bags begin and the last one ends, int64[bags + 1] on the CPU."""
+        if given.dim() == 2:
+            if offsets is not None:
+                raise RequestError(f"table {self.fqn!r}: ids of two dimensions are bags: omit the offsets")
+            return torch.arange(given.shape[0] + 1) * given.shape[1]
+        if given.dim() != 1 or offsets is None or offsets.dim() != 1:
+            raise RequestError(f"table {self.fqn!r}: ids must be [bags, n], or [ids] with offsets [bags]")
+        bounds = torch.from_numpy(as_ids(offsets))
+        if self.include_last_offset:
+            return bounds
+        return torch.cat([bounds, torch.tensor([given.numel()])])

@@ -1,0 +1,120 @@
+"""What the modules that read from a replica have in common, and what they look up: functions of a table's rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, ReplicaTable, as_ids
+from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
+from headrace.schemas.tables import TableSpec
+
+__all__ = ["BagLookup", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
+
+
+def spec_in(replica: EmbeddingReplica, fqn: str) -> TableSpec:
+    """Return the spec of a table that a module is to read; raise `ConfigError` unless the replica has one such."""
+    try:
+        return replica.spec_of(fqn)
+    except UnknownTableError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+class ReplicaModule(nn.Module):
+    """A module whose forward reads from a replica; a compiled model calls it outside of its graphs.
+
+    A lookup reads numpy arrays that another thread writes, and takes locks: a traced one would fail, or be a constant.
+    """
+
+    def __init__(self, replica: EmbeddingReplica) -> None:
+        """Read from an open replica; the caller closes it."""
+        super().__init__()
+        self._replica = replica
+        self._untraced = torch.compiler.disable(self._look_up)  # type: ignore[no-untyped-call]
+
+    @abstractmethod
+    def _look_up(self, *args: Any) -> Any:
+        """Compute the forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLookup:
+    """Gathers rows.
+
+    The row of `padding_id` is seldom sent, because nothing trains it. If it is not there it reads as zeros, as torch
+    creates it, and does not count as missing.
+    """
+
+    padding_id: int | None = None
+
+    def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
+        """Return rows and which of the ids are missing."""
+        rows, missing = table.gather(ids)
+        if self.padding_id is not None and missing.any():
+            is_padding = missing & (ids == self.padding_id)
+            rows[torch.from_numpy(is_padding)] = 0
+            missing = missing & ~is_padding
+        return rows, missing
+
+
+@dataclass(frozen=True, slots=True)
+class BagLookup:
+    """Pools rows to bags; ids equal to `padding_id` are left out, and never missing.
+
+    torch's kernel runs on the same rows in the same order as in the trainer, which gives the same bits. With a padding
+    id torch takes another kernel, also for bags without padding.
+    """
+
+    # int64[b + 1] on the CPU, checked by `check_bags`.
+    offsets: torch.Tensor
+    mode: PoolingMode
+    # For sums, in the table's dtype.
+    weights: torch.Tensor | None = None
+    padding_id: int | None = None
+
+    def __call__(self, table: ReplicaTable, ids: Ids) -> Found:
+        """Return bags in the table's dtype, and which of the ids are missing."""
+        weights = None if self.weights is None else self.weights.detach().cpu()
+        if self.mode != "max" and self.padding_id is None:
+            return table.pool(ids, self.offsets, self.mode, weights)
+        at, padding_at = np.arange(ids.size), None
+        if self.padding_id is None:
+            rows, missing = table.gather(ids)
+        else:
+            # The padding row comes last, once, and stands for all padding.
+            rows, missing = table.gather(np.append(ids, self.padding_id))
+            is_padding = ids == self.padding_id
+            padding_at = ids.size
+            at[is_padding] = padding_at
+            missing = missing[:-1] & ~is_padding
+        pooled = torch.nn.functional.embedding_bag(
+            torch.from_numpy(at),
+            rows,
+            self.offsets,
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=True,
+            padding_idx=padding_at,
+        )
+        return pooled, missing
+
+
+def check_bags(what: str, ids: Ids, offsets: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Check what the kernels for packed rows trust; wrong offsets would make them read beyond the ids.
+
+    `what` begins the message, as in "feature 'user'"; `dtype` is the table's, which weights must have.
+    """
+    bounds = as_ids(offsets)
+    is_good = ids.ndim == bounds.ndim == 1 and bounds.size > 0 and bounds[0] == 0 and bounds[-1] == ids.size
+    if not is_good or (np.diff(bounds) < 0).any():
+        raise RequestError(f"{what}: offsets of {ids.size} ids must rise from 0 to {ids.size}, one per bag")
+    if weights is not None and weights.shape != ids.shape:
+        raise RequestError(f"{what}: {ids.size} ids and weights of shape {tuple(weights.shape)}")
+    if weights is not None and weights.dtype is not dtype:
+        raise RequestError(f"{what}: weights are {weights.dtype}, must be {dtype} like the table's rows")
