@@ -36,7 +36,7 @@ from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.table_names import TableNames, model_of
 from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
-__all__ = ["EmbeddingReader", "Rows", "read_deadline"]
+__all__ = ["EmbeddingReader", "Rows", "read_deadline", "scalars_by_table"]
 
 _Int64s = npt.NDArray[np.int64]
 _Answered = Callable[[], None]
@@ -311,17 +311,8 @@ class EmbeddingReader:
 
     async def scalars(self, fqn: str, *, timeout_s: float | None = None) -> dict[str, np.generic]:
         """Return a table's newest scalars (an optimizer's step count), by name. Cancellation: harmless."""
-        fqn = self._names.find(fqn) or fqn
-        newest: dict[str, tuple[int, int, np.generic]] = {}
-        for status in await self.status(timeout_s=timeout_s):
-            for table in status.tables:
-                for stored in (table.scalars or ()) if table.spec.fqn == fqn else ():
-                    scalar = stored.scalar
-                    value = np.frombuffer(scalar.data, DType(scalar.dtype).numpy)[0]
-                    known = newest.get(scalar.name)
-                    if known is None or (stored.epoch, stored.step) > known[:2]:
-                        newest[scalar.name] = (stored.epoch, stored.step, value)
-        return {name: value for name, (_, _, value) in newest.items()}
+        statuses = await self.status(timeout_s=timeout_s)
+        return scalars_by_table(statuses).get(self._names.find(fqn) or fqn, {})
 
     async def close(self) -> None:
         """Close all connections; idempotent. Cancellation: some may stay open until the next call."""
@@ -397,6 +388,19 @@ class EmbeddingReader:
             reply = await retry(lambda: link.get(request))
         answered()
         await _gather([self._fill_parts(link, [part], answered) for part in scatter_reply(reply, parts)])
+
+
+def scalars_by_table(statuses: Sequence[Any]) -> dict[str, dict[str, np.generic]]:
+    """Return the newest scalars of each table, by fqn and name, of all shards' `idl.StatusReply`."""
+    newest: dict[str, dict[str, tuple[int, int, np.generic]]] = {}
+    for table in [table for status in statuses for table in status.tables]:
+        known = newest.setdefault(table.spec.fqn, {})
+        for stored in table.scalars or ():
+            scalar = stored.scalar
+            value = np.frombuffer(scalar.data, DType(scalar.dtype).numpy)[0]
+            if scalar.name not in known or (stored.epoch, stored.step) > known[scalar.name][:2]:
+                known[scalar.name] = (stored.epoch, stored.step, value)
+    return {fqn: {name: value for name, (_, _, value) in known.items()} for fqn, known in newest.items()}
 
 
 @contextlib.asynccontextmanager

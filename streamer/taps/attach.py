@@ -18,7 +18,14 @@ from headrace.streamer.taps.fbgemm import FbgemmTap, FusedTables, is_table_batch
 from headrace.streamer.taps.guards.tapped_modules import ModulePlaces, add_tapped, check_untapped, remove_tapped
 from headrace.streamer.taps.guards.untapped_tables import UntappedTables, bare_parameters, warn_frozen
 from headrace.streamer.taps.hooks import StepBoundary
-from headrace.streamer.taps.local_parts import Replicas, dtensor_parts, is_dtensor, replica_part, replicas_in
+from headrace.streamer.taps.local_parts import (
+    Replicas,
+    dtensor_parts,
+    is_dtensor,
+    replica_groups,
+    replica_part,
+    replicas_in,
+)
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
@@ -62,6 +69,7 @@ def tap_model(
     on_step: Callable[[], None],
     *,
     tables: Iterable[str] | None = None,
+    is_streamed: bool = True,
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
@@ -77,6 +85,7 @@ def tap_model(
             fused ones) a step ends at the model's next forward in training mode, or at `Tap.end_step`.
         on_step: Called at each step boundary, on the training thread.
         tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
+        is_streamed: Log what streaming the model costs, and which tables it leaves out.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
@@ -87,7 +96,7 @@ def tap_model(
     tap: _ModelTap | None = None
     failure: Exception | None = None
     try:
-        tap = _ModelTap(model, inner_optimizers(optimizers), on_step, selection)
+        tap = _ModelTap(model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed)
     except Exception as exc:
         if _world_size() == 1:
             raise
@@ -116,6 +125,8 @@ class _ModelTap:
         optimizers: list[torch.optim.Optimizer],
         on_step: Callable[[], None],
         selection: Selection,
+        *,
+        is_streamed: bool,
     ) -> None:
         sources = _Sources(model, selection)
         # The modules inside sharded ones too, because `install` could stream one of those alone.
@@ -134,7 +145,8 @@ class _ModelTap:
         try:
             for fused in sources.fused:
                 self._parts.append(FbgemmTap(fused, note_update=self._note_update))
-            self._parts.append(TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step))
+            of_torch = TorchOptimTap(sources.parameters, optimizers, self._note_update, self._finish_step)
+            self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
             self.names = frozenset(table.spec.fqn for table in self.tables)
             may_be_elsewhere = sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
@@ -149,7 +161,9 @@ class _ModelTap:
             self.close()
             raise
         add_tapped(self._modules)
-        warn_frozen(sources.frozen)
+        if is_streamed:
+            of_torch.warn_wide_reach()
+            warn_frozen(sources.frozen)
 
     def end_step(self) -> bool:
         return self._boundary is not None and self._boundary.end_step()
@@ -240,6 +254,7 @@ class _Sources:
         self._parameters[id(parameter)] = TableParameter(
             parts=known.parts if known else _parts_of(fqn, parameter, found),
             parameter=parameter,
+            replica_groups=known.replica_groups if known else _replica_groups_of(parameter, found),
             is_sparse=module.sparse and (known is None or known.is_sparse),
             is_in_use=lambda: (known is None or known.is_in_use()) and has_weight(),
         )
@@ -269,6 +284,12 @@ def _parts_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> tuple[Ta
     if not parameter.requires_grad or _world_size() == 1:
         return (part,)
     return (replica_part(part, num_rows, _replicas_of(fqn, parameter, found)),)
+
+
+def _replica_groups_of(parameter: nn.Parameter, found: FoundModule) -> tuple[Any, ...]:
+    if is_dtensor(parameter):
+        return replica_groups(parameter)
+    return () if found.replicated_by is None else (found.replicated_by.process_group,)
 
 
 def _replicas_of(fqn: str, parameter: nn.Parameter, found: FoundModule) -> Replicas:

@@ -153,6 +153,7 @@ class FbgemmTap:
             states=lambda: {name: state for name, (state, _) in self._values.states_and_kinds(index).items()},
             identities=identities,
             scalars=self._values.scalars,
+            holder=self._values,
             is_in_use=self._is_in_use,
         )
 
@@ -333,6 +334,18 @@ class _Values:
 
     def scalars(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self._module, name).detach() for name in self._scalar_names}
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the module's count of steps; all its tables have one."""
+        if _COUNT in self._scalar_names and _COUNT in scalars:
+            self._module.iter.fill_(int(scalars[_COUNT]))
+            self._module.iter_cpu.fill_(int(scalars[_COUNT]))  # what an update reads
+
+    def create_states(self) -> None:
+        """Do nothing: the module has its states from the start."""
+
+    def share_rows(self) -> None:
+        """Do nothing: no other rank has its rows."""
 
     def snapshot(self) -> _Snapshot:
         """Return numbers that differ after torch wrote or replaced a store; fused updates do not count."""

@@ -17,7 +17,7 @@ from headrace.kernels.module_walk import is_a
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.tapped_table import TablePart
 
-__all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "replica_part", "replicas_in"]
+__all__ = ["Replicas", "dtensor_parts", "is_dtensor", "local_tensor", "replica_groups", "replica_part", "replicas_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
             f"not of {(_length(runs[0]), _length(runs[1]))}"
         )
     rows = list(_within(_with_local_firsts(runs[0]), Replicas(replica, num_replicas).row_range(local_shape[0])))
+    # A part without rows stands for a rank that streams none: it still has the table's scalars, and maybe replicas.
+    rows = rows or [(runs[0][0][0] if runs[0] else 0, 0, 0)]
     return tuple(
         TablePart(
             fqn=fqn,
@@ -114,6 +116,15 @@ def dtensor_parts(fqn: str, tensor: Any) -> tuple[TablePart, ...]:
         for row, row_count, first_row in rows
         for column, column_count, first_column in _with_local_firsts(runs[1])
     )
+
+
+def replica_groups(tensor: Any) -> tuple[Any, ...]:
+    """Return the process groups in which a DTensor's local tensors are equal, the innermost mesh dimension first.
+
+    `dtensor_parts` numbers replicas in this order, so the rows of each group's ranks together follow one another.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if placements[dim].is_replicate())
 
 
 # The runs of a local dimension: where each begins in the whole dimension, and its length.

@@ -48,6 +48,8 @@ class Rule:
     reach: Callable[[_Settings, torch.dtype, bool], Reach]
     # States with one value per table, such as the step count.
     scalars: tuple[str, ...] = ()
+    # Returns the scalars that the first step creates, where the constructor has not; its row states are zeros.
+    first_scalars: Callable[[_Settings, torch.Tensor], dict[str, Any]] = lambda group, parameter: {}
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -115,7 +117,20 @@ def _moves_zeros(group: _Settings, is_sparse: bool) -> bool:
     return not is_sparse and (bool(group.get("maximize")) or not is_finite)
 
 
-_ADAM = Rule(states=_adam_states, refuse=_refuse_small_eps, reach=_reach_with_moments, scalars=("step",))
+def _first_step_of_adam(group: _Settings, parameter: torch.Tensor) -> dict[str, Any]:
+    """Source: `_init_group` in `torch/optim/adam.py`, torch 2.13."""
+    is_double = not group["fused"] and torch.get_default_dtype() == torch.float64
+    device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+    return {"step": torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device=device)}
+
+
+_ADAM = Rule(
+    states=_adam_states,
+    refuse=_refuse_small_eps,
+    reach=_reach_with_moments,
+    scalars=("step",),
+    first_scalars=_first_step_of_adam,
+)
 _RULES = {
     "torch.optim.sgd.SGD": Rule(states=_sgd_states, refuse=_refuse_sgd, reach=_reach_of_sgd),
     "torch.optim.adagrad.Adagrad": Rule(
@@ -128,6 +143,7 @@ _RULES = {
         refuse=lambda group, dtype, is_sparse: None,
         reach=lambda group, dtype, is_sparse: Reach.GRADIENT,
         scalars=("step",),
+        first_scalars=lambda group, parameter: {"step": 0},
     ),
     "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": Rule(
         states=lambda _: (("sum", True),), refuse=_refuse_small_eps, reach=_reach_without_moments, scalars=("step",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, Ta
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.row_extras import RowMeta
 
-__all__ = ["DeletedRows", "RowIndex", "TablePart", "TappedTable", "tap_part", "zero_state"]
+__all__ = ["DeletedRows", "Holder", "RowIndex", "TablePart", "TappedTable", "tap_part", "zero_state"]
 
 _DEFAULT_BITMAP_BYTES = 256 * 2**20
 
@@ -85,6 +85,22 @@ class RowIndex(Protocol):
         """Return the ids of all present rows, int64[n], unique, in any order."""
 
 
+class Holder(Protocol):
+    """What holds the values of tables, for writing restored ones: a parameter with its optimizer, or a fused module."""
+
+    def create_states(self) -> None:
+        """Create the states that the optimizer's first step creates, where there are none yet."""
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the values kept once per table, by name, as far as the optimizer has them now."""
+
+    def share_rows(self) -> None:
+        """Send this rank's rows, with their states, to the replicas on other ranks, and receive theirs.
+
+        All ranks that hold replicas must call it together, with the same states created.
+        """
+
+
 class TappedTable:
     """The part of a table that this rank streams: description, live values and dirty rows.
 
@@ -103,6 +119,7 @@ class TappedTable:
         deleted: Evicted rows.
         meta: Opaque bytes that travel with rows, or None.
         on_move: Called, if not None, when `dirty` has moved to or from a device.
+        holder: What holds the values; None for a table that cannot be restored.
     """
 
     def __init__(
@@ -119,6 +136,7 @@ class TappedTable:
         is_in_use: Callable[[], bool] = lambda: True,
         index: RowIndex | None = None,
         meta: RowMeta | None = None,
+        holder: Holder | None = None,
     ) -> None:
         """Describe a table without dirty rows; a `shard` of None is all columns.
 
@@ -133,6 +151,7 @@ class TappedTable:
         self.num_local_rows = num_local_rows
         self.index = index
         self.meta = meta
+        self.holder = holder
         self._num_ids = num_local_rows if index is None else VIRTUAL_ROWS
         self.dirty: TableDirtySet = dirty_set(self._num_ids, max_bitmap_bytes=_DEFAULT_BITMAP_BYTES)
         self.on_move: Callable[[], None] | None = None

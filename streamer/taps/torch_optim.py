@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +41,8 @@ _Marks = dict[DeviceBitmap, list[tuple[DeviceDirtyRows, torch.Tensor]]]
 
 # Number of tables with a probe, which costs 30 µs a step. Whoever copies a model copies all its tables.
 _MAX_PROBED = 8
+# Replicas get rows in pieces of this size.
+_SHARE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,8 @@ class TableParameter:
     parameter: torch.nn.Parameter
     # Whether its gradient is expected to be sparse.
     is_sparse: bool
+    # Process groups in which all ranks hold the same rows, of which each streams its share; the innermost first.
+    replica_groups: tuple[Any, ...] = ()
     # Returns whether the model still uses it, and no other parameter in its place.
     is_in_use: Callable[[], bool] = lambda: True
 
@@ -170,10 +175,58 @@ class TrackedParameter:
                 if self.fits(name, state):
                     touched.mark(nonzero_rows(part.part.rows(state), waits=not self.is_on_device))
 
+    def create_states(self) -> None:
+        """Create the states that the optimizer's first step creates, where there are none yet."""
+        group = self.group()
+        assert group is not None, "`_track` has found it"
+        known = self.optimizer.state.get(self.parameter, {})
+        created = self.rule.first_scalars(group, self.parameter)
+        for name, _ in self.states:
+            if known.get(name) is None:
+                created[name] = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        for name, value in created.items():
+            if known.get(name) is None:
+                self.optimizer.state[self.parameter][name] = value
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the values kept once per table, by name, as far as the optimizer has them now."""
+        state = self.optimizer.state.get(self.parameter, {})
+        for name in [name for name in self.rule.scalars if name in scalars and state.get(name) is not None]:
+            if isinstance(present := state[name], torch.Tensor):
+                local_tensor(present).fill_(scalars[name])
+            else:
+                state[name] = type(present)(scalars[name])
+
+    def share_rows(self) -> None:
+        """Send this rank's rows, with their states, to the replicas on other ranks, and receive theirs."""
+        tensors = [local_tensor(self.parameter), *self.made().values()]
+        parts = [part.part for part in self.parts]
+        first = min(part.first_row for part in parts)
+        end = max(part.first_row + (part.num_local_rows or 0) for part in parts)
+        for group in self.source.replica_groups:
+            spans: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(spans, (first, end), group=group)
+            for member, span in enumerate(spans):
+                for tensor in tensors:
+                    _broadcast_rows(tensor[slice(*span)], dist.get_global_rank(group, member), group)
+            held = [span for span in spans if span[0] < span[1]]
+            first, end = (min(first for first, _ in held), max(end for _, end in held)) if held else (0, 0)
+
     def fits(self, name: str, state: torch.Tensor) -> bool:
         """Return whether a state has the shape that the optimizer gives it; a flush refuses any other."""
         num_rows, num_columns = local_tensor(self.parameter).shape
         return state.shape == (num_rows, 1 if dict(self.states)[name] else num_columns)
+
+
+def _broadcast_rows(rows: torch.Tensor, source: int, group: Any) -> None:
+    """Copy `[n, width]` from rank `source` to the other ranks of a group, which have as many rows."""
+    if not rows.numel():
+        return
+    for piece in torch.split(rows, max(1, _SHARE_BYTES // (rows.shape[1] * rows.element_size()))):
+        whole = piece.contiguous()  # a copy only if the tensor is a view of columns
+        dist.broadcast(whole, source, group=group)
+        if whole.data_ptr() != piece.data_ptr():
+            piece.copy_(whole)
 
 
 def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
@@ -215,7 +268,6 @@ class TorchOptimTap:
         others = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
         check_not_aliased([(each.name, each.parameter) for each in self._tracked], others)
         self.tables = [part.table for tracked in self._tracked for part in tracked.parts]
-        _warn_wide_reach(self._tracked)
         by_optimizer: dict[int, list[TrackedParameter]] = {}
         for place, tracked in enumerate(self._tracked):
             tracked.probe = RowProbe() if place < _MAX_PROBED else None
@@ -237,6 +289,19 @@ class TorchOptimTap:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def warn_wide_reach(self) -> None:
+        """Log, for each optimizer and reach, the tables of which more than the batches' rows are streamed."""
+        found: dict[tuple[str, Reach], list[str]] = {}
+        for each in self._tracked:
+            group = each.group()
+            assert group is not None, "`_track` has just found it"
+            reach = each.rule.reach(group, each.parameter.dtype, each.source.is_sparse)
+            if reach is not Reach.GRADIENT:
+                found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
+        for (kind, reach), names in found.items():
+            text = "each step of %s may change %s of a table, and streams these: %s"
+            _log.warning(text, kind, reach.value, first_of(names))
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -338,20 +403,6 @@ class TorchOptimTap:
                 part.table.dirty.mark(local_ids)
 
 
-def _warn_wide_reach(tracked: list[TrackedParameter]) -> None:
-    """Log, for each optimizer and reach, the tables of which more than the batches' rows are streamed."""
-    found: dict[tuple[str, Reach], list[str]] = {}
-    for each in tracked:
-        group = each.group()
-        assert group is not None, "`_track` has just found it"
-        reach = each.rule.reach(group, each.parameter.dtype, each.source.is_sparse)
-        if reach is not Reach.GRADIENT:
-            found.setdefault((type(each.optimizer).__name__, reach), []).append(each.name)
-    for (kind, reach), names in found.items():
-        text = "each step of %s may change %s of a table, and streams these: %s"
-        _log.warning(text, kind, reach.value, first_of(names))
-
-
 def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> TrackedParameter:
     """Find the one optimizer of a table and describe the table, or refuse it."""
     parameter, fqn = source.parameter, source.parts[0].fqn
@@ -401,6 +452,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
         is_in_use=tracked.source.is_in_use,
         states=lambda: _states(tracked, part, num_rows, num_columns),
         scalars=lambda: _scalars(tracked),
+        holder=tracked,
     )
     table.on_move = tracked.note_move
     return _TrackedPart(part=part, table=table, touched=DirtyRows(num_rows))

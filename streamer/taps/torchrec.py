@@ -150,7 +150,13 @@ def _dense_tables(
         if table.local_metadata is None:
             part = replica_part(part, parameter.shape[0], _replicas(part.fqn, group))
         is_in_use = functools.partial(_has_kernel, module, kernel)
-        yield TableParameter(parts=(part,), parameter=parameter, is_sparse=False, is_in_use=is_in_use)
+        yield TableParameter(
+            parts=(part,),
+            parameter=parameter,
+            is_sparse=False,
+            replica_groups=() if group is None else (group,),
+            is_in_use=is_in_use,
+        )
 
 
 def _replicas(fqn: str, group: Any) -> Replicas:
