@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.paramserver.shard.launch import ServerProcess
     from headrace.schemas.errors import HeadraceError
     from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
+    from headrace.streamer.restore import restore
 
 __all__ = [
     "DiskStorage",
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "client_tls_context",
     "load_token",
+    "restore",
     "serve_model",
 ]
 
@@ -67,6 +69,7 @@ _HOME_BY_NAME = {
     "StreamerConfig": "headrace.streamer",
     "client_tls_context": "headrace.paramserver.rpc.security",
     "load_token": "headrace.paramserver.rpc.security",
+    "restore": "headrace.streamer.restore",
     "serve_model": "headrace.paramserver.replica",
 }
 

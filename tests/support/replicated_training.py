@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 __all__ = [
     "PLACEMENTS",
     "PlainJob",
+    "place_whole",
     "refusal_on_rank",
     "train_ddp_on_rank",
     "train_dtensor_on_rank",
@@ -161,23 +163,29 @@ def _placements(text: str) -> list[Any]:
     return [one(word) for word in text.split()]
 
 
+@functools.cache
+def _mesh(shape: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape)
+
+
+def place_whole(whole: torch.Tensor, placement: str) -> Any:
+    """Return a DTensor of a key of `PLACEMENTS`, without communication: each rank keeps its part of the whole."""
+    from torch.distributed.tensor import distribute_tensor
+
+    shape, text = PLACEMENTS[placement]
+    return distribute_tensor(whole, _mesh(shape), _placements(text), src_data_rank=None)
+
+
 def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
     """Train a table that is a DTensor; the gradient is made whole on each rank and placed as the table is."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-    shape, text = PLACEMENTS[job.placement]
-    mesh, placements = init_device_mesh("cpu", shape), _placements(text)
-
-    def place(whole: torch.Tensor) -> DTensor:
-        # Without communication: every rank has the whole and keeps its part, however uneven.
-        placed: DTensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        return placed
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     torch.manual_seed(3)
     table = nn.Embedding(ROWS, DIM)
     whole = table.weight.detach().clone().requires_grad_()
-    table.weight = nn.Parameter(place(table.weight.detach()))
+    table.weight = nn.Parameter(place_whole(table.weight.detach(), job.placement))
     model = nn.Sequential()
     model.add_module(job.run, table)
     make = getattr(torch.optim, job.optimizer)
@@ -191,16 +199,17 @@ def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
         assert whole.grad is not None
         gradient = whole.grad.clone()
         if job.has_whole_gradient:
+            mesh = table.weight.device_mesh
             table.weight.grad = distribute_tensor(gradient, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         else:
-            table.weight.grad = place(gradient)
+            table.weight.grad = place_whole(gradient, job.placement)
         reference.step()
 
     result = _streamed(job, model, optimizer, train)
     # What torch puts together of strided shards is not right in every version: the same training, unsharded, is.
     values = _values({f"{job.run}.weight": whole}, reference)
     local = table.weight.to_local().detach()
-    assert torch.equal(local, place(whole.detach()).to_local())
+    assert torch.equal(local, place_whole(whole.detach(), job.placement).to_local())
     return {**result, "values": values}
 
 

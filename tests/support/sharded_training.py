@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec_models import FUSED, fuse, parallel, plan_of
 
-__all__ = ["BAG_TABLES", "Job", "train_on_rank", "whole_tables"]
+__all__ = ["BAG_TABLES", "Job", "batch", "build", "copied_shards", "load_whole", "train_on_rank", "whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
 # The table that leaves a rank without rows is not the last of its width: FBGEMM's CPU code would look for the next one
@@ -203,7 +203,7 @@ def copied_shards(model: Any, optimizer: Any = None) -> dict[str, dict[str, list
     }
 
 
-def _load(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
+def load_whole(model: Any, optimizer: Any, start: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
     """Copy whole tables into the shards that are here."""
     with torch.no_grad():
         for fqn, columns in live_shards(model, optimizer).items():
@@ -225,7 +225,7 @@ def train_on_rank(rank: int, job: Job) -> dict[str, Any]:
     assert job.address is not None
     core = getattr(model.module, job.module)
     if job.start is not None:
-        _load(model, optimizer, job.start)
+        load_whole(model, optimizer, job.start)
     with RawEmbeddingStreamer(job.address, run=job.run) as streamer:
         streamer.attach(model, optimizer, publish=job.publish)  # type: ignore[arg-type]
         for step in range(job.num_steps):

@@ -1,0 +1,488 @@
+"""Load a model's tables back from a server or a snapshot, so that training goes on as if it had never stopped.
+
+    tap ──▶ this rank's rows ──▶ read, some megabytes at a time ──▶ weights and states ──▶ replicas on other ranks
+
+The tap finds the tables, whatever trains or shards them, and is removed again. All ranks first compare their tables
+with what is stored and agree, so that a model that does not fit is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
+from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.system.text import describe_near, first_of
+from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
+from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
+from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
+from headrace.schemas.tables import DType, StateKind, TableSpec
+from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
+from headrace.streamer.resume import ask_store
+from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.tapped_table import Holder, TappedTable
+from headrace.streamer.world import World, current_world, warn_when_late
+
+__all__ = ["RestoreReport", "RestoredTable", "restore"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Array = npt.NDArray[Any]
+_Scalars = dict[str, float]
+
+# Rows are read in pieces of about this size.
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(kw_only=True, slots=True)
+class RestoredTable:
+    """What became of one table, on all ranks together.
+
+    Attributes:
+        name: The table's name on the server.
+        num_rows: Rows of the table.
+        num_restored: Rows that were read back.
+        epoch: Epoch of the newest of them; 0 if there is none.
+        step: Step of the newest of them.
+        scalars: Values kept once per table that were read back, such as the optimizer's `step`.
+        repeated_states: Rowwise states of a table that is split by columns. The trainer keeps one for each part, and
+            the store answers with that of the first columns, which all parts have now.
+    """
+
+    name: str
+    num_rows: int
+    num_restored: int = 0
+    epoch: int = 0
+    step: int = 0
+    scalars: dict[str, float] = field(default_factory=dict)
+    repeated_states: tuple[str, ...] = ()
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that the store lacks; they keep the model's values."""
+        return self.num_rows - self.num_restored
+
+    def __str__(self) -> str:
+        """Describe the table in one line."""
+        text = f"{self.name}: {self.num_restored} rows restored, {self.num_kept} kept"
+        text += "".join(f", {name} {value:g}" for name, value in self.scalars.items())
+        if self.repeated_states:
+            text += f"; of the first columns in all parts: {', '.join(self.repeated_states)}"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreReport:
+    """What `restore` has done, the same on every rank.
+
+    Attributes:
+        tables: The restored tables, by name.
+        skipped: With `strict=False`, the tables that were left as they are, and why.
+    """
+
+    tables: tuple[RestoredTable, ...]
+    skipped: Mapping[str, str]
+
+    @property
+    def num_restored(self) -> int:
+        """Rows that were read back."""
+        return sum(table.num_restored for table in self.tables)
+
+    @property
+    def num_kept(self) -> int:
+        """Rows of restored tables that the store lacks; they keep the model's values."""
+        return sum(table.num_kept for table in self.tables)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the newest row that was read back; 0 if there is none."""
+        return self._newest[0]
+
+    @property
+    def step(self) -> int:
+        """Step of the newest row that was read back: the last step, if training ended with a flush."""
+        return self._newest[1]
+
+    @property
+    def _newest(self) -> tuple[int, int]:
+        return max(((table.epoch, table.step) for table in self.tables), default=(0, 0))
+
+    def __str__(self) -> str:
+        """Describe each table in one line."""
+        lines = [*map(str, self.tables), *(f"{path}: left as it is: {why}" for path, why in self.skipped.items())]
+        return "\n".join(lines)
+
+
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    address: str | None = None,
+    *,
+    snapshot: str | os.PathLike[str] | None = None,
+    model_name: str | None = None,
+    tables: Iterable[str] | None = None,
+    states: bool = True,
+    strict: bool = True,
+    timeout_s: float | None = None,
+    config: StreamerConfig | None = None,
+) -> RestoreReport:
+    """Load a model's embedding tables back from a running server or from a snapshot.
+
+        report = restore(model, optimizer, "127.0.0.1:7601")
+        streamer.attach(model, optimizer)
+        streamer.step(report.step)  # steps count on from here
+
+    Restores weights, the optimizer's states of each row, and its scalars, such as Adam's `step`. If the last trainer
+    ended with a flush, training goes on as if it had never stopped, on any number of ranks and in any sharding. If it
+    was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
+
+    Rows that the store lacks keep the model's values: build the model with the seed of the first run, or have that run
+    attach with `publish="all"`. Only tables that are trained are restored. Everything else comes from the trainer's own
+    checkpoint: **dense parameters (MLPs) and their optimizer**, which are not on the server, learning rates and their
+    schedules, random generators, and the place in the data.
+
+    With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and
+    sends them to the ranks that hold replicas. It streams nothing and leaves no hook. Call it before `attach`, which
+    then sends only rows that change from then on.
+
+    Args:
+        model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.
+        optimizer: The optimizers that train the tables, new ones or used ones; None if the tables have fused ones.
+        address: `host:port` of any shard. REQUIRES: nothing trains the tables there meanwhile.
+        snapshot: Directory of one snapshot that every rank can read, instead of an address.
+        model_name: The model's name on the server; None takes the only one that has tables of these names.
+        tables: Names of tables, or patterns such as `*.users.weight`, to restore only these; None for all.
+        states: False restores weights alone, for training with another optimizer.
+        strict: False leaves tables that are not stored, or do not fit, as they are, and reports them.
+        timeout_s: How long each reply of a server may take, seconds; None takes `request_timeout_s`.
+        config: TLS, token and timeouts; None reads the environment (`HEADRACE_STREAMER_…`) and the defaults.
+
+    Returns:
+        Rows restored and kept of each table, and the step that training goes on from.
+
+    Raises:
+        ConfigError: An argument is wrong, or several models have tables of these names; nothing was changed.
+        SpecMismatchError: Tables are missing or differ; the message lists all of them, and nothing was changed.
+        UnsupportedModelError: As for `attach`; also if the model is streamed already. Nothing was changed.
+        UnavailableError: The server does not answer. Unless the message says otherwise, restore again: some rows may
+            have been restored.
+        HeadraceError: The snapshot is damaged, or another rank has failed.
+    """
+    source = _source(address, snapshot, timeout_s, config or StreamerConfig.load())
+    if model_name is not None:
+        check_model(model_name)
+    world = current_world()
+    with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
+        tap = tap_model(model, () if optimizer is None else optimizer, lambda: None, tables=tables, is_streamed=False)
+    try:
+        with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
+            plan = _agree(world, tap, source, model_name, states=states, strict=strict)
+        parts = [table for table in tap.tables if table.spec.fqn in plan.stored]
+        return _restore(world, source, plan, parts, with_states=states)
+    finally:
+        tap.close()
+
+
+class _Source(Protocol):
+    """Where rows come from."""
+
+    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
+        """Return the specs of all tables, and their scalars, by name."""
+
+    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
+        """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
+
+        Rows come with states and versions; those that are not stored may be left out.
+        """
+
+
+class _Server:
+    def __init__(self, address: str, config: StreamerConfig) -> None:
+        self._address, self._config = address, config
+        self._token = load_token(path=config.token_file, environ=os.environ)
+
+    def __str__(self) -> str:
+        return f"the server at {self._address}"
+
+    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
+        async def ask(reader: EmbeddingReader) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
+            scalars = scalars_by_table(await reader.status())
+            return dict(reader.tables), {name: _numbers(of_table) for name, of_table in scalars.items()}
+
+        return ask_store(self._address, self._config, self._token, ask, None)
+
+    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
+        async def ask(reader: EmbeddingReader) -> None:
+            for name, table in wanted:
+                num_rows = _rows_at_once(reader.tables[name])
+                end_row = table.row_offset + table.num_local_rows
+                for first in range(table.row_offset, end_row, num_rows):
+                    row_ids = np.arange(first, min(first + num_rows, end_row))
+                    rows = await reader.get(name, row_ids, with_states=True, with_versions=True)
+                    # The loop has nothing else to do meanwhile: no other read is in flight.
+                    write(table, rows)
+
+        ask_store(self._address, self._config, self._token, ask, None)
+
+
+class _Snapshot:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return f"the snapshot {self._folder}"
+
+    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
+        with SnapshotReader(self._folder) as reader:
+            scalars = {
+                name: {s.name: np.frombuffer(s.data, DType(s.dtype).numpy)[0] for s in reader.scalars(name).values()}
+                for name in reader.tables
+            }
+            return dict(reader.tables), {name: _numbers(of_table) for name, of_table in scalars.items()}
+
+    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
+        with SnapshotReader(self._folder) as reader:
+            for name, table in wanted:
+                spec = reader.tables[name]
+                layout, num_rows = RecordLayout(spec, spec.whole), _rows_at_once(spec)
+                end_row = table.row_offset + table.num_local_rows
+                for row_ids, records in reader.rows(name, first_row=table.row_offset, end_row=end_row):
+                    for first in range(0, row_ids.size, num_rows):
+                        some = slice(first, first + num_rows)
+                        write(table, _decoded(layout, row_ids[some], records[some]))
+
+
+def _source(
+    address: str | None, snapshot: str | os.PathLike[str] | None, timeout_s: float | None, config: StreamerConfig
+) -> _Source:
+    if (address is None) == (snapshot is None):
+        raise ConfigError("say where from: the address of a running server, or snapshot=… for a snapshot's directory")
+    if address is None:
+        assert snapshot is not None
+        return _Snapshot(Path(snapshot))
+    host_and_port(address)
+    if timeout_s is not None:
+        config = dataclasses.replace(config, request_timeout_s=timeout_seconds(timeout_s))
+    return _Server(address, config)
+
+
+def _numbers(scalars: Mapping[str, np.generic]) -> _Scalars:
+    return {name: value.item() for name, value in scalars.items()}
+
+
+def _rows_at_once(spec: TableSpec) -> int:
+    row_bytes = spec.dim * spec.dtype.size_bytes
+    row_bytes += sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states)
+    return max(1, _CHUNK_BYTES // row_bytes)
+
+
+def _decoded(layout: RecordLayout, row_ids: npt.NDArray[np.int64], records: _Array) -> Rows:
+    """Return whole rows of a snapshot as a server answers with them."""
+    columns = {
+        name: np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(row_ids.size, column.width)
+        for name, column in layout.columns.items()
+    }
+    return Rows(
+        row_ids=row_ids,
+        presence=np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT).astype(np.uint8),
+        weights=columns["weights"],
+        states={state: columns[name] for state, name in layout.fields_of_states.items()},
+        epochs=records["epoch"].astype(np.int64),
+        steps=records["step"],
+        times_us=None,
+        identities=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What all ranks restore: by path, the stored tables' names and scalars, and why other tables are skipped."""
+
+    stored: dict[str, str]
+    scalars: dict[str, _Scalars]
+    skipped: dict[str, str]
+
+
+def _agree(world: World, tap: Tap, source: _Source, model_name: str | None, *, states: bool, strict: bool) -> _Plan:
+    """Compare all ranks' tables with what is stored; every rank raises if one's do not fit."""
+    described = _together(world, lambda: source.describe() if world.rank == 0 else None)[0]
+    assert described is not None, "rank 0 describes"
+    specs, scalars = described
+    stored_in = _model_with(tap.names, specs, source) if model_name is None else model_name
+    stored = {path: table_name(stored_in, path) for path in sorted(tap.names)}
+
+    def misfits_here() -> dict[str, str]:
+        found = {t.spec.fqn: _misfit(t, specs, stored[t.spec.fqn], with_states=states) for t in tap.tables}
+        return {path: reason for path, reason in found.items() if reason is not None}
+
+    misfits: dict[str, str] = {}
+    for of_rank in _together(world, misfits_here):
+        misfits |= of_rank
+    misfits = dict(sorted(misfits.items()))
+    if misfits and (strict or len(misfits) == len(stored)):
+        reasons = "; ".join(f"table {path!r} {reason}" for path, reason in misfits.items())
+        advice = "" if len(misfits) == len(stored) else ", or pass strict=False to leave these tables as they are"
+        raise SpecMismatchError(
+            f"the model does not fit {source}, and nothing was changed: {reasons}; restore into a model of the same "
+            f"tables and optimizer{advice}"
+        )
+    return _Plan(
+        stored={path: name for path, name in stored.items() if path not in misfits},
+        scalars={path: scalars.get(name, {}) for path, name in stored.items()},
+        skipped=misfits,
+    )
+
+
+def _together(world: World, work: Callable[[], _T]) -> list[_T]:
+    """Return what the call returns on each rank, by rank; if it raises on one, raise on all, which would wait."""
+    failure: Exception | None = None
+    result: _T | HeadraceError
+    try:
+        result = work()
+    except Exception as exc:
+        failure = exc
+        result = HeadraceError(str(exc) or type(exc).__name__)
+    results: list[_T] = []
+    gathered = world.gather(result)
+    if failure is not None:
+        raise failure
+    for rank, each in enumerate(gathered):
+        if isinstance(each, HeadraceError):
+            raise HeadraceError(f"rank {rank} could not restore its tables: {each}")
+        results.append(each)
+    return results
+
+
+def _model_with(paths: Iterable[str], names: Iterable[str], source: _Source) -> str:
+    """Return the only model that has tables of these paths; the default one if none has."""
+    wanted = set(paths)
+    models = sorted({model_of(name) for name in names if path_of(name) in wanted})
+    if len(models) > 1:
+        raise ConfigError(f"several models in {source} have these tables ({first_of(models)}): pass model_name=…")
+    return models[0] if models else DEFAULT_MODEL
+
+
+def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, with_states: bool) -> str | None:
+    """Return why a table cannot be restored from the one of a name, or None."""
+    if name not in specs:
+        return f"is not there under the name {name!r} ({describe_near(name, specs)})"
+    here, stored = dataclasses.replace(table.spec, fqn=name), specs[name]
+    if not with_states:
+        here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
+    if difference := here.describe_difference(stored):
+        return f"differs (model ≠ stored): {difference}"
+    if table.weights().is_meta:
+        return "is on the meta device: materialize the model first"
+    if table.spec.has_identities:
+        return (
+            "maps raw ids to rows (zero-collision hashing), and the counts that its module evicts by are not stored: "
+            "load it from the trainer's checkpoint, and name the other tables in tables=…"
+        )
+    return None
+
+
+def _restore(
+    world: World, source: _Source, plan: _Plan, parts: Sequence[TappedTable], *, with_states: bool
+) -> RestoreReport:
+    """Read this rank's rows, set scalars, and share rows with replicas. REQUIRES: the tables fit."""
+    found = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
+
+    def write(table: TappedTable, rows: Rows) -> None:
+        _write(table, rows, found[table.spec.fqn], with_states=with_states)
+
+    wanted = [(plan.stored[table.spec.fqn], table) for table in parts if table.num_local_rows]
+    for table in parts:
+        result = found[table.spec.fqn]
+        result.num_rows = table.spec.num_rows
+        if with_states and table.shard != table.spec.whole:
+            result.repeated_states = tuple(s.name for s in table.spec.states if s.kind is StateKind.ROWWISE)
+
+    def read() -> dict[str, RestoredTable]:
+        source.read(wanted, write)
+        for device in {table.weights().device for table in parts}:
+            if device.type == "cuda":  # another thread, with another current stream, may have written
+                torch.cuda.synchronize(device)
+        return found
+
+    totals = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
+    for of_rank in _together(world, read):
+        for path, result in of_rank.items():
+            _add(totals[path], result)
+    if with_states:
+        _finish_states(parts, plan, totals)
+    for holder in _holders(parts):
+        holder.share_rows()
+    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped)
+
+
+def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states: bool) -> None:
+    """Copy rows that are present to their places in the live tensors, and count them."""
+    present = np.flatnonzero(rows.presence == PRESENT)
+    if not present.size:
+        return
+    spec, part = table.spec, slice(table.shard.offset, table.shard.offset + table.shard.width)
+    assert table.holder is not None, "`tap_model` finds no other tables"
+    pairs = [(table.weights(), rows.weights[:, part], spec.dtype)]
+    if with_states:
+        table.holder.create_states()
+        live = table.states()
+        for state in spec.states:
+            stored = rows.states[state.name]
+            pairs.append((live[state.name], stored if state.width else stored[:, part], state.dtype))
+    places = torch.from_numpy(rows.row_ids[present] - table.row_offset)
+    for target, values, dtype in pairs:
+        taken = torch.from_numpy(np.ascontiguousarray(values[present])).view(TORCH_DTYPES[dtype])
+        target.index_copy_(0, places.to(target.device), taken.to(target.device))
+    if table.shard.offset == 0:  # each row once, though every part of its columns is read
+        result.num_restored += int(present.size)
+    assert rows.epochs is not None and rows.steps is not None
+    epoch = int(rows.epochs[present].max())
+    step = int(rows.steps[present][rows.epochs[present] == epoch].max())
+    result.epoch, result.step = max((result.epoch, result.step), (epoch, step))
+
+
+def _add(total: RestoredTable, part: RestoredTable) -> None:
+    """Add one rank's result to that of all ranks."""
+    total.num_rows = max(total.num_rows, part.num_rows)
+    total.num_restored += part.num_restored
+    total.epoch, total.step = max((total.epoch, total.step), (part.epoch, part.step))
+    total.repeated_states = total.repeated_states or part.repeated_states
+
+
+def _finish_states(parts: Sequence[TappedTable], plan: _Plan, totals: Mapping[str, RestoredTable]) -> None:
+    """Create the states that other ranks' rows have created there, and set scalars."""
+    for path, total in totals.items():
+        total.scalars = dict(plan.scalars[path])
+    for holder in _holders(parts):
+        paths = [table.spec.fqn for table in parts if table.holder is holder]
+        # Tables of one fused module share its count of steps; each has it as of its last changed row.
+        scalars: _Scalars = {}
+        for path in paths:
+            scalars |= {name: max(value, scalars.get(name, value)) for name, value in totals[path].scalars.items()}
+        if scalars or any(totals[path].num_restored for path in paths):
+            holder.create_states()
+        holder.set_scalars(scalars)
+    for table in parts:
+        total = totals[table.spec.fqn]
+        for name, value in table.scalars().items() if total.num_restored else ():
+            if name not in total.scalars:
+                _log.warning("%s: the store has no %s, which stays at %g", total.name, name, value.item())
+
+
+def _holders(parts: Iterable[TappedTable]) -> list[Holder]:
+    """Return what holds the tables, each once, in the order of names, in which all ranks share rows."""
+    in_order = sorted(parts, key=lambda table: table.spec.fqn)
+    return list({id(table.holder): table.holder for table in in_order if table.holder is not None}.values())
