@@ -145,13 +145,17 @@ class ShardTail:
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
 
     def _find_runs(self) -> None:
-        """Note whose steps count: the owners' of the copy's tables; if there are none, of runs that own no table."""
-        owned = [(table.spec.fqn, table.owner.run) for table in self.catalog if table.owner is not None]
-        self._runs = frozenset(run for name, run in owned if self._wants(name))
-        self._other_runs = frozenset(run for _, run in owned)
+        """Note whose steps count: the newest owner's of the copy's tables; without one, those of runs without tables.
+
+        An older owner may keep a table that has left the model, and train another one by now.
+        """
+        owned = [(table.spec.fqn, table.owner) for table in self.catalog if table.owner is not None]
+        newest = max((owner for name, owner in owned if self._wants(name)), key=lambda owner: owner.epoch, default=None)
+        self._run = None if newest is None else newest.run
+        self._other_runs = frozenset(owner.run for _, owner in owned)
 
     def _is_followed(self, run: str) -> bool:
-        return run in self._runs if self._runs else run not in self._other_runs
+        return run not in self._other_runs if self._run is None else run == self._run
 
     @property
     def cut(self) -> Cut | None:
@@ -224,7 +228,7 @@ class ShardTail:
         offset = decode_header(update.body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
         is_conditional = request.version_epoch is not None
-        deltas = tuple(decode_delta(self.catalog, delta) for delta in request.deltas)
+        deltas = tuple(decode_delta(self.catalog, delta) for delta in request.deltas if self._wants(delta.fqn))
         self._advance(request, update.seq, is_conditional)
         self.seq = update.seq
         return Change(
@@ -235,7 +239,7 @@ class ShardTail:
             deltas=deltas,
             is_conditional=is_conditional,
             cut=self.cut,
-            size_bytes=update.body.nbytes + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+            size_bytes=(update.body.nbytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
         )
 
     def _take_hello(self, update: Update) -> None:

@@ -344,7 +344,7 @@ async def test_records_before_what_is_visible_are_no_difference() -> None:
 def test_wide_rows_are_held_up_in_smaller_numbers(dim: int, num_rows_held: int) -> None:
     """A range takes a shard about a second, and as many tables are looked at together as have so many rows."""
     spec = TableSpec(fqn="t", num_rows=300_000, dim=dim, dtype=DType.FLOAT32)
-    copy = SimpleNamespace(table_set=SimpleNamespace(tables={"t": SimpleNamespace(spec=spec)}))
+    copy = SimpleNamespace(table_set=SimpleNamespace(table=lambda _: SimpleNamespace(spec=spec)))
     spans = list(_spans(cast("Any", copy), "t"))
     assert spans[0].end_row == num_rows_held and spans[-1].end_row == 300_000
     assert spans[0].num_rows() == 262_144
