@@ -29,7 +29,7 @@ from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.sessions import Session, Sessions
-from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Scalar, Table, pack_spec
+from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Owner, Scalar, Table, pack_spec
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -240,6 +240,12 @@ class StoreBuilder:
             value = (scalar.name, scalar.dtype, scalar.data)
             self._meta |= self._catalog.set_scalars(fqn, [value], scalar.epoch, scalar.step)
             self.raise_epoch(scalar.epoch)
+
+    def claim(self, fqn: str, owner: Owner) -> None:
+        """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
+        known = self._catalog.owner_of(fqn)
+        if known is None or known.epoch < owner.epoch:
+            self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
 
     def raise_epoch(self, epoch: int) -> None:
         """Make trainers take epochs above this one, and above those of all rows."""

@@ -14,6 +14,7 @@ from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import link_or_copy, part_folder, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, NewDataDir, StoreBuilder, check_target
+from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.durable import fsync_tree
@@ -112,6 +113,9 @@ def _distribute_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Cal
         with StoreBuilder(target, num_shards=num_shards, specs=specs, run=run, work=_WORK) as builder:
             highest = max(Sessions(store.read_meta()).highest_epoch for store in reader.stores)
             builder.raise_epoch(min(highest + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
+            for table in (table for store in reader.stores for table in Catalog(store.read_meta())):
+                if table.owner is not None:
+                    builder.claim(table.spec.fqn, table.owner)
             for spec in specs:
                 builder.set_scalars(spec.fqn, reader.scalars(spec.fqn).values())
                 for row_ids, records in reader.rows(spec.fqn):
