@@ -200,21 +200,28 @@ class Horizon:
     seq: int
     highest_epoch: int
     runs: dict[int, RunHorizon]
+    owner_epoch: int = 0  # present epoch of the run that owns the table; 0 if nobody does, or it was forgotten
 
     @classmethod
-    def of(cls, sessions: Sessions, seq: int) -> Horizon:
-        """Return a shard's horizon from its sessions as of log record `seq`."""
+    def of(cls, sessions: Sessions, seq: int, *, owner: str | None = None) -> Horizon:
+        """Return a shard's horizon from its sessions as of log record `seq`, for tables of a run or of nobody."""
         epochs = {session.epoch for session in sessions if session.is_trainer}
         runs = {}
         for epoch in epochs:
             times = [session.time_us for session in sessions.ranks_of(epoch)]
             runs[epoch] = RunHorizon(sessions.watermark_of(epoch), min(times, default=0))
-        return cls(seq=seq, highest_epoch=sessions.highest_epoch, runs=runs)
+        owner_epoch = 0 if owner is None else sessions.epoch_of(owner)
+        return cls(
+            seq=seq,
+            highest_epoch=sessions.highest_epoch,
+            runs=runs,
+            owner_epoch=owner_epoch if owner_epoch in epochs else 0,
+        )
 
     @property
     def newest(self) -> RunHorizon | None:
-        """The newest run that has ended a step; None when none has."""
-        ended = [epoch for epoch, run in self.runs.items() if run.step >= 0]
+        """The run that owns the table, or else the newest one; None until it has ended a step."""
+        ended = [e for e, run in self.runs.items() if run.step >= 0 and self.owner_epoch in (0, e)]
         return self.runs[max(ended)] if ended else None
 
     def may_go(self, epochs: _Ids, steps: _Ids) -> _Mask:
@@ -234,7 +241,7 @@ class Horizon:
     def present(self, epochs: _Ids) -> tuple[_Ids, _Ids]:
         """Return the present (step, time_us), int64[n] each, for rows of these epochs.
 
-        Each row is measured by its own run, or by the newest one when its epoch belongs to no run any more.
+        Each row is measured by its own run, or by `newest` when its epoch belongs to no run any more.
         """
         newest = self.newest or RunHorizon(-1, 0)
         steps = np.full(epochs.size, newest.step, np.int64)

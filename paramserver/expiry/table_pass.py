@@ -132,7 +132,8 @@ class TablePass:
         """Fix the horizon and the row budget's threshold; return whether any row may go."""
         context, ingest = self._context, self._context.ingest
         # No await between the two: the sessions are those of this position.
-        self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq)
+        owner = self._table.owner
+        self._horizon = Horizon.of(ingest.sessions, ingest.accepted_seq, owner=None if owner is None else owner.run)
         if self._horizon.newest is None:
             self.report.note = "no run has ended a step on this shard, so nothing expires"
             return False

@@ -85,10 +85,17 @@ class Rig:
         return await run.run()
 
     async def hello(
-        self, epoch: int, *, run: str = "run", client: str = "rank0", rank: int = 0, world_size: int = 1
+        self,
+        epoch: int,
+        *,
+        run: str = "run",
+        client: str = "rank0",
+        rank: int = 0,
+        world_size: int = 1,
+        specs: Sequence[TableSpec] = (SPEC,),
     ) -> None:
         """Say hello as a trainer's rank, or with `world_size` 0 as a replay."""
-        session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, [SPEC])
+        session, _ = await self.ingest.open_session(run, client, epoch, rank, world_size, list(specs))
         self._client_seqs[run, client, epoch] = session.last_client_seq
 
     async def write(
@@ -109,8 +116,9 @@ class Rig:
         """Write rows and end the step."""
         self._client_seqs[run, client, epoch] += 1
         gone = np.array(deleted, "<i8") if deleted else None
+        delta = delta_of(SPEC, rows, value, states=value, shard=shard, deleted_row_ids=gone)
         request = request_of(
-            delta_of(SPEC, rows, value, states=value, shard=shard, deleted_row_ids=gone),
+            *([delta] if len(rows) or deleted else []),
             run=run,
             client=client,
             epoch=epoch,
