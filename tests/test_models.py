@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
@@ -103,6 +104,33 @@ def test_a_second_run_of_a_model_is_refused_and_can_take_over(server: ServerProc
         Trainer(server, "a", model="ctr")
     with Trainer(server, "b", model="ctr").streamer:
         pass  # a restart of the owner goes on as before
+
+
+def test_a_displaced_run_that_reconnects_ends(tmp_path: Path) -> None:
+    """Over a new connection, too, the former owner is fenced, and is not told to take the table back."""
+    with ServerProcess.start(tmp_path / "data") as server:
+        port = int(server.address.rpartition(":")[2])
+        first = Trainer(server, "a", model="ctr")
+        first.streamer.flush()
+        with Trainer(server, "b", model="ctr", takes_over=True).streamer:
+            pass
+    first.step()
+    with ServerProcess.start(tmp_path / "data", port=port), pytest.raises(FencedError, match="a table was taken over"):
+        first.streamer.flush()
+    first.streamer.close(flush=False)
+
+
+def test_owners_are_restored_on_any_number_of_shards(server: ServerProcess, tmp_path: Path) -> None:
+    """A snapshot has the owners, whether its files or its rows are copied."""
+    with Trainer(server, "a", model="ctr").streamer as streamer:
+        streamer.step()
+    assert cli.main(["snapshot", "create", server.address, "--name", "s"]) == 0
+    for shards in (2, 3):
+        data = tmp_path / str(shards)
+        snapshot = str(server.data_dir / "snapshots" / "s")
+        assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
+        with ServerProcess.start(data) as restored, pytest.raises(OwnedError, match="belongs to run 'a'"):
+            Trainer(restored, "b", model="ctr")
 
 
 def test_ownership_survives_a_restart_of_the_server(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from headrace.schemas.errors import (
     FencedError,
     HeadraceError,
     OverloadedError,
+    OwnedError,
     ProtocolError,
     SequenceGapError,
     StorageError,
@@ -160,7 +161,10 @@ class ShardChannel:
 
     async def _run_connection(self) -> NoReturn:
         async with await self._connect(self.shard.host, self.shard.port) as client:
-            reply = await client.hello(self._writer.hello(self._tables), timeout_s=self._config.connect_timeout_s)
+            try:
+                reply = await client.hello(self._writer.hello(self._tables), timeout_s=self._config.connect_timeout_s)
+            except OwnedError as exc:  # the tables were this run's when it attached them
+                raise FencedError(f"a table was taken over: {exc}", epoch=self._writer.epoch) from exc
             self._resume(reply)
             try:
                 await self._send_all(client)

@@ -112,15 +112,17 @@ class Store:
     owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
 
     def model_of(self, run: str) -> str:
-        """Return the model of a run that names none: the default one, if some of its tables are the run's or nobody's.
+        """Return the model of a run that names none: the default one, if some of its tables are the run's.
 
-        So a run goes on with tables of a release before models, and with tables that were backfilled for it.
+        It is the default one too if some are nobody's and the run has no model of its own yet. So a run goes on with
+        tables of a release before models, and with tables that were backfilled for it.
         """
-        is_begun = any(model_of(name) == run for name in self.table_names)
         plain = [name for name in self.table_names if model_of(name) == DEFAULT_MODEL]
-        if self.owners is None and not is_begun:
+        owners = self.owners or {}
+        if any(owners.get(name) == run for name in plain):
             return DEFAULT_MODEL
-        if self.owners is not None and any(self.owners.get(name, run) == run for name in plain):
+        is_begun = any(model_of(name) == run for name in self.table_names)
+        if not is_begun and (self.owners is None or any(name not in owners for name in plain)):
             return DEFAULT_MODEL
         check_model(run)
         return run

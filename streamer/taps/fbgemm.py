@@ -125,7 +125,7 @@ class FbgemmTap:
             self._mark_all()
             self._seen = now
         for table in self.tables:
-            identities = self._identities.get(table.spec.fqn)
+            identities = self._identities.get(table.path)
             if identities is not None and (slots := identities.take_reassigned()) is not None:
                 table.dirty.mark(slots)
                 self._note_update()

@@ -146,6 +146,7 @@ class TappedTable:
         assert (identities is not None) == spec.has_identities
         assert index is None or not (spec.num_rows or row_offset or num_local_rows)
         self.spec = spec
+        self.path = spec.fqn  # within the model; `join_model` changes the spec's name
         self.shard = spec.whole if shard is None else shard
         self.row_offset = row_offset
         self.num_local_rows = num_local_rows

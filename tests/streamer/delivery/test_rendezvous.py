@@ -19,7 +19,7 @@ from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.errors import HeadraceError, ProtocolError, StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.schemas.version import last_epoch_after
-from headrace.streamer.delivery.rendezvous import Rendezvous, _gather
+from headrace.streamer.delivery.rendezvous import Rendezvous, Store, _gather
 
 CONNECT = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
 RENDEZVOUS = Rendezvous(CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
@@ -155,3 +155,24 @@ async def test_a_shard_map_that_contradicts_itself_is_refused(
                 await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
         finally:
             store.shards[:] = shards
+
+
+@pytest.mark.parametrize(
+    ("tables", "owners", "model"),
+    [
+        ([], {}, "ctr"),
+        (["old"], None, "default"),  # a server that knows no owners
+        (["old", "ctr:new"], None, "ctr"),
+        (["old"], {}, "default"),  # nobody's: of a release before owners, or backfilled
+        (["old"], {"old": "ctr"}, "default"),
+        (["old"], {"old": "other"}, "ctr"),
+        (["old", "ctr:new"], {"ctr:new": "ctr"}, "ctr"),
+        (["old", "ctr:new"], {"old": "ctr", "ctr:new": "ctr"}, "default"),
+    ],
+)
+def test_a_run_goes_on_with_the_model_of_its_tables(
+    tables: list[str], owners: dict[str, str] | None, model: str
+) -> None:
+    """A run that names no model goes on with its tables; those of nobody are its own only if it has no others."""
+    store = Store(shards=(), highest_epoch=0, table_names=frozenset(tables), owners=owners)
+    assert store.model_of("ctr") == model
