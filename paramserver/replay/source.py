@@ -97,7 +97,7 @@ class TableSummary:
     num_deleted: int = 0
     epochs: Range | None = None
     steps: Range | None = None
-    runs: set[str] = field(default_factory=set)  # trainers
+    last_run: tuple[int, str] | None = None  # the newest trainer's epoch and name
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class ReplaySummary:
             table.epochs = widen(table.epochs, batch.epoch)
             table.steps = widen(table.steps, batch.step)
             if batch.run is not None:
-                table.runs.add(batch.run)
+                table.last_run = max(table.last_run or (0, ""), (batch.epoch, batch.run))
 
 
 class SourceLog:
@@ -174,7 +174,7 @@ class ReplaySource:
         logs: In the order of their shards.
         wanted: Which records and tables.
         specs: Specs of the tables found, by name; complete after `summarize`.
-        runs: Trainers that wrote the rows of each table; complete after `summarize`.
+        runs: The last trainer that wrote rows of each table; complete after `summarize`.
     """
 
     def __init__(self, path: Path, wanted: ReplayRange) -> None:
@@ -195,7 +195,7 @@ class ReplaySource:
         self.wanted = wanted
         self.logs = [SourceLog(log, wanted) for log in paths]
         self.specs: dict[str, TableSpec] = {}
-        self.runs: dict[str, frozenset[str]] = {}
+        self.runs: dict[str, str] = {}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -211,7 +211,7 @@ class ReplaySource:
         for log in self.logs:
             for batch in self.batches(log, on_progress=on_progress):
                 summary.add(batch)
-        self.runs = {fqn: frozenset(table.runs) for fqn, table in summary.tables.items()}
+        self.runs = {fqn: table.last_run[1] for fqn, table in summary.tables.items() if table.last_run is not None}
         self._complete_specs(summary.tables.keys())
         if unknown := sorted(self.wanted.tables - self._called()):
             near = describe_near(unknown[0], self.specs)

@@ -156,11 +156,11 @@ class Replay:
 
     def _check_owners(self, reply: Any) -> None:
         for owner in reply.owners or ():
-            runs = self._source.runs.get(owner.fqn, frozenset())
-            if runs and owner.run not in runs:
+            run = self._source.runs.get(owner.fqn, owner.run)
+            if owner.run != run:
                 raise OwnedError(
                     f"table {owner.fqn!r} belongs to run {owner.run!r} there, and its rows in the log are of run "
-                    f"{min(runs)!r}: leave it out with --table, replay to another server, or mix both with --mix-runs"
+                    f"{run!r}: leave it out with --table, replay to another server, or mix both with --mix-runs"
                 )
 
     async def _feed(

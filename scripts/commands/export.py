@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.system.durable import fsync_tree, move_into_place
@@ -130,7 +131,8 @@ def export(
         if server is not None:
             timeout_s = timeout_s or _TIMEOUT_S
             dial = access(server, timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S)).dial(idl.Role.ADMIN)
-            snapshot = stack.enter_context(_fetched(server, to.absolute(), dial, at_step=not now, timeout_s=timeout_s))
+            fetched = _fetched(server, to.absolute(), dial, table, model, at_step=not now, timeout_s=timeout_s)
+            snapshot = stack.enter_context(fetched)
         assert snapshot is not None
         with show_rows("Exporting") as bar:
             result = export_snapshot(
@@ -208,13 +210,43 @@ def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None, mode
     return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
 
 
+async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str | None) -> str | None:
+    """Return the run that owns all chosen tables, whose steps count; None for the newest run."""
+    async with await EmbeddingReader.connect(
+        server,
+        model=model,
+        timeout_s=2 * dial.timeout_s,  # half of it is for one answer
+        ssl_context=dial.ssl_context,
+        server_hostname=dial.server_hostname,
+        token=dial.token,
+        waits=False,
+    ) as reader:
+        runs = {
+            table.owner.run
+            for status in await reader.status()
+            for table in status.tables
+            if table.owner is not None
+            and table.spec.fqn in reader.tables
+            and (tables is None or is_among(table.spec.fqn, tables))
+        }
+    return runs.pop() if len(runs) == 1 else None
+
+
 @contextlib.contextmanager
-def _fetched(server: str, to: Path, dial: Dial, *, at_step: bool, timeout_s: float) -> Iterator[Path]:
-    """Yield the directory of a new snapshot of a server, and remove it on both sides afterwards."""
+def _fetched(
+    server: str, to: Path, dial: Dial, tables: list[str] | None, model: str | None, *, at_step: bool, timeout_s: float
+) -> Iterator[Path]:
+    """Yield the directory of a new snapshot of a server, and remove it on both sides afterwards.
+
+    Its step is one of the run that owns the chosen tables.
+    """
     name = f"export-{time.time_ns()}"
     with work_folder(to, "snapshot") as folder:
+        run = asyncio.run(_run_of(server, dial, tables, model)) if at_step else None
         asyncio.run(
-            create_snapshot(server, dial=dial, name=name, at_step=at_step, timeout_s=timeout_s, lease_s=_LEASE_S)
+            create_snapshot(
+                server, dial=dial, name=name, at_step=at_step, run=run, timeout_s=timeout_s, lease_s=_LEASE_S
+            )
         )
         try:
             with show_bytes("Fetching") as bar:

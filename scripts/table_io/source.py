@@ -14,7 +14,7 @@ from typing import Any
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, RequestError, SpecMismatchError, StorageError
-from headrace.schemas.table_names import TableNames, check_model, path_of, table_name
+from headrace.schemas.table_names import DEFAULT_MODEL, TableNames, check_model, model_of, path_of, table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
@@ -136,7 +136,13 @@ class BackfillConfig:
         return OpenSource(config=self, tables=tables, files=files, stamp=stamp)
 
     def _new_name(self, name: str) -> str:
-        return name if self.model is None else table_name(self.model, name)
+        if self.model is None or model_of(name) == self.model:
+            return name
+        if model_of(name) != DEFAULT_MODEL:
+            raise ConfigError(
+                f"--model {self.model!r}: the source has table {name!r} of another model; name it with --map"
+            )
+        return table_name(self.model, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
