@@ -70,7 +70,11 @@ def _help_of(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a narrow terminal from cutting long flags, and colours from falling between their letters."""
+    """Keep a narrow terminal from cutting long flags, and colours from falling between their letters.
+
+    Models are named as for a reader of the page.
+    """
+    monkeypatch.delenv("HEADRACE_STREAMER_MODEL")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
 
