@@ -254,7 +254,7 @@ def run_cases_on_rank(rank: int, address: str) -> dict[str, tuple[bool, int, int
     for name, case in CASES.items():
         model, train = case(rank)
         # Each step's rows on their own, so that none is sent for the marks of another step.
-        with RawEmbeddingStreamer(address, run=name, policy="block", flush_percent=100) as streamer:
+        with RawEmbeddingStreamer(address, run=name, takes_over=True, policy="block", flush_percent=100) as streamer:
             streamer.attach(model, publish="all")
             train()
             report = streamer.audit(only_present=False)
@@ -283,7 +283,7 @@ def reshard_on_rank(rank: int, address: str) -> tuple[bool, str, bool]:
         for step in range(first, first + 3):
             model(batch(100 * rank + step))[0].backward()
 
-    streamer = RawEmbeddingStreamer(address, run="resharded")
+    streamer = RawEmbeddingStreamer(address, run="resharded", takes_over=True)
     streamer.attach(model, publish="all")
     train(0)
     was_equal = streamer.audit(only_present=False).is_equal
@@ -296,7 +296,7 @@ def reshard_on_rank(rank: int, address: str) -> tuple[bool, str, bool]:
         told = str(exc)
     streamer.close(flush=False)
     train(3)
-    with RawEmbeddingStreamer(address, run="resharded") as streamer:
+    with RawEmbeddingStreamer(address, run="resharded", takes_over=True) as streamer:
         streamer.attach(model)
         streamer.load_state_dict(state)
         train(6)

@@ -61,7 +61,7 @@ def test_another_spec_of_the_same_name_is_refused(change: dict[str, object], say
     """Each field counts, and the error says which one differs and how."""
     catalog = Catalog({})
     catalog.add([ITEMS])
-    with pytest.raises(SpecMismatchError, match=says + ".*; .*spec cannot change: give yours another name"):
+    with pytest.raises(SpecMismatchError, match=says + ".*; .*spec cannot change: give your model another name"):
         catalog.check([dataclasses.replace(ITEMS, **change)])
 
 

@@ -61,6 +61,9 @@ def test_json(server: ServerProcess, run: CommandLine) -> None:
     assert status["tables"] == [
         {
             "fqn": SPEC.fqn,
+            "model": "default",
+            "path": SPEC.fqn,
+            "owner": "ctr-v7",
             "num_rows": 1_000_000,
             "dim": 8,
             "dtype": "float16",

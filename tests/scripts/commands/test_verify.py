@@ -68,8 +68,8 @@ async def write(
     gone = np.array(deleted, "<i8") if deleted else None
     delta = delta_of(spec, ids, made["weights"], states=made, shard=columns, deleted_row_ids=gone)
     async with await ParamServerClient.connect(*parse_address(address, default_port=0)) as writer:
-        await writer.hello(hello_of_writer(spec, run=client, client=client))
-        await writer.set_embeddings(request_of(delta, run=client, client=client))
+        await writer.hello(hello_of_writer(spec, client=client))
+        await writer.set_embeddings(request_of(delta, client=client))
 
 
 @pytest.fixture(scope="module")
