@@ -19,6 +19,9 @@ TORCH_DTYPES = {
     DType.INT64: torch.int64,
     DType.INT32: torch.int32,
     DType.UINT8: torch.uint8,
+    DType.BOOL: torch.bool,
+    DType.INT16: torch.int16,
+    DType.INT8: torch.int8,
 }
 """torch's dtypes by the schema's."""
 

@@ -71,6 +71,7 @@ def spec_to_idl(spec: TableSpec) -> Any:
         states=[idl.StateSpec(name=s.name, kind=int(s.kind), dtype=int(s.dtype), width=s.width) for s in spec.states],
         has_identities=spec.has_identities,
         fingerprint=spec.fingerprint,
+        shape=None if spec.shape is None else list(spec.shape),
     )
 
 
@@ -94,6 +95,7 @@ def spec_from_idl(struct: Any) -> TableSpec:
         dtype=dtype,
         states=states,
         has_identities=struct.has_identities,
+        shape=None if struct.shape is None else tuple(struct.shape),
     )
     if struct.fingerprint is not None and struct.fingerprint != spec.fingerprint:
         raise RequestError(

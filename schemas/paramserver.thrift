@@ -20,6 +20,9 @@ enum DType {
   INT64 = 5,
   INT32 = 6,
   UINT8 = 7,
+  BOOL = 8,
+  INT16 = 9,
+  INT8 = 10,
 }
 
 enum StateKind {
@@ -104,6 +107,11 @@ struct TableSpec {
   6: required bool has_identities,
   /** The server sends it, for clients that do not compute it; from a client it is optional, and checked. */
   7: optional i64 fingerprint,
+  /**
+   * Of a dense tensor (a parameter or buffer that is no embedding table): its shape. Its elements in row-major order fill
+   * the rows, the last one with zeros behind them. Absent for an embedding table.
+   */
+  8: optional list<i64> shape,
 }
 
 struct ShardAddress {

@@ -257,7 +257,7 @@ def _dump(values: dict[str, Any]) -> bytes:
 
 def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
     states: Sequence[StateSpec] = spec.states
-    return {
+    values = {
         "fqn": spec.fqn,
         "num_rows": spec.num_rows,
         "dim": spec.dim,
@@ -266,6 +266,7 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "has_identities": spec.has_identities,
         "fingerprint": spec.fingerprint,
     }
+    return values if spec.shape is None else values | {"shape": list(spec.shape)}
 
 
 def _spec_from_json(values: dict[str, Any]) -> TableSpec:
@@ -279,6 +280,7 @@ def _spec_from_json(values: dict[str, Any]) -> TableSpec:
             for s in values["states"]
         ),
         has_identities=values["has_identities"],
+        shape=tuple(values["shape"]) if "shape" in values else None,
     )
     if spec.fingerprint != values["fingerprint"]:
         raise ValueError(f"table {spec.fqn!r} has another fingerprint")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +15,12 @@ import numpy.typing as npt
 
 from headrace.schemas.errors import RequestError, RowRangeError
 
-__all__ = ["MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec", "row_ids_of"]
+__all__ = ["MAX_DENSE_DIM", "MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec", "row_ids_of"]
 
 # ON DISK: never raise it; a column offset and a width share 32 bits of a row key.
 MAX_DIM = 65_535
+# Elements of a dense tensor in one row: long enough that row keys cost little, short enough for any frame.
+MAX_DENSE_DIM = 1024
 _MAX_NAME_BYTES = 1024
 
 
@@ -30,6 +34,9 @@ class DType(enum.IntEnum):
     INT64 = 5
     INT32 = 6
     UINT8 = 7
+    BOOL = 8
+    INT16 = 9
+    INT8 = 10
 
     @property
     def size_bytes(self) -> int:
@@ -58,6 +65,9 @@ _NUMPY: dict[DType, np.dtype[np.generic]] = {
     DType.INT64: np.dtype("<i8"),
     DType.INT32: np.dtype("<i4"),
     DType.UINT8: np.dtype("u1"),
+    DType.BOOL: np.dtype("?"),
+    DType.INT16: np.dtype("<i2"),
+    DType.INT8: np.dtype("i1"),
 }
 
 
@@ -113,7 +123,7 @@ class ColumnShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """One whole embedding table; it does not say how trainers shard it.
+    """One whole embedding table, or a dense tensor as rows; it does not say how trainers shard it.
 
     Attributes:
         fqn: Fully qualified name of the weight parameter, as in the model's `state_dict`.
@@ -122,6 +132,8 @@ class TableSpec:
         dtype: Element type of the weights.
         states: Optimizer states, in the order of their columns in records.
         has_identities: Each row has an identity, the raw id (int64) that is mapped to it.
+        shape: Shape of a dense tensor, whose elements in row-major order fill the rows, the last one with zeros behind
+            them; pointwise states are laid out alike. None for an embedding table.
         fingerprint: Signed 64-bit digest of all other fields; equal specs have equal fingerprints in every process and
             version.
     """
@@ -132,6 +144,7 @@ class TableSpec:
     dtype: DType
     states: tuple[StateSpec, ...] = ()
     has_identities: bool = False
+    shape: tuple[int, ...] | None = None
     # Computed once, because hellos and statuses read it for thousands of tables.
     fingerprint: int = field(init=False, repr=False, compare=False)
 
@@ -144,7 +157,33 @@ class TableSpec:
         names = [state.name for state in self.states]
         if len(set(names)) != len(names):
             raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
+        if self.shape is not None:
+            self._check_shape(self.shape)
         object.__setattr__(self, "fingerprint", self._digest())
+
+    @classmethod
+    def of_tensor(
+        cls, fqn: str, shape: Sequence[int], dtype: DType, *, states: tuple[StateSpec, ...] = ()
+    ) -> TableSpec:
+        """Return the spec of a dense tensor of at least one element, in rows of at most `MAX_DENSE_DIM`.
+
+        Raises:
+            RequestError: The tensor has no elements, or a state does not fit.
+        """
+        num_elements = math.prod(shape)
+        dim = max(1, min(num_elements, MAX_DENSE_DIM))
+        num_rows = -(-num_elements // dim)
+        return cls(fqn=fqn, num_rows=num_rows, dim=dim, dtype=dtype, states=states, shape=tuple(shape))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is a dense tensor and no embedding table."""
+        return self.shape is not None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the weights, without the zeros at the end of a dense tensor's last row."""
+        return self.num_rows * self.dim if self.shape is None else math.prod(self.shape)
 
     @property
     def whole(self) -> ColumnShard:
@@ -154,10 +193,20 @@ class TableSpec:
     @property
     def of_weights(self) -> TableSpec:
         """The same table without optimizer states and identities, as replicas report it."""
-        return TableSpec(fqn=self.fqn, num_rows=self.num_rows, dim=self.dim, dtype=self.dtype)
+        return TableSpec(fqn=self.fqn, num_rows=self.num_rows, dim=self.dim, dtype=self.dtype, shape=self.shape)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if any(not 0 < size < 2**63 for size in shape):
+            raise RequestError(f"dense tensor {self.fqn!r}: shape {list(shape)} has a size that is not in 1..2^63-1")
+        if not 0 <= self.num_rows * self.dim - math.prod(shape) < self.dim:
+            raise RequestError(
+                f"dense tensor {self.fqn!r}: shape {list(shape)} does not fill {self.num_rows} rows of {self.dim}"
+            )
+        if self.has_identities or any(state.kind is not StateKind.POINTWISE for state in self.states):
+            raise RequestError(f"dense tensor {self.fqn!r}: it has identities or states of another shape")
 
     def _digest(self) -> int:
-        fields = [
+        fields: list[Any] = [
             self.fqn,
             self.num_rows,
             self.dim,
@@ -165,6 +214,8 @@ class TableSpec:
             [[state.name, int(state.kind), int(state.dtype), state.width] for state in self.states],
             self.has_identities,
         ]
+        if self.shape is not None:
+            fields.append(list(self.shape))
         # ON THE WIRE and ON DISK: never change the fields, their order or the digest.
         digest = hashlib.sha256(msgpack.packb(fields, use_bin_type=True)).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
@@ -172,7 +223,7 @@ class TableSpec:
     def describe_difference(self, other: TableSpec) -> str:
         """Return a short text on how `other` differs from this spec; empty if it does not."""
         differences = []
-        for name in ("fqn", "num_rows", "dim", "has_identities"):
+        for name in ("fqn", "num_rows", "dim", "has_identities", "shape"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 differences.append(f"{name} {mine} ≠ {theirs}")

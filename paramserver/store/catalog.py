@@ -180,7 +180,8 @@ class Catalog:
 def pack_spec(spec: TableSpec) -> list[Any]:
     """Return a spec as the plain list of metadata and log records. ON DISK: the order is fixed."""
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
-    return [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
+    packed = [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
+    return packed if spec.shape is None else [*packed, list(spec.shape)]
 
 
 def unpack_spec(packed: list[Any]) -> TableSpec:
@@ -190,7 +191,7 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         ValueError: The list is not a spec.
         RequestError: A field is out of range.
     """
-    fqn, num_rows, dim, dtype, states, has_identities = packed
+    fqn, num_rows, dim, dtype, states, has_identities, *shape = packed
     return TableSpec(
         fqn=fqn,
         num_rows=num_rows,
@@ -201,4 +202,5 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
             for name, kind, state_dtype, width in states
         ),
         has_identities=has_identities,
+        shape=tuple(shape[0]) if shape else None,
     )

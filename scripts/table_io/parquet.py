@@ -41,6 +41,8 @@ _ARROW_TYPES = {
     DType.INT64: pa.int64(),
     DType.INT32: pa.int32(),
     DType.UINT8: pa.uint8(),
+    DType.INT16: pa.int16(),
+    DType.INT8: pa.int8(),
 }
 _DTYPES = {arrow: dtype for dtype, arrow in _ARROW_TYPES.items()}
 

@@ -42,6 +42,9 @@ _DTYPE_NAMES = {
     DType.INT64: "I64",
     DType.INT32: "I32",
     DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+    DType.INT16: "I16",
+    DType.INT8: "I8",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _ALIGNMENT = 8

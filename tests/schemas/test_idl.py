@@ -30,9 +30,14 @@ ERRORS = [
 
 def test_specs_travel_whole() -> None:
     """A spec comes back equal, and its fingerprint travels with it."""
-    struct = spec_to_idl(SPEC)
-    assert spec_from_idl(struct) == SPEC
-    assert struct.fingerprint == SPEC.fingerprint
+    for spec in (
+        SPEC,
+        TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.BOOL),
+        TableSpec.of_tensor("n", (), DType.INT64),
+    ):
+        struct = spec_to_idl(spec)
+        assert spec_from_idl(struct) == spec
+        assert struct.fingerprint == spec.fingerprint
 
 
 def test_a_fingerprint_is_optional_and_checked() -> None:

@@ -20,6 +20,36 @@ def test_golden_fingerprint() -> None:
     """The fingerprint of a spec never changes: it is on the wire and on disk."""
     assert SPEC.fingerprint == -233598665764703252
     assert TableSpec(fqn="é", num_rows=0, dim=1, dtype=DType.UINT8).fingerprint == 8772440156363928289
+    assert TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32).fingerprint == -3603715472984742720
+
+
+def test_a_dense_tensor_fills_rows() -> None:
+    """A dense tensor has rows of at most 1,024 elements; the last one may have zeros behind them."""
+    spec = TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32)
+    assert (spec.num_rows, spec.dim, spec.num_elements, spec.is_dense) == (3, 1024, 2100, True)
+    scalar = TableSpec.of_tensor("norm.num_batches_tracked", (), DType.INT64)
+    assert (scalar.num_rows, scalar.dim, scalar.num_elements, scalar.is_dense) == (1, 1, 1, True)
+    assert not SPEC.is_dense and SPEC.num_elements == 128_000
+    assert spec.of_weights == spec
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_rows": 4},
+        {"num_rows": 2},
+        {"shape": (30, 0)},
+        {"shape": (-30, 70)},
+        {"has_identities": True},
+        {"states": (STATE,)},
+    ],
+)
+def test_a_dense_tensor_and_its_rows_agree(change: dict[str, Any]) -> None:
+    """A shape without elements, or one that does not fill the rows, is refused, as is what only tables have."""
+    with pytest.raises(RequestError, match="dense tensor"):
+        dataclasses.replace(TableSpec.of_tensor("w", (30, 70), DType.FLOAT32), **change)
+    with pytest.raises(RequestError, match=r"not in 1\.\."):
+        TableSpec.of_tensor("w", (30, 0), DType.FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +65,7 @@ def test_golden_fingerprint() -> None:
         {"states": (dataclasses.replace(STATE, width=2),)},
         {"states": (dataclasses.replace(STATE, kind=StateKind.POINTWISE, width=0),)},
         {"has_identities": True},
+        {"shape": (1000, 128), "states": ()},
     ],
 )
 def test_every_field_counts(change: dict[str, Any]) -> None:
@@ -117,7 +148,7 @@ def test_finite(dtype: DType) -> None:
 
 def test_sizes() -> None:
     """Element sizes are those on the wire."""
-    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1]
+    assert [dtype.size_bytes for dtype in DType] == [4, 2, 2, 8, 8, 4, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(

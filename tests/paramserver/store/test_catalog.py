@@ -30,6 +30,8 @@ def test_tables_are_numbered_once_and_come_back_from_metadata() -> None:
     meta = catalog.add([ITEMS]) | catalog.add([ITEMS, users])
     assert sorted(meta) == [b"identities/1", b"identities/2", b"table/1", b"table/2"]
     assert unpack_spec(pack_spec(ITEMS)) == ITEMS
+    dense = TableSpec.of_tensor("mlp.0.weight", (30, 70), DType.FLOAT32)
+    assert unpack_spec(pack_spec(dense)) == dense
     restored = Catalog(meta)
     assert [(t.table_id, t.spec) for t in restored] == [(1, ITEMS), (2, users)]
     assert restored.add([users, ITEMS]) == {}
