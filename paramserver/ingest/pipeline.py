@@ -20,7 +20,7 @@ from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, Append, LogRecord, UpdateLog
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
-from headrace.paramserver.store.catalog import Catalog, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, pack_spec
 from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta
 from headrace.schemas.errors import (
     CorruptionError,
@@ -341,8 +341,7 @@ class Ingest:
         )
 
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
-        meta = self.catalog.add(unpack_spec(packed) for packed in header["tables"])
-        meta |= self.catalog.claim(header.get("owned", ()), header["run"], epoch)  # no older release has owners
+        meta = self.catalog.take_hello(header, epoch)
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
         return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | self.sessions.settle(session, seq))
 

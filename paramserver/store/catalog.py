@@ -135,6 +135,16 @@ class Catalog:
                 )
         return list(new.values())
 
+    def take_hello(self, header: Mapping[str, Any], epoch: int) -> dict[bytes, bytes]:
+        """Do what a hello's record in the log says about tables, here as in the shard; return the metadata to save.
+
+        Raises:
+            KeyError, ValueError, TypeError: The header is not a hello's.
+            HeadraceError: The tables contradict the known ones.
+        """
+        meta = self.add(unpack_spec(packed) for packed in header["tables"])
+        return meta | self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
         """Register tables in order, skipping known ones; return the metadata that keeps them."""
         meta = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
-from headrace.paramserver.store.catalog import Catalog, unpack_spec
+from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta, decode_delta
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
@@ -244,8 +244,7 @@ class ShardTail:
 
     def _take_hello(self, update: Update) -> None:
         header = update.header
-        self.catalog.add(unpack_spec(packed) for packed in header["tables"])
-        self.catalog.claim(header.get("owned", ()), header["run"], update.epoch)
+        self.catalog.take_hello(header, update.epoch)
         self._find_runs()
         # The sessions may come from a later record.
         if update.epoch >= self._sessions.epoch_of(header["run"]):
