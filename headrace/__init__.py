@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.paramserver.reading.dense_parts import DensePart
     from headrace.paramserver.reading.reader import EmbeddingReader
     from headrace.paramserver.replica import (
+        DenseParameters,
         DiskStorage,
         EmbeddingReplica,
         MemoryStorage,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from headrace.streamer.restore import restore
 
 __all__ = [
+    "DenseParameters",
+    "DensePart",
     "DiskStorage",
     "EmbeddingReader",
     "EmbeddingReplica",
@@ -53,6 +57,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
+    "DenseParameters": "headrace.paramserver.replica",
+    "DensePart": "headrace.paramserver.reading.dense_parts",
     "DiskStorage": "headrace.paramserver.replica",
     "EmbeddingReader": "headrace.paramserver.reading.reader",
     "EmbeddingReplica": "headrace.paramserver.replica",

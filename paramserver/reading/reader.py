@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart, choose_model, dense_sets
 from headrace.paramserver.reading.link import Dial, ShardLink, links_of, retry
 from headrace.paramserver.reading.row_query import (
     IDENTITY_BYTES,
@@ -24,7 +26,7 @@ from headrace.paramserver.reading.row_query import (
     scatter_reply,
 )
 from headrace.paramserver.rpc.address import parse_address
-from headrace.paramserver.rpc.outages import OutageLog
+from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import describe_near, format_seconds
@@ -37,6 +39,9 @@ from headrace.schemas.table_names import TableNames, model_of
 from headrace.schemas.tables import ColumnShard, DType, TableSpec, row_ids_of
 
 __all__ = ["EmbeddingReader", "Rows", "read_deadline", "scalars_by_table"]
+
+# Between reads of dense tensors whose rows were of two steps.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 _Int64s = npt.NDArray[np.int64]
 _Answered = Callable[[], None]
@@ -182,6 +187,52 @@ class EmbeddingReader:
                 queries.append((query, query.allocate(ids)))
             await self._fill(queries, answered)
             return [rows for _, rows in queries]
+
+    async def dense(
+        self, model: str | None = None, *, with_states: bool = False, timeout_s: float | None = None
+    ) -> DensePart:
+        """Return the dense tensors of a model, all of one step. Cancellation: harmless.
+
+        While a trainer publishes a step the rows are of two; they are read again until all are of one.
+
+        Args:
+            model: Name of the model; None for the only one that has dense tensors.
+            with_states: Read optimizer states, too.
+            timeout_s: For the whole call, seconds; None for the reader's own.
+
+        Raises:
+            UnknownTableError: The model has no dense tensors.
+            RequestError: Several models have some and none is named.
+            UnavailableError: The rows were not of one step in time, or a shard did not answer; the message says which
+                steps were seen.
+            HeadraceError: A shard refused.
+        """
+        backoff = Backoff(min_s=_FIRST_PAUSE_S, max_s=_LONGEST_PAUSE_S, random=random.random)
+        assemblies, specs = DenseAssemblies(with_states=with_states), dict[str, TableSpec]()
+
+        def late(time: str) -> str:
+            seen = assemblies.describe(specs)
+            return _with_reason(f"the dense tensors were not of one step within {time}: {seen}", self._shards)
+
+        async with read_deadline(self._timeout_s if timeout_s is None else timeout_s, None, late):
+            while True:
+                sets = dense_sets(
+                    (spec_from_idl(table.spec), 0 if table.owner is None else table.owner.epoch)
+                    for status in await self.status()
+                    for table in status.tables
+                    if self._model in (None, model_of(table.spec.fqn))
+                )
+                specs = sets[choose_model(sets, self._model if model is None else model)]
+                queries = [RowQuery(spec=spec, with_states=with_states, with_versions=True) for spec in specs.values()]
+                found = [(query, query.allocate(np.arange(query.spec.num_rows))) for query in queries]
+                await self._fill(found, lambda: None)
+                for query, rows in found:
+                    columns = {"weights": rows.weights, **rows.states}
+                    assemblies.load(query.spec, rows.row_ids, columns, rows.presence, rows.epochs, rows.steps)
+                part = assemblies.whole(specs)
+                if part is not None:
+                    return part
+                await asyncio.sleep(backoff.next_s())
 
     async def find_rows(self, fqn: str, identities: npt.ArrayLike, *, timeout_s: float | None = None) -> _Int64s:
         """Return the rows that have identities, int64[n]; -1 where there is none. Cancellation: harmless.

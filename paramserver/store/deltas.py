@@ -132,6 +132,8 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
             "the table's dim, dtype, rows or optimizer states have changed"
         )
     layout = table.layout_at(delta.column_offset, delta.width)
+    if table.spec.is_dense and (delta.width != table.spec.dim or delta.deleted_row_ids):
+        raise RequestError(f"table {delta.fqn!r} is a dense tensor: its rows have all columns, and none is deleted")
     row_ids = decode_row_ids(table, delta.row_ids)
     deleted = None if delta.deleted_row_ids is None else decode_row_ids(table, delta.deleted_row_ids)
     columns = _columns(table, layout, delta, row_ids.size)

@@ -89,6 +89,8 @@ class ReplicaConfig:
         max_pending_bytes: With `step`, memory per shard for updates of incomplete steps. A shard that is so far ahead
             of the others is not fetched from. If waiting does not help, the replica builds a new copy aside; a copy
             that lookups do not see yet needs none of this memory.
+            Dense tensors take none of it: a copy keeps the visible part of each model and at most eight that follow it.
+            A shard that is four dense steps ahead of another is not fetched from, so mostly one or two follow.
         snapshot_dir: Where fetched snapshots are stored; the last one stays. None for a temporary directory.
         fetch_wait_s: How long one fetch waits for new records, seconds.
         timeout_s: Deadline for one answer of a shard, seconds.

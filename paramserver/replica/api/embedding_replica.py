@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica.api.config import ReplicaConfig
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, audit_copy, digest_copy
@@ -22,6 +23,7 @@ from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, as_ids, default_row
+from headrace.paramserver.replica.tables.dense import DenseParameters, as_tensor
 from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.rpc.outages import OutageLog
@@ -204,6 +206,33 @@ class EmbeddingReplica:
         for name, (_, ids, _), (_, missing) in zip(names, wanted, found, strict=True):
             self._count_missing(name, ids, missing)
         return [rows for rows, _ in found]
+
+    def dense(self, model: str | None = None) -> DenseParameters:
+        """Return the dense parameters and buffers of a model, all of one step.
+
+        With `consistency="step"` it is the step that lookups see, if the trainer publishes dense tensors with it;
+        otherwise the newest one that has come whole. Within `at_one_moment` it is of the same moment as lookups.
+
+        Args:
+            model: Name of the model; None for the only one that has dense tensors.
+
+        Raises:
+            UnavailableError: No step has come whole yet.
+            UnknownTableError: The model has no dense tensors here.
+            RequestError: Several models have some and none is named.
+        """
+
+        def look(table_set: TableSet) -> tuple[DensePart, tuple[int, int]]:
+            return table_set.seqlock.read(lambda: (table_set.dense.part(model), table_set.visible or (0, -1)))
+
+        part, (row_epoch, row_step) = self._with_table_set(look)
+        return DenseParameters(
+            epoch=part.epoch,
+            step=part.step,
+            row_epoch=row_epoch,
+            row_step=row_step,
+            tensors={path: as_tensor(part, path) for path in part.tensors},
+        )
 
     def at_one_moment(self, compute: Callable[[], _T]) -> _T:
         """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.

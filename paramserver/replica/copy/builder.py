@@ -22,6 +22,7 @@ from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.storage import CopyFolders, CopyStorage, memory_needed
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
+from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, load_identities
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.snapshots.contents import SnapshotReader
@@ -52,6 +53,7 @@ _log = logging.getLogger(__name__)
 _MakeTable = Callable[[TableSpec], ReplicaTable | None]
 _Wants = Callable[[str], bool]
 _TableRows = tuple[TableSpec, Ids]
+_StoredRows = tuple[Ids, Any, Any, Any, Any]
 
 _CONNECTING, _READING = "the server has not answered yet", "its tables are being read"
 # Size of one request for rows. It counts as progress only once all of it has arrived, so it must cross a slow link well
@@ -306,6 +308,10 @@ def load_snapshot(
                 )
             )
         table_set = TableSet(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
+        for specs in map(table_set.dense.specs_of, table_set.dense.models):
+            for spec in specs.values():
+                for rows in _stored_rows(snapshot, spec.fqn, check_wanted):
+                    table_set.dense.load(spec, *rows)
         for target in table_set.tables.values():
             if not (isinstance(target, DiskTable) and target.is_loaded):
                 _load_table(snapshot, target, check_wanted)
@@ -318,12 +324,17 @@ def load_snapshot(
 
 
 def _load_table(snapshot: SnapshotReader, target: ReplicaTable, check_wanted: Callable[[], None]) -> None:
-    # A few megabytes at a time, in numpy: lookups in the old copy go on meanwhile.
-    for ids, records in snapshot.rows(target.spec.fqn):
+    for rows in _stored_rows(snapshot, target.spec.fqn, check_wanted):
+        target.load(*rows, target.spec.whole)
+
+
+def _stored_rows(snapshot: SnapshotReader, fqn: str, check_wanted: Callable[[], None]) -> Iterator[_StoredRows]:
+    """Yield ids, weights, presence, epochs and steps, a few megabytes at a time."""
+    # In numpy: lookups in the old copy go on meanwhile.
+    for ids, records in snapshot.rows(fqn):
         check_wanted()
         presence = np.where(records["flags"] & FLAG_DELETED, DELETED, PRESENT)
-        weights = np.ascontiguousarray(records["weights"])
-        target.load(ids, weights, presence, records["epoch"], records["step"], target.spec.whole)
+        yield ids, np.ascontiguousarray(records["weights"]), presence, records["epoch"], records["step"]
 
 
 async def load_live(
@@ -347,20 +358,25 @@ async def load_live(
     async with LogLeaseKeeper(reader.links, [status.log_seq + 1 for status in before], lease) as keeper:
         specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
         specs = {spec.fqn: spec for of_shard in specs_of for spec in of_shard}
-        tables = {fqn: table for fqn, spec in specs.items() if (table := make_table(spec)) is not None}
+        dense, dense_specs = DenseTensors(), [spec for spec in specs.values() if spec.is_dense and wants(spec.fqn)]
+        of_tables = {fqn: spec for fqn, spec in specs.items() if not spec.is_dense}
+        tables = {fqn: table for fqn, spec in of_tables.items() if (table := make_table(spec)) is not None}
         identities = {fqn: IdentityMap(specs[fqn]) for fqn in tables if specs[fqn].has_identities}
 
         def load(some: Iterable[tuple[_TableRows, Rows]]) -> None:
             for (spec, _), rows in some:
                 assert rows.epochs is not None
                 assert rows.steps is not None
-                versions = rows.presence, rows.epochs, rows.steps, spec.whole
-                tables[spec.fqn].load(rows.row_ids, rows.weights, *versions)
+                versions = rows.presence, rows.epochs, rows.steps
+                if spec.is_dense:
+                    dense.load(spec, rows.row_ids, rows.weights, *versions)
+                    continue
+                tables[spec.fqn].load(rows.row_ids, rows.weights, *versions, spec.whole)
                 if spec.has_identities:
                     assert rows.identities is not None
-                    identities[spec.fqn].load(rows.row_ids, rows.identities, *versions)
+                    identities[spec.fqn].load(rows.row_ids, rows.identities, *versions, spec.whole)
 
-        for parts in _live_parts(tables[fqn].spec for fqn in tables):
+        for parts in _live_parts([*(tables[fqn].spec for fqn in tables), *dense_specs]):
             keeper.check()
             wanted = [(spec.fqn, ids) for spec, ids in parts]
             rows = await reader.get_many(wanted, with_versions=True, timeout_s=_LIVE_TIMEOUT_S)
@@ -373,6 +389,7 @@ async def load_live(
             tails,
             is_by_step=is_by_step,
             make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
+            dense=dense,
         )
         table_set.identities |= identities
         table_set.advance()

@@ -168,6 +168,9 @@ class Copies:
             self._dropped.append(copy)
             await self._close_dropped()
             raise
+        if self.current is not None and _must_show_all_of(copy.table_set, self.current, is_set_back):
+            with copy.table_set.seqlock.write():  # a step whose rows are being written has no whole part in the store
+                copy.table_set.dense.adopt(self.current.dense)
         return copy
 
     async def _change_to(self, copy: LiveCopy, *, keep_previous: bool) -> None:

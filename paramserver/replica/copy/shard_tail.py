@@ -96,7 +96,7 @@ class Change:
     epoch: int  # with `step`, the version of the rows
     step: int
     time_us: int  # the trainer's clock, since 1970; 0 if the record has none
-    deltas: tuple[RowDelta, ...]  # views of the reply's buffer
+    deltas: tuple[RowDelta, ...]  # of embedding tables; views of the reply's buffer
     is_conditional: bool  # apply rows only if they are not older than the present ones
     cut: Cut | None  # the newest run's consistent cut right after this record; None between cuts
     size_bytes: int  # approximate memory
@@ -139,7 +139,7 @@ class ShardTail:
         self.delay = DelayHistogram()
         self._sessions = sessions
         self._exact_from = exact_from
-        self._wants = wants
+        self.wants = wants
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
@@ -150,7 +150,7 @@ class ShardTail:
         An older owner may keep a table that has left the model, and train another one by now.
         """
         owned = [(table.spec.fqn, table.owner) for table in self.catalog if table.owner is not None]
-        newest = max((owner for name, owner in owned if self._wants(name)), key=lambda owner: owner.epoch, default=None)
+        newest = max((owner for name, owner in owned if self.wants(name)), key=lambda owner: owner.epoch, default=None)
         self._run = None if newest is None else newest.run
         self._other_runs = frozenset(owner.run for _, owner in owned)
 
@@ -179,17 +179,21 @@ class ShardTail:
         """Return the step of a run up to which everything was taken; -1 if there is none."""
         return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
 
-    def take(self, update: Update) -> None:
-        """Decode the next record and append it to `pending`; raise `CorruptionError` if it cannot be applied."""
+    def take(self, update: Update) -> tuple[RowDelta, ...]:
+        """Decode the next record and append it to `pending`; raise `CorruptionError` if it cannot be applied.
+
+        Return its rows of dense tensors, which do not wait with the others: they are views of the reply's buffer.
+        """
         if update.seq != self.seq + 1:
             raise CorruptionError(f"shard {self.shard}: record {update.seq} follows {self.seq}")
         try:
-            change = self._decode(update)
+            change, dense = self._decode(update)
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"shard {self.shard}: record {update.seq} cannot be applied: {exc}") from exc
         self.pending.append(change)
         self.pending_bytes += change.size_bytes
         self.newest_cut = change.cut or self.newest_cut
+        return dense
 
     def shown(self, change: Change, now_us: int) -> None:
         """Record that the oldest pending change is visible now."""
@@ -218,20 +222,23 @@ class ShardTail:
             delay=self.delay,
         )
 
-    def _decode(self, update: Update) -> Change:
+    def _decode(self, update: Update) -> tuple[Change, tuple[RowDelta, ...]]:
         if update.kind == idl.UpdateKind.HELLO:
             self._take_hello(update)
             self.seq = update.seq
-            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES)
+            return Change(update.seq, update.epoch, 0, 0, (), False, self.cut, _CHANGE_BYTES), ()
         if update.kind != idl.UpdateKind.BATCH:
             raise ValueError(f"kind {update.kind} is unknown to this version")
         offset = decode_header(update.body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
         is_conditional = request.version_epoch is not None
-        deltas = tuple(decode_delta(self.catalog, delta) for delta in request.deltas if self._wants(delta.fqn))
+        wanted = [decode_delta(self.catalog, delta) for delta in request.deltas if self.wants(delta.fqn)]
+        deltas = tuple(delta for delta in wanted if not delta.spec.is_dense)
+        dense = tuple(delta for delta in wanted if delta.spec.is_dense)
         self._advance(request, update.seq, is_conditional)
         self.seq = update.seq
-        return Change(
+        body_bytes = update.body.nbytes - sum(len(column) for delta in dense for column in delta.columns.values())
+        change = Change(
             seq=update.seq,
             epoch=request.version_epoch if is_conditional else request.epoch,
             step=request.step,
@@ -239,8 +246,9 @@ class ShardTail:
             deltas=deltas,
             is_conditional=is_conditional,
             cut=self.cut,
-            size_bytes=(update.body.nbytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
+            size_bytes=(body_bytes if deltas else 0) + _CHANGE_BYTES + _DELTA_BYTES * len(deltas),
         )
+        return change, dense
 
     def _take_hello(self, update: Update) -> None:
         header = update.header

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.tables.base import ReplicaTable
+from headrace.paramserver.replica.tables.dense import memory_of_dense
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.hot_rows import capacity_for, size_of_hot_rows
 from headrace.paramserver.replica.tables.identity_map import size_of_identity_map
@@ -42,9 +43,10 @@ def memory_needed(config: ReplicaConfig, specs: Iterable[TableSpec], snapshot_by
 
     The size of the snapshot that the copy starts from bounds sparse tables in memory.
     """
-    needed, has_sparse = 0, False
-    for spec in specs:
-        if not config.wants(spec.fqn):
+    wanted = [spec for spec in specs if config.wants(spec.fqn)]
+    needed, has_sparse = memory_of_dense(spec for spec in wanted if spec.is_dense), False
+    for spec in wanted:
+        if spec.is_dense:
             continue
         storage = config.storage_of(spec.fqn)
         if isinstance(storage, DiskStorage):
@@ -115,7 +117,7 @@ class CopyStorage:
         self._config = config
         self._folders = folders
         self._wants = wants = wants or config.wants
-        on_disk = [config.storage_of(spec.fqn) for spec in specs if wants(spec.fqn)]
+        on_disk = [config.storage_of(spec.fqn) for spec in specs if wants(spec.fqn) and not spec.is_dense]
         self._cache_bytes = sum(storage.cache_bytes for storage in on_disk if isinstance(storage, DiskStorage))
         self._known = {spec.fqn for spec in specs}
         self._lock = threading.Lock()
@@ -144,7 +146,8 @@ class CopyStorage:
         `check_wanted` is called before each file, which may have to be copied; an exception ends the linking.
         """
         config = self._config
-        if any(self._wants(fqn) and isinstance(config.storage_of(fqn), DiskStorage) for fqn in manifest.tables):
+        tables = [fqn for fqn, spec in manifest.tables.items() if self._wants(fqn) and not spec.is_dense]
+        if any(isinstance(config.storage_of(fqn), DiskStorage) for fqn in tables):
             self._open_stores(
                 lambda folder: DiskStores.link(
                     folder,

@@ -10,6 +10,7 @@ import torch
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.replica.copy.shard_tail import Change, Cut, Freshness, ShardTail
 from headrace.paramserver.replica.tables.base import Found, Ids, ReplicaTable, SeqLock
+from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.system.text import first_of
@@ -29,6 +30,9 @@ class TableSet:
     Writes by others while the run stands at a step, such as a backfill, belong to no step and are shown with the
     visible one. Without `is_by_step`, each record is applied when it comes, and a reader sees each whole.
 
+    Dense tensors are no tables here: their rows are put together when they come (`dense`), and become visible as a
+    whole, by step with the cut of exactly their step.
+
     Thread: one thread takes updates; any may read through `seqlock`.
     """
 
@@ -39,13 +43,18 @@ class TableSet:
         *,
         is_by_step: bool,
         make_table: Callable[[TableSpec], ReplicaTable | None],
+        dense: DenseTensors | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`."""
+        """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`.
+
+        `dense` has the rows of dense tensors that are loaded already.
+        """
         self.server_id = server_id
         self.tails = list(tails)
         self.tables: dict[str, ReplicaTable] = {}  # tables are added, never removed
         self.identities: dict[str, IdentityMap] = {}
+        self.dense = DenseTensors() if dense is None else dense
         self.seqlock = SeqLock()
         self.visible: tuple[int, int] | None = None  # everything up to (epoch, step); None while at no step
         self.failure: Exception | None = None  # why an update was applied in part: reads after it mix moments
@@ -58,6 +67,10 @@ class TableSet:
         self._unwanted: set[str] = set()
         self._names = TableNames(())
         self.add_tables(table.spec for tail in self.tails for table in tail.catalog)
+        self._follow_dense()
+
+    def _follow_dense(self) -> None:
+        self.dense.follow([tail.catalog for tail in self.tails], lambda name: self.tails[0].wants(name))
 
     def add_tables(self, specs: Iterable[TableSpec]) -> None:
         """Create the tables that do not exist yet."""
@@ -65,7 +78,7 @@ class TableSet:
         tables, identities = dict(self.tables), dict(self.identities)
         try:
             for spec in specs:
-                if spec.fqn not in tables and spec.fqn not in self._unwanted:
+                if spec.fqn not in tables and spec.fqn not in self._unwanted and not spec.is_dense:
                     table = self._make_table(spec)
                     if table is None:
                         self._unwanted.add(spec.fqn)
@@ -81,6 +94,8 @@ class TableSet:
         table = self.tables.get(fqn)
         if table is None:
             name = self._names.find(fqn)
+            if name is None and (tensor := self.dense.find(fqn)) is not None:
+                raise RequestError(f"{tensor!r} is a dense tensor and no table: read it with dense()")
             if name is None:
                 raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
             table = self.tables[name]
@@ -128,7 +143,7 @@ class TableSet:
         """Memory of the tables and of pending records."""
         tables = sum(table.size_bytes for table in self.tables.values())
         tables += sum(identities.size_bytes for identities in self.identities.values())
-        return tables + sum(tail.pending_bytes for tail in self.tails)
+        return tables + self.dense.size_bytes + sum(tail.pending_bytes for tail in self.tails)
 
     @property
     def is_on_disk(self) -> bool:
@@ -139,10 +154,13 @@ class TableSet:
         """Take records of a shard and show what can be shown; return whether anything became visible."""
         tail = self.tails[shard]
         for update in updates:
-            tail.take(update)
+            if dense := tail.take(update):
+                change = tail.pending[-1]
+                self.dense.take(shard, dense, (change.epoch, change.step))
         tail.last_seq = max(last_seq, tail.seq)
         if any(update.kind == idl.UpdateKind.HELLO for update in updates):
             self.add_tables(table.spec for table in tail.catalog)
+            self._follow_dense()
         return self.advance()
 
     def advance(self) -> bool:
@@ -154,6 +172,14 @@ class TableSet:
 
         Without a pause this is never true of all shards: the shard behind brings what the others wait for.
         """
+        if self._has_many_rows(shard, max_bytes):
+            return True
+        if not self.dense.is_ahead(shard):
+            return False
+        others = (tail.shard for tail in self.tails)
+        return not all(self._has_many_rows(each, max_bytes) or self.dense.is_ahead(each) for each in others)
+
+    def _has_many_rows(self, shard: int, max_bytes: int) -> bool:
         tail = self.tails[shard]
         if tail.pending_bytes <= max_bytes:
             return False
@@ -173,7 +199,7 @@ class TableSet:
             OverloadedError: The copy is shown and cannot continue within the bound.
         """
         tail = self.tails[shard]
-        if tail.pending_bytes <= max_bytes or self.is_waiting(shard, max_bytes):
+        if tail.pending_bytes <= max_bytes or self._has_many_rows(shard, max_bytes):
             return
         if self.is_shown:
             raise OverloadedError(
@@ -194,6 +220,10 @@ class TableSet:
 
     def _show_all(self) -> bool:
         has_changed, limits = False, self.limits  # the loop may lift them while this runs in a thread
+        if limits is None and self.dense.has_next(None):
+            with self.seqlock.write():
+                self.dense.show(None)
+            has_changed = True
         for tail in self.tails:
             while tail.pending and (limits is None or tail.pending[0].seq <= limits[tail.shard]):
                 change = tail.pending[0]
@@ -220,6 +250,7 @@ class TableSet:
         with self.seqlock.write():
             for tail in self.tails:
                 self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
+            self.dense.show(cut[:2])
             self.visible = cut[:2]
         return True
 
@@ -232,7 +263,7 @@ class TableSet:
             common = cuts if common is None else common & cuts
             if not common:
                 return None
-        return max(common or (), default=None)
+        return max((cut for cut in common or () if self.dense.can_show(cut[:2])), default=None)
 
     def _show_pending(self, tail: ShardTail, last_seq: int) -> None:
         now_us = self._clock_us()
