@@ -12,15 +12,16 @@ import numpy.typing as npt
 import torch
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
+from torch import nn
 
-from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.table_names import path_of, table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
-__all__ = ["NUM_ROWS", "DenseTrainer", "dense_delta", "dense_specs", "table_spec", "tensor_of"]
+__all__ = ["NUM_ROWS", "DenseTrainer", "ModelTrainer", "dense_delta", "dense_specs", "table_spec", "tensor_of"]
 
 NUM_ROWS, DIM = 20, 4
 # Several rows, one short row, a single element, and elements that numpy lacks.
@@ -55,8 +56,8 @@ def tensor_of(spec: TableSpec, step: int) -> torch.Tensor:
     return (numbers % 2 if spec.dtype is DType.BOOL else numbers).to(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
-def _rows_of(spec: TableSpec, step: int) -> npt.NDArray[Any]:
-    values = tensor_of(spec, step).reshape(-1)
+def _rows_of(spec: TableSpec, tensor: torch.Tensor) -> npt.NDArray[Any]:
+    values = tensor.detach().reshape(-1)
     bits = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy().view(spec.dtype.numpy)
     rows = np.zeros(spec.num_rows * spec.dim, spec.dtype.numpy)
     rows[: bits.size] = bits
@@ -68,7 +69,7 @@ def dense_delta(spec: TableSpec, step: int, row_ids: Sequence[int] | npt.NDArray
     ids = np.asarray(row_ids, np.int64)
     if not spec.is_dense:
         return delta_of(spec, ids, float(step))
-    return delta_of(spec, ids, _rows_of(spec, step)[ids], states=float(step))
+    return delta_of(spec, ids, _rows_of(spec, tensor_of(spec, step))[ids], states=float(step))
 
 
 class DenseTrainer:
@@ -82,11 +83,12 @@ class DenseTrainer:
         run: str = "run",
         epoch: int = 1,
         specs: list[TableSpec] | None = None,
+        tables: list[TableSpec] | None = None,
         takes_over: bool = False,
     ) -> None:
         """Say hello to each shard, naming the table and all dense tensors."""
         self.specs = dense_specs(model) if specs is None else specs
-        self.table = table_spec(model)
+        self.tables = [table_spec(model)] if tables is None else tables
         self.epoch = epoch
         self._run = run
         self._seqs: list[int] = []
@@ -97,7 +99,9 @@ class DenseTrainer:
         async with await EmbeddingReader.connect(address) as reader:
             places = [link.address.rpartition(":") for link in reader.links]
         clients = [await ParamServerClient.connect(host, int(port)) for host, _, port in places]
-        hello = hello_of_writer(self.table, *self.specs, run=self._run, epoch=self.epoch, takes_over=takes_over or None)
+        hello = hello_of_writer(
+            *self.tables, *self.specs, run=self._run, epoch=self.epoch, takes_over=takes_over or None
+        )
         for client in clients:
             self._seqs.append((await client.hello(hello)).last_client_seq)
         return clients
@@ -105,12 +109,12 @@ class DenseTrainer:
     def publish(self, step: int, *, shards: Iterable[int] | None = None) -> None:
         """Write the table and all dense tensors as they are at a step, and end it; on some shards only."""
         for shard in range(len(self._clients)) if shards is None else shards:
-            self.send(shard, step, [self.table, *self.specs], ends_step=True)
+            self.send(shard, step, [*self.tables, *self.specs], ends_step=True)
 
     def train(self, step: int) -> None:
         """Write the table alone, without an exact cut, as between two dense steps."""
         for shard in range(len(self._clients)):
-            self.send(shard, step, [self.table], ends_step=True, is_exact_cut=False)
+            self.send(shard, step, self.tables, ends_step=True, is_exact_cut=False)
 
     def send(
         self, shard: int, step: int, specs: Iterable[TableSpec], *, ends_step: bool = False, **changes: Any
@@ -120,11 +124,14 @@ class DenseTrainer:
         for spec in specs:
             ids = np.arange(spec.num_rows)
             ids = ids[shards_of_rows(table_seed(spec.fqn), ids, len(self._clients)) == shard]
-            deltas.append(dense_delta(spec, step, ids))
+            deltas.append(self._delta(spec, step, ids))
         self._seqs[shard] += 1
         fields = {"run": self._run, "epoch": self.epoch, "step": step, "time_us": step * 1000}
         request = request_of(*deltas, client_seq=self._seqs[shard], ends_step=ends_step, **(fields | changes))
         self._runner.run(self._clients[shard].set_embeddings(request))
+
+    def _delta(self, spec: TableSpec, step: int, row_ids: npt.NDArray[np.int64]) -> Any:
+        return dense_delta(spec, step, row_ids)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Return the dense tensors at a step, by path."""
@@ -144,3 +151,30 @@ class DenseTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class ModelTrainer(DenseTrainer):
+    """Publishes a model as it is: the weights of `nn.Embedding` and `nn.EmbeddingBag` as tables, the rest as dense."""
+
+    def __init__(self, address: str, module: nn.Module, *, model: str = "ctr", **settings: Any) -> None:
+        """Name all that is in the model's `state_dict`."""
+        self.module = module
+        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        self._values: dict[str, torch.Tensor] = {}
+        tables, specs = [], []
+        for path, tensor in module.state_dict(keep_vars=True).items():
+            if not tensor.numel() or any(tensor is known for known in self._values.values()):
+                continue  # of tied ones, the first path counts
+            name, dtype = table_name(model, path), DTYPES[tensor.dtype]
+            self._values[name] = tensor
+            if id(tensor) in embeddings:
+                num_rows, dim = tensor.shape
+                tables.append(TableSpec(fqn=name, num_rows=num_rows, dim=dim, dtype=dtype))
+            else:
+                specs.append(TableSpec.of_tensor(name, tensor.shape, dtype))
+        super().__init__(address, model=model, tables=tables, specs=specs, **settings)
+
+    def _delta(self, spec: TableSpec, step: int, row_ids: npt.NDArray[np.int64]) -> Any:
+        tensor = self._values[spec.fqn].detach()
+        rows = _rows_of(spec, tensor) if spec.is_dense else tensor.numpy()
+        return delta_of(spec, row_ids, rows[row_ids])

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.reading.dense_parts import DensePart
+from headrace.paramserver.reading.dense_parts import DensePart, Version
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica.api.config import ReplicaConfig
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, audit_copy, digest_copy
@@ -222,7 +222,7 @@ class EmbeddingReplica:
             RequestError: Several models have some and none is named.
         """
 
-        def look(table_set: TableSet) -> tuple[DensePart, tuple[int, int]]:
+        def look(table_set: TableSet) -> tuple[DensePart, Version]:
             return table_set.seqlock.read(lambda: (table_set.dense.part(model), table_set.visible or (0, -1)))
 
         part, (row_epoch, row_step) = self._with_table_set(look)
@@ -233,6 +233,16 @@ class EmbeddingReplica:
             row_step=row_step,
             tensors={path: as_tensor(part, path) for path in part.tensors},
         )
+
+    def dense_part(self, model: str | None = None) -> DensePart:
+        """Return what `dense` copies from: the arrays must not be changed. Errors are those of `dense`."""
+        return self._with_table_set(lambda table_set: table_set.dense.part(model))
+
+    @property
+    def dense_tensors(self) -> dict[str, TableSpec]:
+        """Specs of the dense tensors that belong to the newest parts, by name."""
+        dense = self._table_set.dense
+        return {name: spec for model in dense.models for name, spec in dense.specs_of(model).items()}
 
     def at_one_moment(self, compute: Callable[[], _T]) -> _T:
         """Return what a function computes, with all its lookups in this replica, on any thread, of one moment.

@@ -15,12 +15,13 @@ from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules
 from headrace.paramserver.replica.api.bags import ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
+from headrace.paramserver.replica.api.dense_forward import DenseForward, tensor_paths
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.replica.api.sequences import ReplicaEmbeddingCollection, configs_of
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
-from headrace.schemas.table_names import check_model, table_name
+from headrace.schemas.table_names import check_model, model_of, table_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["serve_model"]
@@ -68,6 +69,10 @@ def serve_model(
     Modules that are tied, or share a weight, stay so. At one step, the copy's outputs are those of the trainer's model
     in eval mode on the CPU, bit for bit, if its other parameters are that step's too.
 
+    Where the trainer publishes dense tensors (`dense=[…]` at its attach), they are: each call of the copy takes the
+    replica's newest part for all parameters and buffers that are no table's, and computes at one moment, as
+    `EmbeddingReplica.at_one_moment` does. Call the copy itself for that, not a module inside of it.
+
     The tables' own weights are neither copied nor kept: the given model may be on the meta device. All other
     parameters and buffers are copied, and need no gradient. Data parallel, model parallel and compiling wrappers
     are left out of the copy.
@@ -78,10 +83,12 @@ def serve_model(
         model: Name of the trained model on the server, needed if the replica has several with such tables.
         prefix: Path of `module` in the trained model, if it is a part of it.
         keep: Paths of modules, or patterns such as `towers.*`, that keep the given model's own weights, which are
-            copied: tables that are frozen, for example, which no trainer streams.
+            copied: tables that are frozen, for example, which no trainer streams. Paths of parameters and buffers, too.
 
     Raises:
-        ConfigError: A module cannot be served; the message lists all such modules, and says what to do.
+        ConfigError: A module cannot be served, or dense tensors are published that do not fit the model; the message
+            lists all such modules or tensors, and says what to do.
+        UnavailableError: The trainer publishes dense tensors, and none have come whole yet.
     """
     if model is not None:
         check_model(model)
@@ -99,7 +106,10 @@ def serve_model(
                 setattr(new, name, copy.deepcopy(getattr(old, name), memo))
     except Exception as exc:  # whatever the user's own objects raise
         raise ConfigError(f"the model cannot be copied: {type(exc).__name__}: {exc}") from exc
-    return served.eval().requires_grad_(False)
+    served.eval().requires_grad_(False)
+    if plan.has_dense:
+        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep)
+    return served
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,10 @@ class _Plan:
         in_place_of: New modules by the ids of the old ones.
         replaced: Pairs of old and new modules.
         weights: The tables' weights in the given model, by id.
+        trained_model: Name of the trained model; None if it is not given and the replica has no tables of it.
+        start: What goes before paths of the given model to make them the trained model's.
+        keep: Patterns of what keeps its own weights.
+        has_dense: Whether the trained model has published dense tensors.
     """
 
     def __init__(
@@ -128,8 +142,9 @@ class _Plan:
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
         self.weights: dict[int, torch.Tensor] = {}
         self._replica = replica
-        self._model = model
-        self._start = f"{prefix}." if prefix else ""
+        self._model = self.trained_model = model
+        self.start = f"{prefix}." if prefix else ""
+        self.keep = keep
         self._paths_of_weight: dict[int, list[str]] = {}
         self._problems: list[str] = []
         found_modules = list(named_modules(module))
@@ -146,12 +161,15 @@ class _Plan:
             if kind is not None and found.module not in kept and found.module not in inside:
                 inside.update(found.module.modules())
                 self._replace(found, kind)
-        for pattern in sorted(unmatched):
+        paths = [path for path, _, _, _ in tensor_paths(module)]
+        for pattern in sorted(pattern for pattern in unmatched if not any(fnmatchcase(p, pattern) for p in paths)):
             names = [found.path for found in found_modules]
             raise ConfigError(f"keep: no module is named or matches {pattern!r}; {describe_near(pattern, names)}")
         for found in found_modules:
             if found.module not in inside:
                 self._check_rest(found)
+        dense_models = {model_of(name) for name in replica.dense_tensors}
+        self.has_dense = bool(dense_models) if self.trained_model is None else self.trained_model in dense_models
         self._raise_problems()
 
     def _find_ties(self, found_modules: Iterable[FoundModule]) -> None:
@@ -187,7 +205,7 @@ class _Plan:
         if (owner := _overriding(module, kind)) is not None:
             raise ConfigError(f"its forward is {owner}'s own: put an {kind} inside of the class")
         specs = [self._check_table(table) for table in _declared(found, kind, self._paths_of_weight)]
-        path = f"{self._start}{found.path}".removesuffix(".")
+        path = f"{self.start}{found.path}".removesuffix(".")
         if kind in _COLLISIONS:
             return ReplicaManagedCollisionCollection.like(module, self._replica, prefix=path, model=self._model)
         if kind in _FOLDERS:
@@ -202,7 +220,7 @@ class _Plan:
     def _check_table(self, declared: list[_Declared]) -> TableSpec:
         """Return the replica's table of the first path that it has; raise ConfigError if it has none, or another."""
         for table in declared:
-            path = f"{self._start}{table.path}"
+            path = f"{self.start}{table.path}"
             name = path if self._model is None else table_name(self._model, path)
             try:
                 spec = self._replica.spec_of(name)
@@ -213,8 +231,9 @@ class _Plan:
                 theirs = f"{spec.num_rows:,} × {spec.dim} {dtype}"
                 ours = f"{table.num_rows:,} × {table.dim} {table.dtype or ''}".rstrip()
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
+            self.trained_model = model_of(spec.fqn)
             return spec
-        path = f"{self._start}{declared[0].path}"
+        path = f"{self.start}{declared[0].path}"
         raise ConfigError(f"no table {path if self._model is None else table_name(self._model, path)!r}")
 
     def _check_rest(self, found: FoundModule) -> None:
@@ -240,7 +259,7 @@ class _Plan:
                 f"replica has the tables {tables}. If the trainer names them otherwise, give model=… or prefix=…; if "
                 "it does not stream them, attach it with them, or give keep=[paths] to serve the given model's weights"
             )
-        if not self.replaced:
+        if not self.replaced and not self.has_dense:
             raise ConfigError("no module of the model has a table to serve: give the model with its embedding modules")
 
 

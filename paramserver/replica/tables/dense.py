@@ -56,8 +56,10 @@ class DenseParameters:
 def as_tensor(part: DensePart, path: str) -> torch.Tensor:
     """Return a copy of one tensor of a part, on the CPU."""
     dtype = TORCH_DTYPES[part.specs[path].dtype]
-    array = part.tensors[path].copy()
-    return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype is torch.bfloat16 else torch.from_numpy(array)
+    array = part.tensors[path]
+    values = torch.from_numpy(array.view(np.int16)).view(dtype) if dtype is torch.bfloat16 else torch.from_numpy(array)
+    # torch's own allocation is aligned as the trainer's: BLAS rounds differently otherwise.
+    return values.clone()
 
 
 def memory_of_dense(specs: Iterable[TableSpec]) -> int:

@@ -105,7 +105,7 @@ def test_a_trainer_killed_within_a_dense_step(server: ServerProcess) -> None:
         trainer.publish(1)
         snapshot = make_snapshot(server)
         with EmbeddingReplica(server.address) as replica:
-            trainer.send(0, 2, [trainer.table, *trainer.specs])
+            trainer.send(0, 2, [*trainer.tables, *trainer.specs])
             trainer.close()
             assert_part(replica, trainer, 1)
             replica.load_snapshot(snapshot)
