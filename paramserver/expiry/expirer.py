@@ -155,7 +155,7 @@ class Expirer:
             await self._begin(due, is_dry_run=False).done.wait()
 
     def _choose(self, pattern: str, policy: str, *, is_lenient: bool = False) -> list[tuple[Table, ExpiryPolicy]]:
-        """Return the tables that match a pattern, with their policies."""
+        """Return the tables that match a pattern, with their policies; rows of dense tensors never expire."""
         try:
             given = ExpiryPolicy.parse(policy) if policy else None
         except ConfigError as exc:
@@ -164,6 +164,9 @@ class Expirer:
         tables = [table for table in catalog if not pattern or matches(table.spec.fqn, pattern)]
         if not tables and pattern:
             raise RequestError(f"no table {pattern!r} here")
+        if pattern and all(table.spec.is_dense for table in tables):
+            raise RequestError(f"{pattern!r} is a dense tensor, whose rows never expire; name an embedding table")
+        tables = [table for table in tables if not table.spec.is_dense]
         chosen = [(table, given or self._rules.policy_of(table.spec.fqn)) for table in tables]
         found = [(table, policy) for table, policy in chosen if policy is not None]
         if not found and not is_lenient:

@@ -239,3 +239,25 @@ def test_settings_are_rules(tmp_path: Path) -> None:
     file.write_text("expiry: [1]\n")
     with pytest.raises(ConfigError, match=r"server.yaml:1: expiry: '\[1\]' is not rules"):
         ServerConfig.load(flags={"data": "/d"}, environ={}, file=file)
+
+
+async def test_dense_tensors_never_expire(tmp_path: Path) -> None:
+    """Patterns pass over them, the server's and a call's; a call for one of them alone is refused."""
+    dense = TableSpec.of_tensor("fc.weight", (3, 2), DType.FLOAT32)
+    async with (
+        serve_shards(tmp_path, 1, expiry="*: idle_steps=50") as ports,
+        await ParamServerClient.connect("127.0.0.1", ports[0]) as client,
+    ):
+        await client.hello(hello_of_writer(SPEC, dense, role=idl.Role.ADMIN))
+        deltas = delta_of(SPEC, [1], 1.0), delta_of(dense, [0], 1.0)
+        await client.set_embeddings(request_of(*deltas, client_seq=1, step=1, time_us=1))
+        await client.set_embeddings(request_of(delta_of(SPEC, [2], 1.0), client_seq=2, step=100, time_us=100))
+        for pattern in ("", "*"):
+            reply = await client.expire_rows(_request(pattern, is_dry_run=not pattern))
+            assert ([table.fqn for table in reply.tables], reply.expired, reply.error) == ([SPEC.fqn], 1, None)
+        with pytest.raises(RequestError, match=r"'fc\.\*' is a dense tensor, whose rows never expire"):
+            await client.expire_rows(_request("fc.*"))
+        wanted = idl.GetEmbeddingsRequest(
+            fqn=dense.fqn, row_ids=np.array([0], "<i8"), with_states=False, with_versions=False
+        )
+        assert bytes((await client.get_embeddings(wanted)).presence) == bytes([1])
