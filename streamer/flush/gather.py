@@ -17,7 +17,7 @@ from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
 from headrace.streamer.taps.row_extras import MAX_META_BYTES
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["RowGatherer", "check_finite", "scalar_bytes"]
+__all__ = ["RowGatherer", "check_finite", "copy_rows", "order_by_shard", "scalar_bytes"]
 
 _Ids = npt.NDArray[np.int64]
 _DELETION_BYTES = 8
@@ -110,19 +110,19 @@ class RowGatherer:
         row_ids, id_column = self._carve_ids(ids, buffer)
         places = table.places(ids)
         weights = buffer.carve(fmt.spec.dtype, num_rows, fmt.shard.width)
-        _copy_rows(table.weights(), places, weights.tensor)
+        copy_rows(table.weights(), places, weights.tensor)
         self._check_finite("weights", weights.tensor, row_ids)
         states = []
         live_states = table.states() if fmt.states else {}
         for state, width in fmt.states:
             carved = buffer.carve(state.dtype, num_rows, width)
-            _copy_rows(live_states[state.name], places, carved.tensor)
+            copy_rows(live_states[state.name], places, carved.tensor)
             self._check_finite(f"state {state.name!r}", carved.tensor, row_ids)
             states.append(Column(carved.data, width * state.dtype.size_bytes))
         identities = runtime_meta = None
         if fmt.spec.has_identities:
             carved = buffer.carve(DType.INT64, num_rows, 1)
-            _copy_rows(table.identities().view(-1, 1), places, carved.tensor)
+            copy_rows(table.identities().view(-1, 1), places, carved.tensor)
             identities = Column(carved.data, 8)
         if meta_bytes:
             assert table.meta is not None
@@ -148,17 +148,23 @@ class RowGatherer:
 
     def _route(self, local_ids: _Ids) -> tuple[_Ids, list[int]]:
         """Return (local ids ordered by shard and then by id, bounds of the shards)."""
-        if self._num_shards == 1:
-            return local_ids, [0, local_ids.size]
-        shards = shards_of_rows(self.seed, local_ids + self.table.row_offset, self._num_shards)
-        # numpy sorts 16 bits by radix, several times as fast as 64.
-        order = np.argsort(shards.astype(np.uint16), kind="stable")
-        ends = np.cumsum(np.bincount(shards, minlength=self._num_shards))
-        return local_ids[order], [0, *ends.tolist()]
+        order, bounds = order_by_shard(self.seed, local_ids + self.table.row_offset, self._num_shards)
+        return local_ids if order is None else local_ids[order], bounds
 
     def _check_finite(self, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
         if self._rejects_non_finite:
             check_finite(self.format, column, values, row_ids)
+
+
+def order_by_shard(seed: int, row_ids: _Ids, num_shards: int) -> tuple[_Ids | None, list[int]]:
+    """Return the order that puts rows, int64[n], of one shard together, None for one shard; and the shards' bounds."""
+    if num_shards == 1:
+        return None, [0, row_ids.size]
+    shards = shards_of_rows(seed, row_ids, num_shards)
+    # numpy sorts 16 bits by radix, several times as fast as 64.
+    order = np.argsort(shards.astype(np.uint16), kind="stable")
+    ends = np.cumsum(np.bincount(shards, minlength=num_shards))
+    return order, [0, *ends.tolist()]
 
 
 def check_finite(fmt: TableFormat, column: str, values: torch.Tensor, row_ids: torch.Tensor) -> None:
@@ -184,7 +190,8 @@ def scalar_bytes(value: torch.Tensor) -> tuple[DType, bytes]:
     return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
-def _copy_rows(source: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+def copy_rows(source: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy rows of a tensor on any device, by their places, int64[n] on the CPU, to the CPU."""
     if source.device.type == "cpu":
         torch.index_select(source, 0, places, out=out)
     else:

@@ -1,4 +1,4 @@
-"""Find the optimizers of a trainer behind their wrappers, and select tables by name."""
+"""Find the optimizers of a trainer behind their wrappers, and select tables and dense tensors by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.kernels.module_walk import is_a
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["Selection", "check_names", "inner_optimizers"]
+__all__ = ["Selection", "check_names", "inner_optimizers", "listed_names"]
 
 # By a wrapper's class, the attribute that holds one optimizer. These write no table themselves: TorchRec's,
 # Lightning's, Accelerate's.
@@ -62,23 +62,36 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.
         yield optimizer
 
 
-class Selection:
-    """Selects tables by name or pattern, and finds names that match no table."""
+def listed_names(names: Iterable[str], *, argument: str, may_be_empty: bool = False) -> list[str]:
+    """Return names or patterns, each once.
 
-    def __init__(self, patterns: Iterable[str] | None = None) -> None:
-        """Select tables by name or pattern (`*`, `?`, `[…]`); None selects all.
+    Raises:
+        ConfigError: It is empty, a single string, or holds something else than strings; the message has `argument`.
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigError(f"{argument} {names!r} is not a list: give a list of names or patterns")
+    listed = list(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"{argument} {listed} are not all names: give a list of names or patterns")
+    if not listed and not may_be_empty:
+        raise ConfigError(f"{argument} is empty: give names or patterns, or omit it")
+    return list(dict.fromkeys(listed))
+
+
+class Selection:
+    """Selects tables, or dense tensors, by name or pattern, and finds names that match none."""
+
+    def __init__(
+        self, patterns: Iterable[str] | None = None, *, argument: str = "tables", may_be_empty: bool = False
+    ) -> None:
+        """Select by name or pattern (`*`, `?`, `[…]`); None selects all. `argument` is what errors name.
 
         Raises:
             ConfigError: It is empty, a single string, or holds something else than strings.
         """
-        if isinstance(patterns, str) or not isinstance(patterns, Iterable | None):
-            raise ConfigError(f"tables {patterns!r} is not a list: give a list of names or patterns")
-        listed = None if patterns is None else list(patterns)
-        if not all(isinstance(pattern, str) for pattern in listed or ()):
-            raise ConfigError(f"tables {listed} are not all names: give a list of names or patterns")
-        self._patterns = None if listed is None else list(dict.fromkeys(listed))
-        if self._patterns == []:
-            raise ConfigError("tables is empty: give names or patterns of tables, or omit it for all of them")
+        self._patterns = (
+            None if patterns is None else listed_names(patterns, argument=argument, may_be_empty=may_be_empty)
+        )
         self.names: list[str] = []  # all tables that `takes` was called for
         self.unmatched = list(self._patterns or ())  # names and patterns without a table so far
 
@@ -87,8 +100,12 @@ class Selection:
         """Whether no names or patterns were given."""
         return self._patterns is None
 
+    def has_name(self, fqn: str) -> bool:
+        """Return whether this very name was given."""
+        return self._patterns is not None and fqn in self._patterns
+
     def takes(self, fqn: str) -> bool:
-        """Return whether a table is selected."""
+        """Return whether a table or tensor is selected."""
         self.names.append(fqn)
         if self._patterns is None:
             return True
@@ -97,7 +114,9 @@ class Selection:
         return bool(matching)
 
 
-def check_names(unmatched: Iterable[str], names: Iterable[str]) -> None:
-    """Raise ConfigError if there is an unmatched name or pattern; list the nearest of all tables' names."""
+def check_names(
+    unmatched: Iterable[str], names: Iterable[str], *, argument: str = "tables", kind: str = "table"
+) -> None:
+    """Raise ConfigError if there is an unmatched name or pattern; list the nearest of all names."""
     for pattern in unmatched:
-        raise ConfigError(f"tables: no table is named or matches {pattern!r}; {describe_near(pattern, names)}")
+        raise ConfigError(f"{argument}: no {kind} is named or matches {pattern!r}; {describe_near(pattern, names)}")

@@ -17,7 +17,7 @@ from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, Ta
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.row_extras import RowMeta
 
-__all__ = ["DeletedRows", "Holder", "RowIndex", "TablePart", "TappedTable", "tap_part", "zero_state"]
+__all__ = ["DeletedRows", "Holder", "RowIndex", "TablePart", "TappedTable", "dtype_of", "tap_part", "zero_state"]
 
 _DEFAULT_BITMAP_BYTES = 256 * 2**20
 
@@ -284,7 +284,8 @@ class TappedTable:
         )
 
 
-def _dtype_of(what: str, dtype: torch.dtype) -> DType:
+def dtype_of(what: str, dtype: torch.dtype) -> DType:
+    """Return the schema's type, or raise UnsupportedModelError that says what has this one."""
     try:
         return DTYPES[dtype]
     except KeyError:
@@ -307,12 +308,12 @@ def tap_part(
         fqn=part.fqn,
         num_rows=part.num_rows,
         dim=part.dim,
-        dtype=_dtype_of(f"table {part.fqn!r}", dtype),
+        dtype=dtype_of(f"table {part.fqn!r}", dtype),
         states=tuple(
             StateSpec(
                 name=name,
                 kind=StateKind.ROWWISE if is_rowwise else StateKind.POINTWISE,
-                dtype=_dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype),
+                dtype=dtype_of(f"state {name!r} of table {part.fqn!r}", state_dtype),
                 width=int(is_rowwise),
             )
             for name, state_dtype, is_rowwise in states_of
