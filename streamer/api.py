@@ -1,4 +1,4 @@
-"""The public class: streams a model's embedding rows to a parameter server as training changes them."""
+"""The public class: streams a model's embedding rows, and its dense part, to a parameter server as training goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.system.text import first_of
 from headrace.paramserver.system.tracing import span
-from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
 from headrace.schemas.table_names import model_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
 from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
@@ -27,6 +27,8 @@ from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_ro
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
 from headrace.streamer.stats import MetricsPort, StreamerStats
 from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
+from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World, current_world, warn_when_late
 
@@ -38,6 +40,8 @@ _T = TypeVar("_T")
 
 class RawEmbeddingStreamer:
     """Streams every embedding row that training changes, with its optimizer state, to a parameter server.
+
+    With `dense=True` it also publishes all other parameters and buffers, whole, every few seconds.
 
         streamer = RawEmbeddingStreamer("127.0.0.1:7601", run="ctr-v7", model="ctr")
         streamer.attach(model, optimizer)
@@ -142,8 +146,10 @@ class RawEmbeddingStreamer:
         *,
         publish: Literal["updated", "all"] = "updated",
         tables: Iterable[str] | None = None,
+        dense: bool | Iterable[str] = False,
+        dense_states: bool = False,
     ) -> None:
-        """Start streaming the embedding tables of a model. Can be called for several models.
+        """Start streaming the embedding tables of a model, and its dense parameters. Can be called for several models.
 
         With `torch.distributed` initialized, all ranks must attach together, and all raise if one does. An error
         attaches nothing.
@@ -154,22 +160,46 @@ class RawEmbeddingStreamer:
             optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
             publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
                 tables.
-            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all.
+            tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all. May be
+                empty with `dense`.
+            dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
+                `dense_interval_s`; or only those of these names and patterns.
+            dense_states: Publish their optimizer states too.
 
         Raises:
-            ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
-            UnsupportedModelError: A table cannot be streamed exactly, or is streamed already.
+            ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest.
+            UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
+                published.
             SpecMismatchError: The server has a table with this name and another shape.
             OwnedError: A table belongs to another run; give another `model`, or stop that run and set `takes_over`.
             UnavailableError: A shard cannot be reached.
         """
         if publish not in ("updated", "all"):
             raise ConfigError(f"publish {publish!r} is neither 'updated' nor 'all'")
+        dense = dense if isinstance(dense, bool) else listed_names(dense, argument="dense")
+        if dense_states and not dense:
+            raise ConfigError("dense_states: there is nothing to publish states of: say dense=True too")
+        optimizers = () if optimizer is None else optimizer
         with self._lock:
             self._check_usable()
             with warn_when_late("attach(...)", rank=self._world.rank, world_size=self._world.size):
-                tap = tap_model(model, () if optimizer is None else optimizer, self._on_step, tables=tables)
-            self._add_tap(tap)
+                tap = tap_model(model, optimizers, self._on_step, tables=tables, has_dense=bool(dense))
+                tensors = None
+                if dense:
+                    try:
+                        tensors = find_dense_tensors(
+                            self._world,
+                            model,
+                            optimizers,
+                            model_name=self.model,
+                            names=None if dense is True else dense,
+                            table_paths=tap.names,
+                            has_states=dense_states,
+                        )
+                    except BaseException:
+                        tap.close()
+                        raise
+            self._add_tap(tap, tensors)
             if publish == "all":
                 for table in tap.tables:
                     table.mark_all()
@@ -222,7 +252,9 @@ class RawEmbeddingStreamer:
         return self._is_paused
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Send all changed rows, and return when they are durable on every shard.
+        """Send all changed rows and all dense parameters, and return when they are durable on every shard.
+
+        If a dense parameter is a DTensor (`fully_shard`, tensor parallel), all ranks must call it together.
 
         Args:
             timeout_s: How long to wait, seconds; None takes `flush_timeout_s`. Rows not sent by then stay marked and go
@@ -239,7 +271,10 @@ class RawEmbeddingStreamer:
             for tap in self._taps:
                 tap.end_step()
             with span("headrace.flush", run=self._delivery.writer.run, step=self._step):
-                self._delivery.flush(self._step, timeout_s)
+                # Only DTensors make ranks wait for one another.
+                num_ranks = self._world.size if self._delivery.flusher.dense.is_sharded else 1
+                with warn_when_late("flush()", rank=self._world.rank, world_size=num_ranks):
+                    self._delivery.flush(self._step, timeout_s)
 
     def audit(self, *, only_present: bool = True, timeout_s: float | None = None) -> AuditReport:
         """Flush, then compare every row with the store's by digests and report the rows that differ.
@@ -284,6 +319,7 @@ class RawEmbeddingStreamer:
             RequestError: The ids are not integers, for example a mask.
         """
         with self._lock:
+            self._check_no_dense(fqn)
             return fetch_rows(self._tables, self._name_of(fqn), row_ids)
 
     def evict(self, fqn: str, row_ids: npt.ArrayLike) -> int:
@@ -310,6 +346,7 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable(passes_failure=self._config.on_error == "log")
+            self._check_no_dense(fqn)
             self._delivery.settle()
             return self._evictor.evict(self._tables, self._name_of(fqn), row_ids, names_elsewhere=self._names())
 
@@ -468,11 +505,15 @@ class RawEmbeddingStreamer:
             self._check_usable()
             self._add_tap(make_tap(self._on_step))
 
-    def _add_tap(self, tap: Tap) -> None:
+    def _check_no_dense(self, fqn: str) -> None:
+        if self._name_of(fqn) in self._delivery.flusher.dense.names:
+            raise UnknownTableError(f"{fqn!r} is a dense tensor, which goes out whole: name a table")
+
+    def _add_tap(self, tap: Tap, dense: DenseTensors | None = None) -> None:
         for table in tap.tables:
             table.join_model(self.model)
         try:
-            self._delivery.add_tables(tap.tables)
+            self._delivery.add_tables(tap.tables, dense)
         except BaseException:
             tap.close()
             raise

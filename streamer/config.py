@@ -45,7 +45,7 @@ class StreamerConfig:
     Memory, at most: one bit per row of each streamed table, 2 × `staging_bytes`, and a few KiB per message in flight. A
     table with virtual ids takes up to 16 bytes for each changed and unsent row instead. Evicted rows that are not used
     again take up to 32 bytes each. `device_pipeline` adds 2 × `staging_bytes` of pinned memory, and as much on the
-    device. Disk: none, or `spool_bytes` under the policy `spool`.
+    device. Dense parameters take their own size once more. Disk: none, or `spool_bytes` under the policy `spool`.
 
     Each field's `help` says what it does and costs, its `kind` the unit.
     """
@@ -96,6 +96,14 @@ class StreamerConfig:
         "Percent of the training thread's time that flushes may take: at 1, after a flush of 5 ms the next one starts "
         "no earlier than 0.5 s later. More of it lowers lag. 100 flushes at every step at which a staging buffer is "
         "free. Ignored while more is dirty than one buffer holds.",
+    )
+    dense_interval_s: float = seconds_setting(
+        10.0,
+        0,
+        _DAY_S,
+        "With `attach(dense=…)`: how often all dense parameters go out, at most. Each time the training thread copies "
+        "them all; `flush_percent` limits that too, apart from rows. A replica that shows whole steps is as fresh as "
+        "this.",
     )
     policy: str = _choice(
         ("coalesce", "block", "spool"),

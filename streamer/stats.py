@@ -25,9 +25,11 @@ class StreamerStats:
 
     Attributes:
         step: Number of the last step that has ended.
-        acked_step: Last step of which every change is durable on every shard; -1 before the first.
+        acked_step: Last step of which every change of a row is durable on every shard; -1 before the first.
         num_dirty_rows: Changed rows that are in no flush yet. For tables on a device (`device_pipeline`), the rows that
             the last flush has left, plus one if rows have changed since.
+        dense_step: Step of the last dense parameters that were handed over to delivery; -1 before the first.
+        dense_bytes: Size of the dense parameters that this rank publishes.
         num_inflight_flushes: Flushes handed over to delivery and not durable on every shard yet.
         inflight_bytes: Size of their rows.
         spooled_bytes: The part of it that is in the spool, bytes on disk.
@@ -44,6 +46,8 @@ class StreamerStats:
     step: int
     acked_step: int
     num_dirty_rows: int
+    dense_step: int
+    dense_bytes: int
     num_inflight_flushes: int
     inflight_bytes: int
     spooled_bytes: int
@@ -88,6 +92,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[StreamerStats], float]], ...] = (
     ("step", "Last step that has ended.", lambda s: s.step),
     ("acked_step", "Last step that is durable on every shard; -1 before the first.", lambda s: s.acked_step),
     ("dirty_rows", "Changed rows that are in no flush yet.", lambda s: s.num_dirty_rows),
+    ("dense_step", "Step of the last dense parameters handed over; -1 before the first.", lambda s: s.dense_step),
+    ("dense_bytes", "Size of the dense parameters that this rank publishes.", lambda s: s.dense_bytes),
     ("inflight_flushes", "Flushes in delivery, not durable on every shard yet.", lambda s: s.num_inflight_flushes),
     ("inflight_bytes", "Size of their rows.", lambda s: s.inflight_bytes),
     ("spooled_bytes", "Part of their rows that is in the spool.", lambda s: s.spooled_bytes),

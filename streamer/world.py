@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from headrace.paramserver.system.text import format_seconds
+from headrace.schemas.errors import HeadraceError
 
 __all__ = ["SoloWorld", "TorchWorld", "World", "current_world", "warn_when_late"]
 
@@ -39,6 +41,13 @@ class World(Protocol):
     def gather(self, value: _T) -> list[_T]:
         """Return every rank's value, by rank, on every rank; all ranks must call it."""
 
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Like `gather`, for as many int64 values on each rank, between two steps of training.
+
+        Raises:
+            HeadraceError: Another rank has ended.
+        """
+
 
 class SoloWorld:
     """A run of one process."""
@@ -55,6 +64,10 @@ class SoloWorld:
         """Return the value alone."""
         return [value]
 
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the values alone."""
+        return [list(values)]
+
 
 class TorchWorld:
     """The default process group of `torch.distributed`. REQUIRES: it is initialized."""
@@ -62,6 +75,8 @@ class TorchWorld:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # Of its own, and on the CPU: whatever the training has queued, nothing waits for it or comes between.
+        self._group: Any = None
 
     def share(self, value: _T | None) -> _T:
         """Return rank 0's value; blocks until all ranks call it."""
@@ -75,6 +90,17 @@ class TorchWorld:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return all values; blocks until all ranks call it. The first call makes a process group."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        found = [torch.empty(len(values), dtype=torch.int64) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, torch.tensor(values, dtype=torch.int64), group=self._group)
+        except RuntimeError as exc:
+            raise HeadraceError(f"rank {self.rank} has lost another rank of the run: {exc}") from exc
+        return [each.tolist() for each in found]
 
 
 def current_world() -> World:

@@ -19,6 +19,7 @@ from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.flush.flusher import Flusher
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.stats import StreamerStats
+from headrace.streamer.taps.dense_tensors import DenseTensors
 from headrace.streamer.taps.tapped_table import TappedTable
 from headrace.streamer.world import World
 
@@ -60,6 +61,7 @@ class Delivery:
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
         self.failure: HeadraceError | None = None
+        self._is_alone_now = False  # another rank has ended, too
         pool = StagingPool(config.staging_bytes)
         self.sender = Sender(config=config, pool=pool)
         self.sender.start()
@@ -75,6 +77,7 @@ class Delivery:
             submit=self.sender.submit,
             describe_delay=self.sender.describe_delay,
             withdraw=self.sender.withdraw,
+            world=world,
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
         # It must not hold the flusher, whose tables hold the model.
@@ -82,12 +85,18 @@ class Delivery:
             self, _abandon, self.writer.run, self.sender, weakref.ref(self.flusher), os.getpid()
         )
 
-    def add_tables(self, tables: list[TappedTable]) -> None:
-        """Register tables on all shards, and deliver their rows from now on. An error adds nothing."""
+    def add_tables(self, tables: list[TappedTable], dense: DenseTensors | None = None) -> None:
+        """Register tables and dense tensors on all shards, and deliver them from now on. An error adds nothing."""
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
-        # Each spec once: a rank may have several column shards of a table.
-        self.sender.register(list({table.spec.fqn: table.spec for table in tables}.values()))
+        if dense is not None:
+            self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
+        # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
+        # shard knows all of them whichever rank comes first.
+        known = [*tables, *(() if dense is None else dense.all)]
+        self.sender.register(list({each.spec.fqn: each.spec for each in known}.values()))
         self.flusher.add_tables(tables)
+        if dense is not None:
+            self.flusher.add_dense(dense)
 
     def on_step(self, step: int, *, is_paused: bool) -> None:
         """Hand over what is dirty at the end of a step, as far as there is room; nothing if `is_paused`.
@@ -95,13 +104,16 @@ class Delivery:
         With `on_error="raise"`, raise the error that has ended streaming or failed this flush.
         """
         if self.failure is not None and self._config.on_error == "log":
+            self._pass_step(step)
             return
         try:
             self.raise_failure()
             self._check_alone()
             with self._flushing:
                 self._mark_for_new_store()
-                if not is_paused:
+                if is_paused:
+                    self.flusher.pass_step(step)
+                else:
                     self.flusher.on_step(step)
         except HeadraceError as exc:
             exc = self.sender.error or exc
@@ -124,9 +136,11 @@ class Delivery:
         try:
             self._check_alone()
             with self._flushing:
+                is_repeated = False
                 while True:
                     self._mark_for_new_store()
-                    self.flusher.flush_all(step, deadline_s - time.monotonic())
+                    self.flusher.flush_all(step, deadline_s - time.monotonic(), is_repeated=is_repeated)
+                    is_repeated = True
                     self.sender.wait_durable(deadline_s - time.monotonic())
                     if self._num_new_stores == self.sender.num_new_stores:
                         return
@@ -157,7 +171,14 @@ class Delivery:
 
     def stats(self, step: int) -> StreamerStats:
         """Return what was done and what is on its way. Thread: any."""
-        return self.sender.stats(step=step, num_dirty_rows=self.flusher.num_dirty_rows, failure=self.failure)
+        flusher = self.flusher
+        return self.sender.stats(
+            step=step,
+            num_dirty_rows=flusher.num_dirty_rows,
+            dense_step=flusher.dense_step,
+            dense_bytes=flusher.dense.size_bytes,
+            failure=self.failure,
+        )
 
     def stop(self, *, is_child: bool) -> None:
         """End the sender's thread, which a forked child lacks, and log what stays undelivered. Idempotent."""
@@ -165,6 +186,15 @@ class Delivery:
             if self.failure is None:
                 _log_undelivered(f"the streamer of run {self.writer.run!r} was closed", self.sender, self.flusher)
             self.sender.stop(_STOP_TIMEOUT_S)
+
+    def _pass_step(self, step: int) -> None:
+        """End a step after streaming has ended: other ranks hear that this one publishes nothing, until one is gone."""
+        if not self._is_alone_now:
+            try:
+                self.flusher.pass_step(step)
+            except HeadraceError as exc:
+                self._is_alone_now = True
+                _log.error("%s", exc)
 
     def _check_alone(self) -> None:
         """Refuse to begin within another flush, whose rows are neither dirty nor on their way and would be missed."""

@@ -156,7 +156,15 @@ class Sender:
         late = [channel for channel in self._channels if channel.num_behind]
         return "; ".join(channel.describe() for channel in late) or "no shard is behind"
 
-    def stats(self, *, step: int = 0, num_dirty_rows: int = 0, failure: HeadraceError | None = None) -> StreamerStats:
+    def stats(
+        self,
+        *,
+        step: int = 0,
+        num_dirty_rows: int = 0,
+        dense_step: int = -1,
+        dense_bytes: int = 0,
+        failure: HeadraceError | None = None,
+    ) -> StreamerStats:
         """Return what was done so far, completed with the caller's figures. Thread: any."""
         outage = next((channel.last_error for channel in self._channels if channel.last_error), None)
         error = failure or self.error or outage
@@ -164,6 +172,8 @@ class Sender:
             **self._outstanding.figures(),
             step=step,
             num_dirty_rows=num_dirty_rows,
+            dense_step=dense_step,
+            dense_bytes=dense_bytes,
             spooled_bytes=self._spool.used_bytes if self._spool else 0,
             num_reconnects=sum(channel.num_reconnects for channel in self._channels),
             num_connected=sum(channel.is_connected for channel in self._channels),

@@ -57,6 +57,7 @@ class DeviceDrain:
         event: Comes when the header is on the host.
         outcome: Of the flush, without the device's remainder.
         give_back: Makes the flush's rows of the host part dirty again.
+        is_judged: Its step mark is known.
         exact_step: Step at which the flush was an exact cut; None before that is known, and if it was not.
     """
 
@@ -70,6 +71,7 @@ class DeviceDrain:
     scalars: list[_Scalars]
     outcome: FlushOutcome
     give_back: Callable[[], None]
+    is_judged: bool = False
     exact_step: int | None = None
 
     def complete(self, flush: Flush) -> Flush | None:
@@ -356,6 +358,7 @@ class DevicePipeline:
         self._num_left, self._next_slot = num_left, next_slot
         if judgment.mark is not None and judgment.mark.is_exact_cut:
             drain.exact_step = flush.step
+        drain.is_judged = True
         return dataclasses.replace(
             flush,
             tables=tables,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,12 +17,16 @@ from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.device.runtime import RuntimeOf, cuda_runtime
+from headrace.streamer.flush.dense_part import DensePart
+from headrace.streamer.flush.dense_schedule import DenseSchedule, Readiness, Turn
 from headrace.streamer.flush.device_pipeline import DeviceDrain, DevicePipeline
 from headrace.streamer.flush.gather import RowGatherer
-from headrace.streamer.flush.layout import Flush, FlushedDeletions, FlushedTable
+from headrace.streamer.flush.layout import Flush, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import StagingBuffer, StagingPool
 from headrace.streamer.flush.step_marks import NO_REMAINDER, FlushOutcome, Judgment, Remainder, StepMarkPolicy
+from headrace.streamer.taps.dense_tensors import DenseTensors, publishers
 from headrace.streamer.taps.tapped_table import TappedTable
+from headrace.streamer.world import SoloWorld, World
 
 __all__ = ["Flusher", "TakenRows"]
 
@@ -31,6 +36,13 @@ _REST_BYTES = 4096
 _NUM_COSTS = 5
 
 
+class _Dense(enum.Enum):
+    # Whether a flush has the dense part.
+    NO = enum.auto()
+    IF_EXACT = enum.auto()  # with it, the flush is an exact cut
+    YES = enum.auto()
+
+
 class TakenRows:
     """The rows taken for one flush, which are given back if the flush fails.
 
@@ -38,6 +50,8 @@ class TakenRows:
         deleted: Rows to be deleted, by table.
         cursor: Table and row at which the next flush continues.
         drain: The device part of the flush.
+        has_dense: The flush has the dense part.
+        on_give_back: Called after the rows were given back.
     """
 
     def __init__(self) -> None:
@@ -46,6 +60,8 @@ class TakenRows:
         self.deleted: dict[RowGatherer, torch.Tensor] = {}
         self.cursor = (0, 0)
         self.drain: DeviceDrain | None = None
+        self.has_dense = False
+        self.on_give_back: Callable[[], None] = lambda: None
 
     def add(self, source: RowGatherer, row_ids: torch.Tensor) -> None:
         """Note rows of a table, int64[n], local, on the CPU; in any order, in one or several calls."""
@@ -71,6 +87,7 @@ class TakenRows:
                 source.table.dirty.mark(part)
         for source, row_ids in self.deleted.items():
             source.table.deleted.give_back(row_ids)
+        self.on_give_back()
 
 
 class Flusher:
@@ -82,8 +99,15 @@ class Flusher:
     ones, and the dirty rows stay one set. When the pass reaches the end, everything that was dirty at its first step
     has gone out: that flush marks this step as complete, but not exact. See `StepMarkPolicy`.
 
+    Dense tensors, if there are any, go out all together in one flush, from time to time. Other flushes then are no
+    exact cuts, because the store has dense tensors of an earlier step.
+
     A `DevicePipeline` may drain tables on their device. Then a flush is complete, and has its mark, only when these
     rows have come. Thread: the training thread's.
+
+    Attributes:
+        dense: The dense tensors.
+        dense_step: Step of the last dense part that was submitted; -1 before the first. Thread: any.
     """
 
     def __init__(
@@ -97,6 +121,7 @@ class Flusher:
         monotonic_s: Callable[[], float] = time.monotonic,
         withdraw: Callable[[Flush], bool] | None = None,
         runtime_of: RuntimeOf = cuda_runtime,
+        world: World | None = None,
     ) -> None:
         """Begin without tables.
 
@@ -110,6 +135,7 @@ class Flusher:
             withdraw: Takes back a flush whose `submit` was interrupted; returns False if it is on its way already.
                 None if a `submit` that raises has never taken it.
             runtime_of: Returns a device's runtime, see `DevicePipeline`.
+            world: The ranks that publish dense tensors together; None for one rank.
         """
         self._config, self._num_shards, self._pool = config, num_shards, pool
         self._submit, self._describe_delay = submit, describe_delay
@@ -120,9 +146,15 @@ class Flusher:
         self._cursor = (0, 0)
         self._marks = StepMarkPolicy()
         self._device: DevicePipeline | None = None
+        rejects_non_finite = config.non_finite == "reject"
         if config.device_pipeline:
-            rejects_non_finite = config.non_finite == "reject"
             self._device = DevicePipeline(pool, num_shards, rejects_non_finite, self._marks, runtime_of)
+        self._world = SoloWorld() if world is None else world
+        self._schedule = DenseSchedule(self._world)
+        self.dense = DensePart(num_shards, rejects_non_finite=rejects_non_finite, monotonic_s=monotonic_s)
+        # The last dense part was in no exact cut; and its drain, while that is not known.
+        self._owes_dense = False
+        self._dense_drain: DeviceDrain | None = None
         # Time of the first step after the last flush.
         self._changed_s: float | None = None
         self._last_flush_s = float("-inf")
@@ -131,6 +163,7 @@ class Flusher:
         # Step of the last flush if it was an exact cut and no table was added or marked since.
         self._exact_step: int | None = None
         self._last_drain: DeviceDrain | None = None
+        self.dense_step = -1
 
     @property
     def num_dirty_rows(self) -> int:
@@ -152,24 +185,34 @@ class Flusher:
             ConfigError: One row of a table is too long for a frame or a staging buffer.
             UnsupportedModelError: Another model has a table of the same name.
         """
-        names = {source.format.spec.fqn for source in self._all_sources()}
+        names = self._names()
         for source in map(self._gatherer, tables):
             fmt, row_bytes = source.format, source.longest_row_bytes
-            if fmt.spec.fqn in names:
-                raise UnsupportedModelError(
-                    f"table {fmt.spec.fqn!r} of another model is streamed already: give one of them another name, or "
-                    "put both models into one module"
-                )
+            _check_format(fmt, row_bytes, names, max_frame_bytes)
             if row_bytes > self._pool.buffer_bytes // 2:  # deletions may take the other half
                 raise ConfigError(
                     f"staging_bytes: {self._config.staging_bytes} cannot hold two rows of table {fmt.spec.fqn!r}, "
                     f"{row_bytes} bytes each"
                 )
-            if row_bytes + fmt.overhead_bytes + _REST_BYTES > max_frame_bytes:
-                raise ConfigError(
-                    f"one row of table {fmt.spec.fqn!r} has {row_bytes} bytes, and the server's max_frame_bytes is "
-                    f"{max_frame_bytes}: raise it there"
-                )
+
+    def check_dense(self, tensors: DenseTensors, *, max_frame_bytes: int) -> None:
+        """Check that dense tensors of one model can be added; raise as `check_tables`."""
+        names = self._names()
+        for each in tensors.all:
+            fmt = TableFormat(each.spec, each.spec.whole)
+            _check_format(fmt, fmt.row_bytes, names, max_frame_bytes)
+
+    def _names(self) -> set[str]:
+        return self.dense.names.union(source.format.spec.fqn for source in self._all_sources())
+
+    def add_dense(self, tensors: DenseTensors) -> None:
+        """Add the dense tensors of a model, of which this rank publishes its share. REQUIRES: as `add_tables`."""
+        ranks = publishers(tensors.all, self._world.size)
+        self.dense.add(
+            tensors, [each for each, rank in zip(tensors.all, ranks, strict=True) if rank == self._world.rank]
+        )
+        self._schedule.begin_anew()
+        self._exact_step = self._last_drain = None
 
     def add_tables(self, tables: list[TappedTable]) -> None:
         """Add tables. REQUIRES: `check_tables` accepted them.
@@ -192,6 +235,7 @@ class Flusher:
             source.table.mark_all(spares_evicted=True)
         self._num_new_stores = max(self._num_new_stores, num_new_stores)
         self._exact_step = self._last_drain = None
+        self._schedule.make_due()
 
     def on_step(self, step: int) -> None:
         """Flush at the end of a training step if a staging buffer is free. Steps never decrease.
@@ -207,24 +251,56 @@ class Flusher:
         if self._device is not None:
             self._device.check_boundary()
             self._device.raise_failure(self._config.flush_timeout_s)
-        if now_s - self._last_flush_s < self._interval_s():
+        turn = self._dense_turn(step, now_s)
+        if turn is Turn.WAIT or (turn is Turn.NOT_DUE and now_s - self._last_flush_s < self._interval_s()):
             return
-        buffer = self._pool.reserve()
+        buffer = self._reserve(step)
         if buffer is None:
-            if self._config.policy != "block":
-                return
+            return
+        dense = _Dense.IF_EXACT if self._owes_dense and not self._schedule.is_agreed else _Dense.NO
+        if turn is Turn.DUE:
+            # Before any row is taken: whatever fails here, the other ranks wait for what DTensors exchange.
+            self.dense.capture()
+            dense = _Dense.YES
+        self._flush_into(buffer, step, now_s, dense)
+
+    def pass_step(self, step: int) -> None:
+        """End a step without a flush, because streaming is paused or has ended; other ranks are told."""
+        if self.dense.is_attached and self._schedule.is_agreed:
+            now_s, interval_s = self._monotonic_s(), self._dense_interval_s()
+            if self._schedule.is_asked(step, now_s, interval_s):
+                self._schedule.turn(step, now_s, interval_s, Readiness.IS_ABSENT)
+
+    def _dense_turn(self, step: int, now_s: float) -> Turn:
+        self.dense.is_current = False
+        if self._dense_drain is not None and self._dense_drain.is_judged:
+            self._owes_dense = self._dense_drain.exact_step is None
+            self._dense_drain = None
+        interval_s = self._dense_interval_s()
+        if not self.dense.is_attached or not self._schedule.is_asked(step, now_s, interval_s):
+            return Turn.NOT_DUE
+        readiness = Readiness.IS_READY if self.dense.is_free else Readiness.IS_ABSENT
+        if readiness is Readiness.IS_READY and self._reserve(step) is None:
+            readiness = Readiness.LACKS_BUFFER
+        return self._schedule.turn(step, now_s, interval_s, readiness)
+
+    def _reserve(self, step: int) -> StagingBuffer | None:
+        """Return a staging buffer for a step's flush, under `block` as soon as there is one; else None without one."""
+        buffer = self._pool.reserve()
+        if buffer is None and self._config.policy == "block":
             buffer = self._pool.reserve(self._config.block_timeout_s)
             if buffer is None:
                 raise UnavailableError(
                     f"step {step} has waited {format_seconds(self._config.block_timeout_s)} for a staging buffer: "
                     f"{self._describe_delay()}"
                 )
-        self._flush_into(buffer, step, now_s)
+        return buffer
 
-    def flush_all(self, step: int, timeout_s: float) -> None:
-        """Submit everything that is dirty now, and a mark of `step`, which is not below any step before.
+    def flush_all(self, step: int, timeout_s: float, *, is_repeated: bool = False) -> None:
+        """Submit everything that is dirty now, all dense tensors, and a mark of `step`, which is not below any before.
 
-        The timeout is for all staging buffers together.
+        The timeout is for all staging buffers together. With `is_repeated`, nothing has changed since the last call,
+        and DTensors are not read again. If there are any, all ranks call it.
 
         Raises:
             NonFiniteError: As from `on_step`.
@@ -232,19 +308,36 @@ class Flusher:
         """
         deadline_s = self._monotonic_s() + timeout_s
         self.settle(timeout_s, raises=True)
-        is_done = self._exact_step == step and self._is_clean
+        has_dense = self.dense.is_attached
+        if has_dense and not (is_repeated and self.dense.is_current):
+            self._capture_dense(deadline_s)
+        is_done = not has_dense and self._exact_step == step and self._is_clean
         while not is_done:
+            if has_dense:
+                self._wait_for_dense(deadline_s)
             buffer = self._pool.reserve() or self._pool.reserve(deadline_s - self._monotonic_s())
             if buffer is None:
                 raise UnavailableError(
                     f"{self.num_dirty_rows} rows are not handed over, no staging buffer is free: "
                     f"{self._describe_delay()}"
                 )
-            self._flush_into(buffer, step, self._monotonic_s())
+            self._flush_into(buffer, step, self._monotonic_s(), _Dense.IF_EXACT if has_dense else _Dense.NO)
             self.settle(deadline_s - self._monotonic_s(), raises=True)
             # An exact cut leaves nothing dirty. `_is_clean` could stay false: with a captured graph, the device's
             # tables always count as marked.
             is_done = self._exact_step == step
+
+    def _capture_dense(self, deadline_s: float) -> None:
+        try:
+            self._wait_for_dense(deadline_s)
+        except UnavailableError:
+            self.dense.capture(keeps=False)
+            raise
+        self.dense.capture()
+
+    def _wait_for_dense(self, deadline_s: float) -> None:
+        if not self._pool.wait_until(lambda: self.dense.is_free, deadline_s - self._monotonic_s()):
+            raise UnavailableError(f"earlier dense parameters are on their way: {self._describe_delay()}")
 
     def settle(self, timeout_s: float, *, raises: bool = False) -> None:
         """Wait until no flush is on its way from the device, if there is one.
@@ -294,16 +387,21 @@ class Flusher:
         cost_s = sorted(self._costs_s)[len(self._costs_s) // 2]
         return max(least_s, cost_s * 100 / self._config.flush_percent)
 
-    def _flush_into(self, buffer: StagingBuffer, step: int, now_s: float) -> None:
+    def _dense_interval_s(self) -> float:
+        percent, cost_s = self._config.flush_percent, self.dense.cost_s
+        by_cost_s = cost_s * 100 / percent if percent < 100 else 0.0
+        return max(self._config.dense_interval_s, self._config.flush_interval_s, by_cost_s)
+
+    def _flush_into(self, buffer: StagingBuffer, step: int, now_s: float, dense: _Dense) -> None:
         """Make and submit a flush; whatever fails, no row is lost and the buffer becomes free again."""
         taken = TakenRows()
-        begin_s = self._monotonic_s()
+        begin_s, dense_cost_s = self._monotonic_s(), self.dense.total_cost_s
         flush: Flush | None = None
         judgment: Judgment | None = None
         is_submitted = False
         try:
             with span("headrace.gather", step=step):
-                flush, judgment = self._make_flush(buffer, step, now_s, taken)
+                flush, judgment = self._make_flush(buffer, step, now_s, taken, dense)
             self._pool.remove(buffer)
             self._submit(flush)
             is_submitted = True
@@ -322,10 +420,10 @@ class Flusher:
                 for source in self._device.sources:
                     source.table.mark_all()
             raise
-        self._costs_s.append(self._monotonic_s() - begin_s)
+        self._costs_s.append(self._monotonic_s() - begin_s - (self.dense.total_cost_s - dense_cost_s))
 
     def _make_flush(
-        self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows
+        self, buffer: StagingBuffer, step: int, now_s: float, taken: TakenRows, dense: _Dense
     ) -> tuple[Flush, Judgment | None]:
         """Return the flush and its judgment; None if that comes with the device part."""
         time_us = time.time_ns() // 1000
@@ -342,8 +440,21 @@ class Flusher:
                 tables.append(source.deletions(row_ids.numpy(), buffer))
             for source, ids in taken.by_table():
                 tables += source.gather(ids, buffer)
-        changed_s, remainders = now_s if self._changed_s is None else self._changed_s, (host, NO_REMAINDER)
-        outcome = FlushOutcome(step=step, time_us=time_us, now_s=now_s, changed_s=changed_s, remainders=remainders)
+        # A device's remainder is not known yet; in a pass it may not be the last flush.
+        seems_exact = host.is_clean and (device is None or not self._marks.is_in_pass)
+        if dense is _Dense.YES or (dense is _Dense.IF_EXACT and self.dense.is_free and seems_exact):
+            if not self.dense.is_current:
+                self.dense.capture()
+            taken.has_dense, taken.on_give_back = True, self._schedule.make_due
+            tables += self.dense.lend(buffer)
+        outcome = FlushOutcome(
+            step=step,
+            time_us=time_us,
+            now_s=now_s,
+            changed_s=now_s if self._changed_s is None else self._changed_s,
+            remainders=(host, NO_REMAINDER),
+            lacks_dense=self.dense.is_attached and not taken.has_dense,
+        )
         judgment = None
         if device is None:
             judgment = self._marks.judge(outcome)
@@ -355,7 +466,7 @@ class Flusher:
             time_us=time_us,
             tables=tables,
             mark=judgment.mark if judgment else None,
-            dirty_since_s=judgment.dirty_since_s if judgment else changed_s,
+            dirty_since_s=judgment.dirty_since_s if judgment else outcome.changed_s,
             num_rows=sum(table.bounds[-1] for table in tables),
             size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             staging=buffer,
@@ -407,6 +518,25 @@ class Flusher:
         self._cursor = taken.cursor
         self._changed_s = None
         self._last_drain = taken.drain
+        if taken.has_dense:
+            self._schedule.note_sent(now_s)
+            self.dense_step, self._dense_drain = flush.step, taken.drain
+            self._owes_dense = judgment is not None and not (judgment.mark and judgment.mark.is_exact_cut)
         if judgment is not None:
             self._marks.accept(judgment)
             self._exact_step = flush.step if judgment.mark and judgment.mark.is_exact_cut else None
+
+
+def _check_format(fmt: TableFormat, row_bytes: int, names: set[str], max_frame_bytes: int) -> None:
+    """Refuse a table or dense tensor whose name is taken, or whose rows are too long for a frame."""
+    what = f"{'dense tensor' if fmt.spec.is_dense else 'table'} {fmt.spec.fqn!r}"
+    if fmt.spec.fqn in names:
+        raise UnsupportedModelError(
+            f"{what} of another model is streamed already: give one of them another name, or put both models into one "
+            "module"
+        )
+    if row_bytes + fmt.overhead_bytes + _REST_BYTES > max_frame_bytes:
+        raise ConfigError(
+            f"one row of {what} has {row_bytes} bytes, and the server's max_frame_bytes is {max_frame_bytes}: raise it "
+            "there"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,14 @@ class Carved(NamedTuple):
 class StagingBuffer:
     """Memory of a fixed size from which the columns of one flush are carved. Not thread-safe: it has one owner."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Allocate; pages are not touched before they are used."""
+    def __init__(self, size_bytes: int, *, is_pinned: bool = False) -> None:
+        """Allocate; pages are not touched before they are used, unless the memory is pinned for a GPU."""
         # Whole elements of every type, so that the buffer can be viewed as any of them.
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.used_bytes = 0
-        storage = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+        # What else is free once the flush in this buffer is done with: the memory of the dense part.
+        self.on_cleared: Callable[[], None] | None = None
+        storage = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         # torch aligns on every known platform; the offset keeps the promise if it ever does not.
         self._bytes = storage[-storage.data_ptr() % ALIGNMENT_BYTES :][: self.size_bytes]
         self._view = self._bytes.numpy().data
@@ -66,6 +69,9 @@ class StagingBuffer:
     def cleared(self) -> StagingBuffer:
         """Make all bytes free, and return the buffer. REQUIRES: nothing carved is in use any more."""
         self.used_bytes = 0
+        on_cleared, self.on_cleared = self.on_cleared, None
+        if on_cleared is not None:
+            on_cleared()
         return self
 
 
@@ -105,6 +111,14 @@ class StagingPool:
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     return None
         return None
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for what the release of a buffer makes true; return whether it is, in time and before the pool closes.
+
+        Thread: as `reserve`.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: is_so() or self._is_closed, max(0.0, timeout_s)) and is_so()
 
     def remove(self, buffer: StagingBuffer) -> None:
         """Take a reserved buffer out of the pool; its owner releases it."""

@@ -4,6 +4,8 @@ A flush that leaves nothing dirty is an exact cut at its step. One that leaves r
 following flush continues where the last one ended. When all that was dirty at the beginning of the pass has gone out,
 that step is complete, but not exact, because some newer values have gone out too.
 
+While there are dense parameters, only a flush that has them all is an exact cut.
+
 A flush has a host part and a device part. Each walks its own rows with a cursor. What was dirty when a pass began has
 gone out once the cursor reaches the end; if it stood in the middle then, once it reaches the end twice.
 """
@@ -40,6 +42,7 @@ class FlushOutcome:
         changed_s: Monotonic time of the first step after the flush before.
         remainders: Of the host part and of the device part.
         restarts: A running pass has to begin anew.
+        lacks_dense: There is a dense part, and the flush does not have it, so it is no exact cut.
     """
 
     step: int
@@ -48,6 +51,7 @@ class FlushOutcome:
     changed_s: float
     remainders: tuple[Remainder, Remainder]
     restarts: bool = False
+    lacks_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class StepMarkPolicy:
         """Return the decision on a flush that follows all accepted ones, without noting it."""
         since_s = outcome.changed_s if self._state.dirty_since_s is None else self._state.dirty_since_s
         if all(part.is_clean for part in outcome.remainders):
-            return Judgment(StepMark(outcome.step, outcome.time_us, True), since_s, _State())
+            return Judgment(StepMark(outcome.step, outcome.time_us, not outcome.lacks_dense), since_s, _State())
         running = None if outcome.restarts else self._state.running
         if running is None:
             return Judgment(None, since_s, _State(_begin(outcome), since_s))

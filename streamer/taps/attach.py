@@ -70,6 +70,7 @@ def tap_model(
     *,
     tables: Iterable[str] | None = None,
     is_streamed: bool = True,
+    has_dense: bool = False,
 ) -> Tap:
     """Find the embedding tables of a model and hook what updates them. An error leaves no hook.
 
@@ -86,17 +87,20 @@ def tap_model(
         on_step: Called at each step boundary, on the training thread.
         tables: Names of tables, or patterns such as `*.users.weight`; None for all. Others may be of any kind.
         is_streamed: Log what streaming the model costs, and which tables it leaves out.
+        has_dense: Dense tensors are published too, so that there need be no table, and `tables` may be empty.
 
     Raises:
         ConfigError: A name or pattern in `tables` matches no table; the message lists the nearest.
         UnsupportedModelError: A table cannot be streamed exactly, there is none, or the model is streamed already; on
             several ranks also if another rank has refused, or two would stream the same rows.
     """
-    selection = Selection(tables)
+    selection = Selection(tables, may_be_empty=has_dense)
     tap: _ModelTap | None = None
     failure: Exception | None = None
     try:
-        tap = _ModelTap(model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed)
+        tap = _ModelTap(
+            model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed, has_dense=has_dense
+        )
     except Exception as exc:
         if _world_size() == 1:
             raise
@@ -105,7 +109,8 @@ def tap_model(
         if _world_size() == 1:
             check_names(selection.unmatched, selection.names)
         else:
-            names = _agree(tap.tables if tap else [], tap is not None and tap.has_optimizers, selection, failure)
+            has_optimizers = tap is not None and tap.has_optimizers
+            names = _agree(tap.tables if tap else [], has_optimizers, selection, failure, may_have_none=has_dense)
             if tap is not None:
                 tap.names = names
         assert tap is not None
@@ -127,6 +132,7 @@ class _ModelTap:
         selection: Selection,
         *,
         is_streamed: bool,
+        has_dense: bool,
     ) -> None:
         sources = _Sources(model, selection)
         # The modules inside sharded ones too, because `install` could stream one of those alone.
@@ -149,13 +155,13 @@ class _ModelTap:
             self._parts.append(of_torch)
             self.tables = [table for part in self._parts for table in part.tables]
             self.names = frozenset(table.spec.fqn for table in self.tables)
-            may_be_elsewhere = sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
-            _check_tables(self.tables, may_be_elsewhere=may_be_elsewhere)
+            may_have_none = has_dense or sources.has_sharded or _world_size() > 1 or bool(selection.unmatched)
+            _check_tables(self.tables, may_have_none=may_have_none)
             self.has_optimizers = bool(optimizers)
             # After the taps: hooks run in the order of registration, and a boundary needs all rows to be marked.
             is_alone = _world_size() == 1
             self._boundary = StepBoundary(on_step, model, optimizers, sweep=self.sweep, is_alone=is_alone)
-            if selection.is_of_all:  # otherwise the user has named the tables
+            if selection.is_of_all and not has_dense:  # otherwise the user has named the tables, or published the rest
                 self._untapped = UntappedTables(bare, optimizers)
         except BaseException:
             self.close()
@@ -310,11 +316,12 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def _check_tables(tables: list[TappedTable], *, may_be_elsewhere: bool) -> None:
-    if not tables and not may_be_elsewhere:
+def _check_tables(tables: list[TappedTable], *, may_have_none: bool) -> None:
+    if not tables and not may_have_none:
         raise UnsupportedModelError(
             "the model has no embedding table that is trained: nn.Embedding, nn.EmbeddingBag, "
-            "FBGEMM SplitTableBatchedEmbeddingBagsCodegen and sharded TorchRec modules are streamed"
+            "FBGEMM SplitTableBatchedEmbeddingBagsCodegen and sharded TorchRec modules are streamed; for the other "
+            "parameters say dense=True"
         )
     specs: dict[str, TableSpec] = {}
     parts: set[tuple[str, int, int]] = set()
@@ -351,7 +358,12 @@ class _Report:
 
 
 def _agree(
-    tables: Sequence[TappedTable], has_optimizers: bool, selection: Selection, failure: Exception | None
+    tables: Sequence[TappedTable],
+    has_optimizers: bool,
+    selection: Selection,
+    failure: Exception | None,
+    *,
+    may_have_none: bool,
 ) -> frozenset[str]:
     """Check what all ranks stream, and return the names of these tables; blocks until every rank calls it.
 
@@ -369,17 +381,17 @@ def _agree(
     if failure is not None:
         raise failure
     reports = [each for each in gathered if each is not None]
-    _check_reports(reports)
+    _check_reports(reports, may_have_none=may_have_none)
     return frozenset(part.fqn for each in reports for part in each.parts)
 
 
-def _check_reports(reports: list[_Report]) -> None:
+def _check_reports(reports: list[_Report], *, may_have_none: bool) -> None:
     for rank, report in enumerate(reports):
         if report.failure is not None:
             raise UnsupportedModelError(f"rank {rank} cannot stream its tables: {report.failure}")
     unmatched = [p for p in reports[0].unmatched if all(p in report.unmatched for report in reports)]
     check_names(unmatched, [name for report in reports for name in report.names])
-    if not any(report.parts for report in reports):
+    if not may_have_none and not any(report.parts for report in reports):
         raise UnsupportedModelError(f"none of the {len(reports)} ranks has an embedding table that is trained")
     given = [report.has_optimizers for report in reports]
     if any(given) != all(given):

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dense_model import dense_of, tensors_of
+from torch import nn
 from trainer_tables import ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
 from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
+from headrace.streamer.flush.dense_part import DensePart
 from headrace.streamer.flush.flusher import Flusher, TakenRows
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.taps.tapped_table import DeletedRows
 
-FILES = {inspect.getfile(cls) for cls in (DeletedRows, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
+FILES = {inspect.getfile(cls) for cls in (DeletedRows, DensePart, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
 
 
 def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
@@ -113,6 +116,34 @@ def test_a_flush_may_be_interrupted_anywhere() -> None:
         assert streamed.stored == streamed.expected, place
         assert streamed.submitted.flusher.num_dirty_rows == 0
         assert streamed.submitted.pool.num_free == 2
+    assert place > 100
+
+
+def test_a_flush_with_dense_tensors_may_be_interrupted_anywhere() -> None:
+    """After it, the next flush completes the store and is an exact cut, and the copy of the tensors is free again."""
+    place, is_interrupted = 0, True
+    while is_interrupted:
+        place += 1
+        streamed = Streamed()
+        layer = nn.Linear(30, 70)
+        tensors = tensors_of(layer)
+        flusher = streamed.submitted.flusher
+        flusher.add_dense(tensors)
+        streamed.update(streamed.table, [100, 601], 2.0)
+        is_interrupted = is_interrupted_at(place, lambda: flusher.on_step(3))  # noqa: B023
+        streamed.apply()
+        assert flusher.dense.is_free, place
+        with torch.no_grad():
+            layer.weight.fill_(place)
+        flusher.mark_all()
+        flusher.on_step(4)
+        last = streamed.submitted.flushes[-1]
+        assert last.mark is not None and last.mark.is_exact_cut, place
+        found = dense_of(last, tensors, 2)
+        assert torch.equal(found["weight"], layer.weight) and torch.equal(found["bias"], layer.bias), place
+        streamed.apply()
+        assert streamed.submitted.pool.num_free == 2
+        assert flusher.dense.is_free
     assert place > 100
 
 
