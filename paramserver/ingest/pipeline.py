@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from headrace.paramserver.ingest.floors import has_rows_below_floor, without_absent_rows
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, Append, LogRecord, UpdateLog
 from headrace.paramserver.log.sessions import MAX_SESSIONS, Session, Sessions
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta
+from headrace.paramserver.store.deltas import Batch, RowDelta, check_rows, decode_delta, mark_below_floor
 from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
@@ -33,7 +34,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import MAX_NAME_BYTES, idl
 from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.tables import TableSpec
-from headrace.schemas.version import MAX_EPOCH
+from headrace.schemas.version import MAX_EPOCH, Version
 
 __all__ = ["Ingest"]
 
@@ -92,6 +93,7 @@ class Ingest:
         catalog: The registered tables.
         sessions: The writers.
         num_rows_written: Rows accepted since this process began.
+        num_rows_ignored: Rows of them that count for nothing: below their table's floor, and not present.
         on_accepted: Called right after a record takes its place, before the next one can.
     """
 
@@ -112,12 +114,14 @@ class Ingest:
         are refused, and with `reject_non_finite` those with NaN or Inf.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
-        self.num_rows_written = 0
+        self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
         self._shard, self._num_shards = shard, num_shards
-        self._undurable: deque[Batch] = deque()
+        self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
+        self._settled_seq = 0  # the log has told what became of the records up to here
+        self._judging: asyncio.Task[None] | None = None  # compares the first batch of `_undurable` with the rows
         self._last_append: asyncio.Future[None] | None = None
         self._queues: WeakValueDictionary[tuple[str, str], _ClientQueue] = WeakValueDictionary()  # by (run, client)
         self._progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done by the next `_settle`
@@ -168,7 +172,7 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
-                self._applier.submit(self._batch_of_record(record))
+                self._applier.submit(await self._judged(self._batch_of_record(record)))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
@@ -224,9 +228,26 @@ class Ingest:
         assert session is not None
         last_client_seq = session.last_client_seq  # before the wait: a batch that arrives in it may never be durable
         if self._last_append is not None:
-            await self._durable(self._last_append)
+            await self._durable(self._last_append, self.accepted_seq)
         self.sessions.fence(run, epoch)  # a newer epoch may have taken over meanwhile
         return session, last_client_seq
+
+    async def raise_floors(self, run: str, client: str, epoch: int, floors: Mapping[str, Version]) -> int:
+        """Raise floors of tables, by name, in the log; return the record's seq once it is durable.
+
+        The client is one that has said hello and is no trainer. Cancellation: the record is in the log or it is not;
+        both are harmless.
+
+        Raises:
+            UnavailableError: The log has failed.
+        """
+        header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": 0, "world_size": 0}
+        # Followers of earlier releases see a hello that says nothing new.
+        header |= {"tables": [], "owned": [], "floors": {name: list(floor) for name, floor in floors.items()}}
+        append = self._append(epoch, header, [])
+        self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
+        await self._durable(append.durable, append.seq)
+        return append.seq
 
     async def write(self, request: Any, frame: memoryview, hold: _Hold) -> tuple[int, bool]:
         """Take a `SetEmbeddingsRequest`; return (seq, whether it is a duplicate) once it is durable.
@@ -254,10 +275,10 @@ class Ingest:
         if append is None:
             await queue.wait_acked()
             if self._last_append is not None:
-                await self._durable(self._last_append)
+                await self._durable(self._last_append, self.accepted_seq)
             return self.submitted_seq, True
         with queue.ack_in_order():
-            await self._durable(append.durable)
+            await self._durable(append.durable, append.seq)
             # Hold the ack back while the store is behind: this slows the client down.
             await self._applier.wait_below(self._max_backlog_bytes)
         return append.seq, False
@@ -271,8 +292,13 @@ class Ingest:
             check_owners(self.catalog, (delta.fqn for delta in request.deltas), request.run)
         if deltas is None:
             deltas = self._check(request)
-        append = self._append(request.epoch, _batch_header(request), [frame])
+        header = _batch_header(request)
+        if request.version_epoch is not None:
+            names = self.catalog.below_floor(header["tables"], (request.version_epoch, request.step))
+            header |= {"below_floor": names} if names else {}
+        append = self._append(request.epoch, header, [frame])
         self.num_rows_written += sum(delta.row_ids.size for delta in deltas)
+        deltas = mark_below_floor(deltas, header.get("below_floor", ()))
         batch = self._write_batch(append.seq, request, session, deltas, len(frame), hold())
         self._enqueue(batch, append.durable)
         return append
@@ -358,7 +384,7 @@ class Ingest:
                 if not is_new:
                     raise RequestError(f"client seq {request.client_seq} is in the log twice")
                 # No setting applies here: an accepted batch stays accepted, even if stricter settings would refuse it.
-                deltas = self._decode(request)
+                deltas = mark_below_floor(self._decode(request), record.header.get("below_floor", ()))
                 return self._write_batch(record.seq, request, session, deltas, len(record.body), lambda: None)
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"log record {record.seq} cannot be applied: {exc}") from exc
@@ -388,28 +414,66 @@ class Ingest:
         error = UnavailableError("the log was closed") if durable.cancelled() else durable.exception()
         if not (error is None or isinstance(error, HeadraceError)):
             raise error
-        while self._undurable and self._undurable[0].seq <= seq:
-            batch = self._undurable[0]
-            try:
-                if error is None:
-                    self._applier.submit(batch)
-            except HeadraceError as exc:
-                error = exc  # durable, but no reader will see it
-            if error is not None:
-                batch.release()  # but no later frame: the log may still be reading that
-            self._undurable.popleft()
+        self._settled_seq = max(self._settled_seq, seq)
         if error is not None:
             self._fail(error)
-            return
-        progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
-        progress.set_result(None)
+        self._submit_settled()
 
-    async def _durable(self, durable: asyncio.Future[None]) -> None:
+    def _submit_settled(self) -> None:
+        """Submit batches in order, up to one that must be compared with the rows before it; drop them after an error.
+
+        Not later ones: the log may still be reading their frames.
+        """
+        while self._judging is None and self._undurable and self._undurable[0].seq <= self._settled_seq:
+            batch = self._undurable[0]
+            if not self._failure.done() and has_rows_below_floor(batch):
+                self._judging = asyncio.create_task(self._submit_judged(batch), name="headrace-ingest-floor")
+                break
+            self._submit(batch)
+        if not self._failure.done():
+            progress, self._progress = self._progress, asyncio.get_running_loop().create_future()
+            progress.set_result(None)
+
+    def _submit(self, batch: Batch) -> None:
+        """Submit the first of the batches, or drop it after an error."""
+        self._undurable.popleft()
+        if not self._failure.done():
+            try:
+                self._applier.submit(batch)
+                return
+            except HeadraceError as exc:  # durable, but no reader will see it
+                self._fail(exc)
+        batch.release()
+
+    async def _submit_judged(self, batch: Batch) -> None:
+        """Submit the first of the batches without the rows that do not count; acks of later ones wait for it."""
+        try:
+            batch = await self._judged(batch)
+        except HeadraceError as exc:
+            self._fail(exc)
+        except Exception as exc:
+            self._fail(HeadraceError(f"comparing record {batch.seq} with the stored rows failed: {exc!r}"))
+        self._judging = None
+        self._submit(batch)
+        self._submit_settled()
+
+    async def _judged(self, batch: Batch) -> Batch:
+        """Return a batch without the rows that do not count. REQUIRES: everything before it is submitted."""
+        if not has_rows_below_floor(batch):
+            return batch
+        batch, num_ignored = await without_absent_rows(batch, self._applier)
+        self.num_rows_ignored += num_ignored
+        return batch
+
+    async def _durable(self, durable: asyncio.Future[None], seq: int) -> None:
+        """Wait until record `seq`, whose future is `durable`, is on disk and reads see it."""
         # Shielded: the future is the log's, and other requests wait for it too.
         try:
             await asyncio.shield(durable)
         except HeadraceError as exc:
             raise UnavailableError(f"the shard's update log has failed: {exc}") from exc
+        while self.submitted_seq < seq and not self._failure.done():
+            await asyncio.wait((self._progress, self._failure), return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():  # an ack promises that reads see the batch
             raise UnavailableError(f"the shard has failed: {self._failure.result()}")
 

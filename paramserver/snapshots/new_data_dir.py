@@ -42,6 +42,7 @@ from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import NO_FLOOR, Version
 
 __all__ = ["FIRST_SEQ", "NewDataDir", "StoreBuilder", "check_target"]
 
@@ -246,6 +247,11 @@ class StoreBuilder:
         known = self._catalog.owner_of(fqn)
         if known is None or known.epoch < owner.epoch:
             self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
+
+    def raise_floor(self, fqn: str, floor: Version) -> None:
+        """Keep the floor of a table on every shard; of several, the highest: a tombstone of that shard may be gone."""
+        if floor > NO_FLOOR:
+            self._meta |= self._catalog.raise_floors({fqn: floor})
 
     def raise_epoch(self, epoch: int) -> None:
         """Make trainers take epochs above this one, and above those of all rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import NO_FLOOR, Version, needs_present_row
 
 __all__ = ["INDEXED_PREFIX", "Catalog", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
@@ -19,6 +20,7 @@ __all__ = ["INDEXED_PREFIX", "Catalog", "Owner", "Scalar", "Table", "pack_spec",
 _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
 _OWNER_PREFIX = b"owner/"
+_FLOOR_PREFIX = b"floor/"
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -51,12 +53,14 @@ class Table:
         spec: What it looks like.
         scalars: Its newest scalars, by name.
         owner: None until a trainer names it; a release before owners recorded none.
+        floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
     """
 
     table_id: int
     spec: TableSpec
     scalars: dict[str, Scalar] = field(default_factory=dict)
     owner: Owner | None = None
+    floor: Version = NO_FLOOR
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
@@ -100,6 +104,13 @@ class Catalog:
                 table.owner = Owner(*msgpack.unpackb(meta[key])) if key in meta else None
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not an owner: {exc}") from exc
+            key = _FLOOR_PREFIX + b"%d" % table.table_id
+            try:
+                if key in meta:
+                    epoch, step = msgpack.unpackb(meta[key])
+                    table.floor = int(epoch), int(step)
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a floor: {exc}") from exc
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -143,7 +154,8 @@ class Catalog:
             HeadraceError: The tables contradict the known ones.
         """
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
-        return meta | self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+        meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+        return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
         """Register tables in order, skipping known ones; return the metadata that keeps them."""
@@ -168,6 +180,19 @@ class Catalog:
             table.owner = Owner(run, epoch)
             meta[_OWNER_PREFIX + b"%d" % table.table_id] = msgpack.packb([run, epoch])
         return meta
+
+    def raise_floors(self, floors: Mapping[str, Sequence[int]]) -> dict[bytes, bytes]:
+        """Raise floors of tables, (epoch, step) by name, never lowering one; return the metadata that keeps them."""
+        meta = {}
+        for name, (epoch, step) in floors.items():
+            table = self.find(name)
+            table.floor = max(table.floor, (epoch, step))
+            meta[_FLOOR_PREFIX + b"%d" % table.table_id] = msgpack.packb(list(table.floor))
+        return meta
+
+    def below_floor(self, names: Iterable[str], version: Version) -> list[str]:
+        """Return those of some tables whose floor makes conditional rows of a version count only over present rows."""
+        return [name for name in dict.fromkeys(names) if needs_present_row(version, self.find(name).floor)]
 
     def set_scalars(
         self, fqn: str, scalars: Iterable[tuple[str, DType, bytes]], epoch: int, step: int

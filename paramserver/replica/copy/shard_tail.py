@@ -15,7 +15,7 @@ from typing import Any
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.reading.follower import Update
 from headrace.paramserver.store.catalog import Catalog
-from headrace.paramserver.store.deltas import RowDelta, decode_delta
+from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below_floor
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
@@ -232,7 +232,8 @@ class ShardTail:
         offset = decode_header(update.body).body_offset
         request = decode_struct(idl.ParameterServer.setEmbeddings_args, update.body, offset).request
         is_conditional = request.version_epoch is not None
-        wanted = [decode_delta(self.catalog, delta) for delta in request.deltas if self.wants(delta.fqn)]
+        wanted = tuple(decode_delta(self.catalog, delta) for delta in request.deltas if self.wants(delta.fqn))
+        wanted = mark_below_floor(wanted, update.header.get("below_floor", ()))
         deltas = tuple(delta for delta in wanted if not delta.spec.is_dense)
         dense = tuple(delta for delta in wanted if delta.spec.is_dense)
         self._advance(request, update.seq, is_conditional)

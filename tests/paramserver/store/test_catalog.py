@@ -82,12 +82,30 @@ def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
     [
         *((b"table/x", b"\x90"), (b"table/1", b"\x93\x01\x02\x03"), (b"scalars/1", b"\x91\x93\x01\x02\x03")),
         *((b"scalars/1", b"\x91\x01"), (b"scalars/1", b"\x01"), (b"scalars/1", b"\x91")),
+        *((b"floor/1", b"\x91\x01"), (b"floor/1", b"\x05"), (b"floor/1", b"\x92\x01\xa1x")),
     ],
 )
 def test_damaged_metadata_is_named(key: bytes, value: bytes) -> None:
     """A table or scalars that cannot be read stop the shard with the key."""
     with pytest.raises(CorruptionError, match=key.decode()):
         Catalog(Catalog({}).add([ITEMS]) | {key: value})
+
+
+def test_a_floor_only_rises_and_comes_back_from_metadata() -> None:
+    """A hello's record raises a floor, in golden bytes; a lower one changes nothing; other tables keep theirs."""
+    users = dataclasses.replace(ITEMS, fqn="users.weight")
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS, users])
+    assert catalog.below_floor(["users.weight"], (1, 0)) == []
+    hello = {"run": "headrace", "tables": [], "owned": [], "floors": {"users.weight": [3, 500]}}
+    raised = catalog.take_hello(hello, 1)
+    assert raised == {b"floor/2": bytes.fromhex("9203cd01f4")}
+    assert catalog.raise_floors({"users.weight": (3, 499)}) == raised
+    restored = Catalog(meta | raised)
+    assert [table.floor for table in restored] == [(0, -1), (3, 500)]
+    names = ["users.weight", "items.weight", "users.weight"]
+    assert restored.below_floor(names, (3, 500)) == ["users.weight"]
+    assert restored.below_floor(names, (3, 501)) == []
 
 
 def test_the_newest_scalar_of_a_name_is_kept() -> None:
