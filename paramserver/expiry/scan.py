@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,18 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import CorruptionError
-from headrace.schemas.row_records import FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, decode_row_ids, key_prefix
+from headrace.schemas.row_records import (
+    CLAIMS,
+    FLAG_DELETED,
+    PRESENT,
+    RECORD_VERSION,
+    RecordLayout,
+    decode_row_ids,
+    key_prefix,
+)
 from headrace.schemas.tables import ColumnShard, DType
 
-__all__ = ["Piece", "RowScanner"]
+__all__ = ["HeaderScanner", "Pace", "Piece", "RowScanner"]
 
 _Ids = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
@@ -81,12 +89,7 @@ class RowScanner:
         if self._with_norms:
             records, _ = layout.decode(values)
         else:
-            header_bytes = layout.header_dtype.itemsize
-            if min(map(len, values)) < header_bytes:
-                raise CorruptionError(f"a stored row of table {self._table.spec.fqn!r} is shorter than its header")
-            records = np.frombuffer(b"".join([value[:header_bytes] for value in values]), layout.header_dtype)
-            if np.any(records["version"] != RECORD_VERSION):
-                raise CorruptionError(f"a stored row has a record version other than {RECORD_VERSION}")
+            records = _headers_of(self._table, layout, values)
         is_live = (records["flags"] & FLAG_DELETED) == 0
         if not is_live.all():
             ids, records = ids[is_live], records[is_live]
@@ -140,6 +143,61 @@ class RowScanner:
         for chunk in self._store.scan_chunks(prefix, start=start, sizes=sizes):
             yield decode_row_ids([key for key, _ in chunk]), chunk
             time.sleep(0)  # releases the GIL to waiting threads now, not after 5 ms
+
+
+class HeaderScanner:
+    """Scans the ids and headers of one column shard's records, deleted ones too, or a table's identity claims, once.
+
+    Thread: as `RowScanner`.
+    """
+
+    def __init__(self, store: RowStore, table: Table, layout: RecordLayout, *, piece_rows: int) -> None:
+        self._store, self._table, self._layout = store, table, layout
+        self._sizes = [min(_ROWS_AT_ONCE, piece_rows - start) for start in range(0, piece_rows, _ROWS_AT_ONCE)]
+        self._prefix = self._start = key_prefix(table.table_id, layout.shard)
+
+    def next_piece(self) -> tuple[_Ids, _Array] | None:
+        """Return the next int64[n] ids with their headers, whole claims for claims; None after the last.
+
+        Raises StorageError, or CorruptionError for a bad record.
+        """
+        ids, headers = [], []
+        for chunk in self._store.scan_chunks(self._prefix, start=self._start, sizes=self._sizes):
+            ids.append(decode_row_ids([key for key, _ in chunk]))
+            values = [value for _, value in chunk]
+            is_claims = self._layout is CLAIMS
+            headers.append(CLAIMS.decode(values)[0] if is_claims else _headers_of(self._table, self._layout, values))
+            self._start = chunk[-1][0] + b"\0"
+            time.sleep(0)  # releases the GIL to waiting threads now, not after 5 ms
+        return (np.concatenate(ids), np.concatenate(headers)) if ids else None
+
+
+class Pace:
+    """Limits how many rows are read in a second; 0 sets no limit."""
+
+    def __init__(self, rows_per_s: int, sleep: Callable[[float], Awaitable[None]]) -> None:
+        self._rows_per_s, self._sleep = rows_per_s, sleep
+        self._due_s = time.monotonic()
+
+    async def wait(self) -> None:
+        """Wait until more rows may be read."""
+        if (wait_s := self._due_s - time.monotonic()) > 0:
+            await self._sleep(wait_s)
+
+    def count(self, num_rows: int) -> None:
+        """Note that rows were read."""
+        if self._rows_per_s:
+            self._due_s = max(self._due_s, time.monotonic() - 1) + num_rows / self._rows_per_s
+
+
+def _headers_of(table: Table, layout: RecordLayout, values: list[bytes]) -> _Array:
+    header_bytes = layout.header_dtype.itemsize
+    if min(map(len, values)) < header_bytes:
+        raise CorruptionError(f"a stored row of table {table.spec.fqn!r} is shorter than its header")
+    records: _Array = np.frombuffer(b"".join([value[:header_bytes] for value in values]), layout.header_dtype)
+    if np.any(records["version"] != RECORD_VERSION):
+        raise CorruptionError(f"a stored row has a record version other than {RECORD_VERSION}")
+    return records
 
 
 def _concatenate(parts: list[RowFacts]) -> RowFacts:

@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from headrace.paramserver.expiry.frequency import FrequencyFile
 from headrace.paramserver.expiry.policy import BudgetThreshold, ExpiryPolicy, Horizon, Recency, RowFacts, Verdict, judge
-from headrace.paramserver.expiry.scan import Piece, RowScanner
+from headrace.paramserver.expiry.scan import Pace, Piece, RowScanner
 from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.log.leases import LogLeases
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.rows import RowStore
@@ -33,6 +34,7 @@ from headrace.schemas.errors import ConfigError, OverloadedError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import ColumnShard, DType
+from headrace.schemas.version import Version
 
 __all__ = ["PassContext", "TablePass", "TableReport", "TombstoneWriter", "check_policy"]
 
@@ -48,7 +50,8 @@ class PassContext:
     """A shard's environment for its passes; `directory` has a frequency file for each table.
 
     A table's row budget is divided by `num_shards`. At most `rows_per_s` rows are read in a second; 0 sets no limit.
-    `clock_us` is the wall clock, microseconds since 1970.
+    Tombstones are collected when they are older than `tombstone_keep_s` seconds, 0 for never, and nobody who holds one
+    of `followers` can miss them. `clock_us` is the wall clock, microseconds since 1970.
     """
 
     ingest: Ingest
@@ -58,6 +61,8 @@ class PassContext:
     directory: Path
     num_shards: int
     rows_per_s: int
+    tombstone_keep_s: float = 0.0
+    followers: LogLeases = field(default_factory=LogLeases)
     clock_us: Callable[[], int] = lambda: time.time_ns() // 1000
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     piece_rows: int = 8192
@@ -69,8 +74,8 @@ class TableReport:
 
     `scanned` rows were read in the last scan, deleted ones too, and `live` ones of them exist. `expired` rows were
     deleted, or in a dry run would be. `spared` rows are selected, but training may still write them: they wait for
-    another pass. `by_policy` counts the rows that each condition selects and that may go. `note` says why nothing can
-    expire, or is empty.
+    another pass. `collected` tombstones were dropped, or in a dry run would be. `by_policy` counts the rows that each
+    condition selects and that may go. `note` says why nothing can go, or is empty.
     """
 
     fqn: str
@@ -78,6 +83,7 @@ class TableReport:
     live: int = 0
     expired: int = 0
     spared: int = 0
+    collected: int = 0
     by_policy: Counter[str] = field(default_factory=Counter)
     note: str = ""
 
@@ -107,7 +113,7 @@ class TablePass:
         self._frequencies: FrequencyFile | None = None
         self._threshold: BudgetThreshold | None = None
         self._num_named = self._num_kept_over = 0  # rows spared: selected by conditions, and beyond the budget
-        self._due_s = time.monotonic()
+        self._pace = Pace(context.rows_per_s, context.sleep)
 
     async def run(self) -> TableReport:
         """Read all rows and delete those that expire.
@@ -240,15 +246,13 @@ class TablePass:
 
     async def _look(self, scanner: RowScanner) -> tuple[Piece, Verdict] | None:
         """Return the next piece with its verdict, not sooner than the rate allows."""
-        if (wait_s := self._due_s - time.monotonic()) > 0:
-            await self._context.sleep(wait_s)
+        await self._pace.wait()
         judged = await run_in_thread_to_end(lambda: self._judge_piece(scanner))
         if judged is not None:
             self.num_looked_at += judged[0].num_rows
             self.report.scanned += judged[0].num_rows
             self.report.live += judged[0].facts.row_ids.size
-            if self._context.rows_per_s:
-                self._due_s = max(self._due_s, time.monotonic() - 1) + judged[0].num_rows / self._context.rows_per_s
+            self._pace.count(judged[0].num_rows)
         return judged
 
     def _judge_piece(self, scanner: RowScanner) -> tuple[Piece, Verdict] | None:
@@ -311,6 +315,13 @@ class TombstoneWriter:
     def __init__(self, ingest: Ingest, *, clock_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> None:
         self._ingest = ingest
         self._clock_us = clock_us
+
+    async def raise_floor(self, table: Table, floor: Version) -> None:
+        """Raise a table's floor; durable on return. Raises UnavailableError when the log has failed.
+
+        Cancellation: the record is in the log or it is not; both are harmless.
+        """
+        await self._ingest.raise_floors(_RUN, _CLIENT, _EPOCH, {table.spec.fqn: floor})
 
     async def delete(self, table: Table, rows: Mapping[ColumnShard, _Ids], *, epoch: int, step: int) -> None:
         """Delete rows that have no version newer than (epoch, step); durable on return.

@@ -231,6 +231,15 @@ class Applier:
         if self._is_closing or self._task is None:
             raise UnavailableError("the store is closing")
 
+    async def readers_ended(self) -> None:
+        """Wait until the lookups that have begun have ended: later ones see all that is applied by now.
+
+        Cancellation: harmless.
+        """
+        ended = asyncio.Event()
+        self._readers.when_none_older(ended.set)
+        await ended.wait()
+
     def run_at(self, seq: int, work: Callable[[], None]) -> asyncio.Future[None]:
         """Call blocking `work` in the applier's thread while RocksDB holds exactly the batches up to `seq`.
 

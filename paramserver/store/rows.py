@@ -205,6 +205,12 @@ class RowStore:
             self._put(runs)
         self.write([], [], meta=meta, applied_seq=applied_seq)
 
+    def remove(self, table_id: int, keys: Sequence[bytes]) -> None:
+        """Remove keys of a table for good; RocksDB frees their space as it compacts. Other threads must not write."""
+        self._write([], [], keys)
+        # Until then each removal is an entry of a file, like a row.
+        self._put_rows[table_id] += len(keys)
+
     def _put(self, runs: Sequence[SortedRun | CoalescedRows]) -> None:
         for keys, values in entries_of(runs, self._config.rows_per_write):
             self._write(keys, values)

@@ -12,6 +12,7 @@ import numpy as np
 from memory_update_log import MemoryUpdateLog
 from set_embeddings import delta_of, request_of
 
+from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, TombstoneWriter
 from headrace.paramserver.ingest.pipeline import Ingest
@@ -21,6 +22,7 @@ from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
+from headrace.schemas.row_records import decode_row_ids, key_prefix
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 SPEC = TableSpec(
@@ -83,6 +85,21 @@ class Rig:
         """Do a whole run."""
         run = TablePass(self.context(**changes), self.table, ExpiryPolicy.parse(policy), is_dry_run=is_dry_run)
         return await run.run()
+
+    async def collect(self, keep_s: float = 1.0, *, is_dry_run: bool = False, **changes: Any) -> TableReport:
+        """Collect the table's tombstones older than `keep_s` on the server's clock; return the report."""
+        context = self.context(tombstone_keep_s=keep_s, **changes)
+        report = TableReport(fqn=self.table.spec.fqn)
+        await TombstoneCollection(context, self.table, report, is_dry_run=is_dry_run).run()
+        return report
+
+    def stored_rows(self) -> list[int]:
+        """Return the rows of which RocksDB has a record, deleted or not, in any columns."""
+        found: set[int] = set()
+        for shard in self.store.layouts(self.table.table_id):
+            keys = [key for key, _ in self.store.scan(key_prefix(self.table.table_id, shard))]
+            found |= set(decode_row_ids(keys).tolist())
+        return sorted(found)
 
     async def hello(
         self,

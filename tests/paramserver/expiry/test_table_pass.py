@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.paramserver.expiry import table_pass
+from headrace.paramserver.expiry import scan
 from headrace.paramserver.expiry.frequency import FrequencyFile
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.expiry.table_pass import TablePass, check_policy
@@ -276,7 +276,8 @@ async def test_a_run_waits_where_the_shard_has_no_room(rig: Rig) -> None:
 
 async def test_the_rate_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass waits between pieces as its rate demands."""
-    monkeypatch.setattr(table_pass, "time", SimpleNamespace(monotonic=lambda: 100.0))  # the work takes no time
+    frozen = SimpleNamespace(monotonic=lambda: 100.0, sleep=lambda _: None)  # the work takes no time
+    monkeypatch.setattr(scan, "time", frozen)
     await rig.write(1, 1, range(100))
     await rig.write(1, 100)
     await rig.expire("idle_steps=1000", rows_per_s=5, piece_rows=10)
