@@ -402,6 +402,8 @@ struct ExpiryStatus {
   6: required i64 num_failed,
   /** When the last of them ended, microseconds since 1970; 0 before the first. */
   7: required i64 last_run_us,
+  /** Tombstones that they dropped. */
+  8: optional i64 num_tombstones_collected,
 }
 
 struct StatusReply {
@@ -586,8 +588,10 @@ struct TableExpiry {
   /** Rows that the policy selects, but that training may still be writing. */
   5: required i64 spared,
   6: required list<PolicyCount> by_policy,
-  /** Why no row can expire. */
+  /** Why no row can expire, or no tombstone be dropped. */
   7: optional string note,
+  /** Rows whose tombstones were dropped, or would be in a dry pass. */
+  8: optional i64 collected,
 }
 
 struct ExpireRowsReply {

@@ -49,13 +49,16 @@ _FOLLOWERS_WAIT_S, _FOLLOWERS_POLL_S = 10.0, 0.1
 
 
 class TombstoneCollection:
-    """Collects the tombstones of one table of a shard, and counts rows in `report`; a dry run only counts.
+    """Collects the tombstones of one table of a shard, and counts them in `report`; a dry run only counts.
 
-    Thread: the event loop's.
+    Without the report of an expiry pass, it makes one, which counts the rows too. Thread: the event loop's.
     """
 
-    def __init__(self, context: PassContext, table: Table, report: TableReport, *, is_dry_run: bool = False) -> None:
-        self.report = report
+    def __init__(
+        self, context: PassContext, table: Table, report: TableReport | None = None, *, is_dry_run: bool = False
+    ) -> None:
+        self.report = report or TableReport(fqn=table.spec.fqn)
+        self._counts_rows = report is None
         self._context, self._table, self._is_dry_run = context, table, is_dry_run
         self._pace = Pace(context.rows_per_s, context.sleep)
         self._layouts: list[RecordLayout] = []
@@ -97,7 +100,11 @@ class TombstoneCollection:
         for layout in self._layouts:
             scanner = self._scanner(layout)
             while (piece := await self._look(scanner)) is not None:
-                headers = piece[1][(piece[1]["flags"] & FLAG_DELETED) != 0]
+                is_deleted = (piece[1]["flags"] & FLAG_DELETED) != 0
+                if self._counts_rows and layout is self._layouts[0]:
+                    self.report.scanned += is_deleted.size
+                    self.report.live += int(np.count_nonzero(~is_deleted))
+                headers = piece[1][is_deleted]
                 versions = headers["epoch"].astype(np.int64), headers["step"].astype(np.int64)
                 is_old = (headers["time_us"] <= oldest_kept_us) & horizon.may_go(*versions)
                 has_any |= bool((is_old | ~is_newer(*versions, *self._floor)).any())

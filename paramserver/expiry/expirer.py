@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from headrace.paramserver.expiry.collection import TombstoneCollection
 from headrace.paramserver.expiry.policy import ExpiryPolicy, ExpiryRules
 from headrace.paramserver.expiry.table_pass import PassContext, TablePass, TableReport, check_policy
 from headrace.paramserver.store.catalog import Table
@@ -29,8 +30,20 @@ _log = logging.getLogger(__name__)
 _TICK_S = 5.0
 _REST_S = 60.0
 _MAX_WAIT_S = 60.0
+# A table's tombstones are collected this often while they must be kept, and at least every twelve hours: a collection
+# reads all headers once, and again if there is something to drop.
+_COLLECTIONS_PER_KEEP, _COLLECT_AT_LEAST_EVERY_S = 8, 43_200.0
 # Passes whose report can still be asked for.
 _NUM_KEPT_PASSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a pass does with a table: without a policy no row expires."""
+
+    table: Table
+    policy: ExpiryPolicy | None
+    collects: bool  # old tombstones
 
 
 @dataclass(slots=True)
@@ -38,10 +51,10 @@ class _Pass:
     """A pass over some tables."""
 
     number: int
-    tables: list[tuple[Table, ExpiryPolicy]]
+    jobs: list[_Job]
     is_dry_run: bool
     reports: list[TableReport] = field(default_factory=list)
-    current: TablePass | None = None
+    current: TablePass | TombstoneCollection | None = None
     error: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,6 +75,7 @@ class _Seen:
     """The state of a table that triggers need."""
 
     pass_s: float  # when its last pass began, or this process did, monotonic
+    collected_s: float  # the same of its last collection of tombstones
     live: int | None = None  # rows left by the last pass
     estimate: int = 0  # the store's, after that pass
 
@@ -79,6 +93,7 @@ class Expirer:
         self, context: PassContext, rules: ExpiryRules, *, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_runs = self.num_rows_scanned = self.num_rows_expired = self.num_failed = 0
+        self.num_tombstones_collected = 0
         self.last_run_us = 0
         self._context, self._rules, self._clock_s = context, rules, clock_s
         self._seen: dict[int, _Seen] = {}
@@ -88,7 +103,7 @@ class Expirer:
 
     async def __aenter__(self) -> Self:
         triggers = [(policy.interval_s, policy.trigger_rows, policy.trigger_bytes) for _, policy in self._rules.rules]
-        if any(value is not None for of_policy in triggers for value in of_policy):
+        if self._context.tombstone_keep_s or any(value is not None for of_policy in triggers for value in of_policy):
             self._spawn(self._watch(), "headrace-expiry-triggers")
         return self
 
@@ -107,7 +122,7 @@ class Expirer:
         """Answer an `ExpireRowsRequest`: begin a pass or ask after one, and wait for its end for a while.
 
         Raises:
-            RequestError: No such table, or none with a policy, or a wrong policy.
+            RequestError: No such table, or nothing to do with it, or a wrong policy.
             OverloadedError: Another pass is running.
             GoneError: The pass asked after is unknown: the shard has restarted.
 
@@ -146,16 +161,17 @@ class Expirer:
             num_rows_expired=self.num_rows_expired,
             num_failed=self.num_failed,
             last_run_us=self.last_run_us,
+            num_tombstones_collected=self.num_tombstones_collected,
         )
 
     async def check_triggers(self) -> None:
         """Run a pass over every table that is due, and wait for its end. Cancellation cuts the pass off."""
-        due = [chosen for chosen in self._choose("", "", is_lenient=True) if await self._is_due(*chosen)]
+        due = [part for job in self._choose("", "", is_lenient=True) if (part := await self._due_part(job)) is not None]
         if due and not self.is_running:
             await self._begin(due, is_dry_run=False).done.wait()
 
-    def _choose(self, pattern: str, policy: str, *, is_lenient: bool = False) -> list[tuple[Table, ExpiryPolicy]]:
-        """Return the tables that match a pattern, with their policies; rows of dense tensors never expire."""
+    def _choose(self, pattern: str, policy: str, *, is_lenient: bool = False) -> list[_Job]:
+        """Return what there is to do with the tables that match a pattern; rows of dense tensors never expire."""
         try:
             given = ExpiryPolicy.parse(policy) if policy else None
         except ConfigError as exc:
@@ -167,24 +183,26 @@ class Expirer:
         if pattern and all(table.spec.is_dense for table in tables):
             raise RequestError(f"{pattern!r} is a dense tensor, whose rows never expire; name an embedding table")
         tables = [table for table in tables if not table.spec.is_dense]
-        chosen = [(table, given or self._rules.policy_of(table.spec.fqn)) for table in tables]
-        found = [(table, policy) for table, policy in chosen if policy is not None]
-        if not found and not is_lenient:
+        collects = self._context.tombstone_keep_s > 0
+        jobs = [_Job(table, given or self._rules.policy_of(table.spec.fqn), collects) for table in tables]
+        jobs = [job for job in jobs if job.policy is not None or collects]
+        if not jobs and not is_lenient:
             raise RequestError("no matching table has an expiry policy; give one to the server (--expiry) or this call")
-        for table, of_table in found:
+        for job in jobs:
             try:
-                check_policy(table, of_table)
+                if job.policy is not None:
+                    check_policy(job.table, job.policy)
             except ConfigError as exc:
                 if not is_lenient:
                     raise RequestError(str(exc)) from exc
-        return found
+        return jobs
 
-    def _begin(self, tables: list[tuple[Table, ExpiryPolicy]], *, is_dry_run: bool) -> _Pass:
+    def _begin(self, jobs: list[_Job], *, is_dry_run: bool) -> _Pass:
         if self.is_running:
             raise OverloadedError("an expiry pass is running on this shard", retry_after_s=1.0)
         # Not 1, 2, 3 …: a restarted shard must not reuse the numbers of earlier passes.
         number = max([time.time_ns() // 1000, *(number + 1 for number in self._passes)])
-        pass_ = self._passes[number] = _Pass(number, tables, is_dry_run)
+        pass_ = self._passes[number] = _Pass(number, jobs, is_dry_run)
         while len(self._passes) > _NUM_KEPT_PASSES:
             del self._passes[next(iter(self._passes))]
         self._spawn(self._do(pass_), "headrace-expiry")
@@ -192,8 +210,8 @@ class Expirer:
 
     async def _do(self, pass_: _Pass) -> None:
         try:
-            for table, policy in pass_.tables:
-                await self._do_table(pass_, table, policy)
+            for job in pass_.jobs:
+                await self._do_table(pass_, job)
         except asyncio.CancelledError:
             pass_.error = "cut off: the shard is closing"
             raise
@@ -208,12 +226,37 @@ class Expirer:
                 self.last_run_us = self._context.clock_us()
             pass_.done.set()
 
-    async def _do_table(self, pass_: _Pass, table: Table, policy: ExpiryPolicy) -> None:
-        seen = self._seen.setdefault(table.table_id, _Seen(self._began_s))
+    async def _do_table(self, pass_: _Pass, job: _Job) -> None:
+        table = job.table
+        seen = self._seen_of(table)
+        begun_s = time.monotonic()
+        report = None
+        if job.policy is not None:
+            report = await self._expire(pass_, table, job.policy, seen)
+        if job.collects:
+            await self._collect(pass_, table, report, seen)
+        if report is None or pass_.is_dry_run:
+            return
+        seen.live = report.live - report.expired
+        # Include the tombstones in the estimate, or they would later look like new rows.
+        await self._context.applier.wait_applied(self._context.ingest.submitted_seq)
+        seen.estimate = await self._estimate(table)
+        fact(
+            _log,
+            logging.INFO,
+            "expired",
+            table=report.fqn,
+            scanned=report.scanned,
+            expired=report.expired,
+            spared=report.spared,
+            seconds=round(time.monotonic() - begun_s, 3),
+            **({"note": report.note} if report.note else {}),
+        )
+
+    async def _expire(self, pass_: _Pass, table: Table, policy: ExpiryPolicy, seen: _Seen) -> TableReport:
         if not pass_.is_dry_run:
             seen.pass_s = self._clock_s()
         pass_.current = TablePass(self._context, table, policy, is_dry_run=pass_.is_dry_run)
-        begun_s = time.monotonic()
         try:
             report = await pass_.current.run()
         finally:
@@ -222,22 +265,26 @@ class Expirer:
                 self.num_rows_expired += pass_.current.report.expired
         pass_.reports.append(report)
         pass_.current = None
+        return report
+
+    async def _collect(self, pass_: _Pass, table: Table, report: TableReport | None, seen: _Seen) -> None:
+        """Collect a table's tombstones, and count them in the report of its pass; without one, report on its own."""
         if not pass_.is_dry_run:
-            seen.live = report.live - report.expired
-            # Include the tombstones in the estimate, or they would later look like new rows.
-            await self._context.applier.wait_applied(self._context.ingest.submitted_seq)
-            seen.estimate = await self._estimate(table)
-            fact(
-                _log,
-                logging.INFO,
-                "expired",
-                table=report.fqn,
-                scanned=report.scanned,
-                expired=report.expired,
-                spared=report.spared,
-                seconds=round(time.monotonic() - begun_s, 3),
-                **({"note": report.note} if report.note else {}),
-            )
+            seen.collected_s = self._clock_s()
+        collection = TombstoneCollection(self._context, table, report, is_dry_run=pass_.is_dry_run)
+        pass_.current = collection if report is None else None
+        try:
+            await collection.run()
+        finally:
+            if not pass_.is_dry_run:
+                self.num_tombstones_collected += collection.report.collected
+                seen.estimate += collection.report.collected  # removals count there until RocksDB compacts
+        if report is None:
+            pass_.reports.append(collection.report)
+            pass_.current = None
+        if collection.report.collected and not pass_.is_dry_run:
+            num_rows, (epoch, step) = collection.report.collected, table.floor
+            fact(_log, logging.INFO, "dropped tombstones", table=table.spec.fqn, rows=num_rows, epoch=epoch, step=step)
 
     async def _watch(self) -> None:
         while True:
@@ -247,8 +294,18 @@ class Expirer:
             except HeadraceError as exc:  # from the store; the applier meets it too
                 fact(_log, logging.ERROR, "expiry cannot look at its triggers", error=str(exc))
 
+    def _seen_of(self, table: Table) -> _Seen:
+        return self._seen.setdefault(table.table_id, _Seen(self._began_s, self._began_s))
+
+    async def _due_part(self, job: _Job) -> _Job | None:
+        """Return what of a job is due; None if nothing is."""
+        every_s = min(self._context.tombstone_keep_s / _COLLECTIONS_PER_KEEP, _COLLECT_AT_LEAST_EVERY_S)
+        collects = job.collects and self._clock_s() - self._seen_of(job.table).collected_s >= every_s
+        is_due = job.policy is not None and await self._is_due(job.table, job.policy)
+        return _Job(job.table, job.policy if is_due else None, collects) if is_due or collects else None
+
     async def _is_due(self, table: Table, policy: ExpiryPolicy) -> bool:
-        seen = self._seen.setdefault(table.table_id, _Seen(self._began_s))
+        seen = self._seen_of(table)
         rest_s = self._clock_s() - seen.pass_s
         if policy.interval_s is not None and rest_s >= policy.interval_s:
             return True
@@ -280,6 +337,7 @@ def _report_to_idl(report: TableReport) -> Any:
         live=report.live,
         expired=report.expired,
         spared=report.spared,
+        collected=report.collected,
         by_policy=[idl.PolicyCount(policy=name, num_rows=count) for name, count in sorted(report.by_policy.items())],
         note=report.note or None,
     )

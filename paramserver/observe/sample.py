@@ -100,6 +100,12 @@ class ExpirySample:
     num_rows_expired: int = 0
     num_failed: int = 0
     last_run_us: int = 0
+    num_tombstones_collected: int = 0
+
+    @classmethod
+    def of_status(cls, status: Any) -> Self:
+        """Return the sample of an `idl.ExpiryStatus`; a server of an earlier release leaves fields out."""
+        return cls(**{name: value for name, value in vars(status).items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +172,7 @@ class ShardDetail:
     disk_bytes: int
     num_followers: int
     num_holds_broken: int
+    num_rows_ignored: int
     snapshot: SnapshotSample | None
 
     @classmethod
@@ -217,7 +224,7 @@ class ShardSample:
                 for table in reply.tables
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
-            expiry=None if reply.expiry is None else ExpirySample(**vars(reply.expiry)),
+            expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
             replica=reply.replica,
         )
 

@@ -228,7 +228,7 @@ class ShardSampler:
                 for table in tables
             ),
             writers=_writers_of(parts.ingest),
-            expiry=ExpirySample(**vars(parts.expirer.status())),
+            expiry=ExpirySample.of_status(parts.expirer.status()),
             detail=self._detail(lag_s, slow),
         )
 
@@ -255,6 +255,7 @@ class ShardSampler:
             log_written_bytes=log.metrics.written_bytes,
             num_followers=len(parts.feed.followers),
             num_holds_broken=parts.retention.num_broken,
+            num_rows_ignored=parts.ingest.num_rows_ignored,
             cpu_s=time.process_time(),
             **slow,
         )

@@ -331,6 +331,8 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             directory=config.directory / "expiry",
             num_shards=config.num_shards,
             rows_per_s=config.expiry_rows_per_s,
+            tombstone_keep_s=config.tombstone_keep_s,
+            followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
         snapshots = SnapshotFiles(config.snapshots_path)

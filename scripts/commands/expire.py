@@ -33,6 +33,7 @@ class _TableResult:  # as in the command's JSON
     num_live: int = 0
     num_expired: int = 0
     num_spared: int = 0
+    num_collected: int = 0
     by_policy: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -54,8 +55,9 @@ def expire(
     as_json: AsJson = False,
     access: Access,
 ) -> int:
-    """Delete the rows of a running server that its expiry policies select; training goes on meanwhile.
+    """Delete the rows of a running server that its expiry policies select, and drop old tombstones.
 
+    Training goes on meanwhile. The server's `--tombstone-keep-s` says when a tombstone is old, for all tables.
     Every shard reads all of its rows, at most at the server's `--expiry-rows-per-s`. If you interrupt this command, the
     server goes on. Exit code 1 when a shard could not finish.
     """
@@ -71,6 +73,7 @@ def expire(
         answer = {
             "is_dry_run": dry_run,
             "num_expired": sum(result.num_expired for result in results),
+            "num_collected": sum(result.num_collected for result in results),
             "num_scanned": sum(result.num_scanned for result in results),
             "tables": [asdict(result) for result in results],
             "errors": errors,
@@ -135,6 +138,7 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
             result.num_live += table.live
             result.num_expired += table.expired
             result.num_spared += table.spared
+            result.num_collected += table.collected or 0  # a server of an earlier release keeps tombstones
             for count in table.by_policy:
                 result.by_policy[count.policy] = result.by_policy.get(count.policy, 0) + count.num_rows
             if table.note and table.note not in result.notes:
@@ -149,12 +153,14 @@ def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -
     if results:
         shown = Table(box=box.SIMPLE)
         shown.add_column("table", overflow="fold")
-        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet"):
+        dropped = "tombstones would go" if is_dry_run else "tombstones dropped"
+        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet", dropped):
             shown.add_column(name, justify="right")
         shown.add_column("by policy", overflow="fold")
         for result in results:
             by_policy = ", ".join(f"{name} {count:,}" for name, count in result.by_policy.items())
-            counts = (f"{count:,}" for count in (result.num_live, result.num_expired, result.num_spared))
+            numbers = (result.num_live, result.num_expired, result.num_spared, result.num_collected)
+            counts = (f"{count:,}" for count in numbers)
             shown.add_row(escape(result.fqn), *counts, by_policy)
         console.print(shown)
     for result in results:

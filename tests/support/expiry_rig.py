@@ -89,9 +89,9 @@ class Rig:
     async def collect(self, keep_s: float = 1.0, *, is_dry_run: bool = False, **changes: Any) -> TableReport:
         """Collect the table's tombstones older than `keep_s` on the server's clock; return the report."""
         context = self.context(tombstone_keep_s=keep_s, **changes)
-        report = TableReport(fqn=self.table.spec.fqn)
-        await TombstoneCollection(context, self.table, report, is_dry_run=is_dry_run).run()
-        return report
+        collection = TombstoneCollection(context, self.table, is_dry_run=is_dry_run)
+        await collection.run()
+        return collection.report
 
     def stored_rows(self) -> list[int]:
         """Return the rows of which RocksDB has a record, deleted or not, in any columns."""

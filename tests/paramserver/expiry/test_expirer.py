@@ -196,6 +196,52 @@ async def test_triggers_are_watched(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert expirer.num_rows_expired == 9
 
 
+async def test_tombstones_are_collected_without_a_policy(rig: Rig) -> None:
+    """A pass drops old tombstones of a table without a policy, and counts them; a dry run only counts."""
+    await rig.write(1, 101, [], deleted=[0, 1, 2])
+    await rig.write(1, 200)
+    async with Expirer(rig.context(tombstone_keep_s=60.0, sleep=rig.sleep_forever), ExpiryRules()) as expirer:
+        dry = (await expirer.expire_rows(_request(is_dry_run=True))).tables[0]
+        assert (dry.scanned, dry.live, dry.expired, dry.collected) == (10, 7, 0, 3)
+        assert expirer.status().num_tombstones_collected == 0
+        (table,) = (await expirer.expire_rows(_request())).tables
+        assert (table.live, table.collected, expirer.status().num_tombstones_collected) == (7, 3, 3)
+        assert rig.stored_rows() == list(range(3, 10))
+    async with Expirer(rig.context(), ExpiryRules()) as expirer:
+        with pytest.raises(RequestError, match="no matching table has an expiry policy"):
+            await expirer.expire_rows(_request())
+
+
+async def test_one_pass_deletes_and_another_collects(rig: Rig) -> None:
+    """Rows that a pass deletes keep their tombstones until these are old; then another pass drops them."""
+    await rig.write(1, 200)
+    async with Expirer(
+        rig.context(tombstone_keep_s=60.0, sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=50")
+    ) as expirer:
+        first = (await expirer.expire_rows(_request())).tables[0]
+        assert (first.expired, first.collected) == (10, 0)
+        rig.now_us += 61 * 10**6
+        await rig.write(1, 300)  # the tombstones are below its step
+        second = (await expirer.expire_rows(_request())).tables[0]
+        assert (second.expired, second.collected) == (0, 10)
+    assert rig.stored_rows() == []
+
+
+async def test_collections_come_round(rig: Rig) -> None:
+    """An eighth of their time after the start, old tombstones are collected, and a policy that is not due stays so."""
+    await rig.write(1, 101, [], deleted=[0])
+    await rig.write(1, 200)
+    now_s = 0.0
+    context, rules = rig.context(tombstone_keep_s=800.0, sleep=rig.sleep_forever), ExpiryRules.parse("*: idle_steps=50")
+    async with Expirer(context, rules, clock_s=lambda: now_s) as expirer:
+        for at_s, num_runs in ((99.0, 0), (100.0, 1), (199.0, 1), (200.0, 2)):
+            now_s = at_s
+            await expirer.check_triggers()
+            assert expirer.num_runs == num_runs
+    assert (expirer.num_tombstones_collected, expirer.num_rows_expired) == (1, 0)
+    assert rig.stored_rows() == list(range(1, 10))
+
+
 async def test_closing_cuts_a_run_off(rig: Rig) -> None:
     """Closing the shard ends a running pass and answers those who wait for it."""
     context = rig.context(rows_per_s=1, piece_rows=3, sleep=rig.sleep_forever)
