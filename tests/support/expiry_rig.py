@@ -146,6 +146,10 @@ class Rig:
             is_exact_cut=True,
             version_epoch=version_epoch,
         )
+        await self.send(request)
+
+    async def send(self, request: Any) -> None:
+        """Write a request as if it came over the wire."""
         args = idl.ParameterServer.setEmbeddings_args(request=request)
         frame = memoryview(b"".join(bytes(part) for part in encode_message("setEmbeddings", CALL, 0, args)))
         decoded = decode_struct(idl.ParameterServer.setEmbeddings_args, frame, decode_header(frame).body_offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,9 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from expiry_rig import DELETED, MISSING, PRESENT, SECOND_US, Rig, open_rig
+from set_embeddings import delta_of, request_of
 
+from headrace.paramserver.expiry.collection import TombstoneCollection
+from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.leases import LogLeases
-from headrace.schemas.tables import ColumnShard
+from headrace.schemas.errors import FencedError
+from headrace.schemas.log_records import pack_header
+from headrace.schemas.row_records import CLAIMS_SHARD, decode_row_ids, key_prefix
+from headrace.schemas.tables import ColumnShard, DType, TableSpec
 
 LEFT, RIGHT = ColumnShard(offset=0, width=2), ColumnShard(offset=2, width=2)
 
@@ -190,3 +197,98 @@ async def test_lookups_that_have_begun_are_waited_for(rig: Rig) -> None:
     rig.applier._readers.end(ticket)
     assert (await collecting).collected == 1
     assert np.array_equal(rig.stored_rows(), [])
+
+
+WITH_IDENTITIES = TableSpec(fqn="ids.weight", num_rows=0, dim=2, dtype=DType.FLOAT32, has_identities=True)
+
+
+async def _assign(rig: Rig, step: int, identity_of: dict[int, int], *, deleted: Any = ()) -> None:
+    """Write rows with their identities, as a trainer does."""
+    identities, gone = np.array([*identity_of.values()], "<i8"), np.array(deleted, "<i8")
+    delta = delta_of(WITH_IDENTITIES, [*identity_of], 1.0, identities=identities, deleted_row_ids=gone)
+    session = rig.ingest.sessions.find("run", "rank0")
+    assert session is not None
+    request = request_of(delta, client_seq=session.last_client_seq + 1, step=step, time_us=step)
+    await rig.send(request)
+
+
+async def test_stale_identities_go_with_collected_rows(rig: Rig) -> None:
+    """Claims of collected rows, and of rows with another identity since, go; lookups by identity stay right."""
+    await rig.hello(1, specs=[WITH_IDENTITIES])
+    table = rig.ingest.catalog.find(WITH_IDENTITIES.fqn)
+    await _assign(rig, 1, {0: 100, 1: -7, 2: 102, 3: 103, 4: 104})
+    await _assign(rig, 2, {2: 202}, deleted=[0, 1, 9])
+    await _assign(rig, 3, {5: 100})
+    await _assign(rig, 50, {6: 106})
+    claims = key_prefix(table.table_id, CLAIMS_SHARD)
+
+    async def rows_of(*identities: int) -> list[int]:
+        found = await rig.applier.find(table.table_id, table.spec, np.array(identities, np.int64))
+        return found.row_ids.tolist()
+
+    before = await rows_of(100, -7, 102, 202, 103, 104, 106)
+    assert before == [5, -1, -1, 2, 3, 4, 6] and len([*rig.store.scan(claims)]) == 7
+    collection = TombstoneCollection(rig.context(tombstone_keep_s=1.0), table)
+    await collection.run()
+    assert (collection.report.collected, table.floor) == (3, (1, 2))
+    kept = {int(identity) for identity in decode_row_ids([key for key, _ in rig.store.scan(claims)])}
+    assert kept == {100, 202, 103, 104, 106}
+    assert await rows_of(100, -7, 102, 202, 103, 104, 106) == before
+    await _assign(rig, 51, {0: -7})
+    assert await rows_of(-7) == [0]
+
+
+async def test_a_replayed_identity_stays_with_its_row(rig: Rig) -> None:
+    """A row that the floor leaves out takes no identity from the row that has it."""
+    await rig.hello(1, specs=[WITH_IDENTITIES])
+    table = rig.ingest.catalog.find(WITH_IDENTITIES.fqn)
+    await _assign(rig, 1, {0: 100})
+    await _assign(rig, 50, {6: 106})
+    await rig.ingest.raise_floors("headrace", "expiry", 1, {WITH_IDENTITIES.fqn: (1, 9)})
+    delta = delta_of(WITH_IDENTITIES, [3], 1.0, identities=np.array([100], "<i8"))
+    request = request_of(delta, run="replay", client="r", step=5, ends_step=False, version_epoch=1)
+    await rig.send(request)
+    found = await rig.applier.find(table.table_id, table.spec, np.array([100], np.int64))
+    assert found.row_ids.tolist() == [0]
+
+
+async def test_each_table_has_its_own_floor(rig: Rig) -> None:
+    """A collection of one table leaves the other's tombstones and its replays as they were."""
+    other = dataclasses.replace(WITH_IDENTITIES, has_identities=False)
+    await rig.hello(1, specs=[other])
+    await rig.write(1, 1, [0, 1])
+    await rig.write(1, 2, [], deleted=[0])
+    await rig.write(1, 50)
+    await rig.collect()
+    assert [(table.spec.fqn, table.floor) for table in rig.ingest.catalog] == [
+        ("user.weight", (1, 2)),
+        ("ids.weight", (0, -1)),
+    ]
+    assert rig.ingest.catalog.below_floor(["user.weight", "ids.weight"], (1, 1)) == ["user.weight"]
+
+
+async def test_the_floor_is_a_hello_of_the_expirer_in_the_log(rig: Rig) -> None:
+    """The record is a hello that says nothing else, which followers of earlier releases take as such."""
+    await rig.write(1, 1, [0])
+    await rig.write(1, 2, [], deleted=[0])
+    await rig.write(1, 50)
+    await rig.collect()
+    *_, record = rig.log.read(1)
+    assert pack_header(record.header) == bytes.fromhex(
+        "88a46b696e64" + f"{KIND_HELLO:02x}" + "a372756ea86865616472616365a6636c69656e74a6657870697279a472616e6b00aa"
+        "776f726c645f73697a6500a67461626c657390a56f776e656490a6666c6f6f727381ab757365722e776569676874920102"
+    )
+    assert (record.epoch, bytes(record.body)) == (1, b"")
+    assert rig.ingest.sessions.find("headrace", "expiry") is not None
+
+
+async def test_a_late_writer_of_a_fenced_epoch_is_refused(rig: Rig) -> None:
+    """The only unconditional rows that could be older than the floor and new here are those that fencing refuses."""
+    await rig.write(1, 1, [0])
+    await rig.write(1, 2, [], deleted=[0])
+    await rig.hello(2)
+    await rig.write(2, 50)
+    await rig.collect()
+    with pytest.raises(FencedError):
+        await rig.write(1, 3, [0])
+    assert rig.stored_rows() == []
