@@ -44,8 +44,9 @@ _Bools = npt.NDArray[np.bool_]
 _Found = tuple[int, list[bytes]]
 """How many ids, and the keys of their records."""
 _Find = Callable[[_Ids], _Found]
-# A follower that is up to date takes a new record within milliseconds; one that reads a whole table takes minutes.
-_FOLLOWERS_WAIT_S, _FOLLOWERS_POLL_S = 10.0, 0.1
+# A follower that is up to date takes a new record within milliseconds; the lease under which a replica without a name
+# has loaded ends within a minute; one that reads a whole table takes longer.
+_FOLLOWERS_WAIT_S, _FOLLOWERS_POLL_S = 70.0, 0.1
 
 
 class TombstoneCollection:

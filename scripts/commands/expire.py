@@ -153,8 +153,7 @@ def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -
     if results:
         shown = Table(box=box.SIMPLE)
         shown.add_column("table", overflow="fold")
-        dropped = "tombstones would go" if is_dry_run else "tombstones dropped"
-        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet", dropped):
+        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet", "tombstones"):
             shown.add_column(name, justify="right")
         shown.add_column("by policy", overflow="fold")
         for result in results:
