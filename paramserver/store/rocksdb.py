@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,9 @@ __all__ = ["STALL_POLL_S", "RocksDb", "StoreConfig", "rocks_options"]
 STALL_POLL_S = 0.005
 
 _T = TypeVar("_T")
+
+# Rocksdict writes it whenever it opens a directory, even for reading. It holds nothing that `rocks_options` does not.
+_ROCKSDICT_FILE = "rocksdict-config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +120,10 @@ class RocksDb:
     Thread: methods block; any thread, but only one at a time may write.
     """
 
-    def __init__(self, path: Path, db: Any) -> None:
+    def __init__(self, path: Path, db: Any, links: tempfile.TemporaryDirectory[str] | None = None) -> None:
         self.path = path
         self._db = db
+        self._links = links
         # The type stub declares the properties as methods.
         self._options = cast(Any, rocksdict.WriteOptions())
         self._options.disable_wal = True
@@ -133,13 +138,26 @@ class RocksDb:
     def open(cls, path: Path, options: Any, *, is_read_only: bool = False) -> RocksDb:
         """Open the RocksDB in a directory; create it unless `is_read_only`, which several processes may use at a time.
 
+        For reading it opens a directory of links to the files, so nothing is written where others read.
+
         Raises ConfigError when the directory cannot be used or belongs to a running process; else as `map_errors`.
         """
-        access = rocksdict.AccessType.read_only() if is_read_only else rocksdict.AccessType.read_write()
+        if not is_read_only:
+            try:
+                return cls(path, rocksdict.Rdict(str(path), options, access_type=rocksdict.AccessType.read_write()))
+            except Exception as exc:
+                raise _error_of(path, exc, path) from exc
+        links = tempfile.TemporaryDirectory(prefix="headrace-read-")
+        db = cls(path, None, links)
         try:
-            return cls(path, rocksdict.Rdict(str(path), options, access_type=access))
+            for file in path.resolve().iterdir():
+                if file.name != _ROCKSDICT_FILE:
+                    (Path(links.name) / file.name).symlink_to(file)
+            db._db = rocksdict.Rdict(links.name, options, access_type=rocksdict.AccessType.read_only())
         except Exception as exc:
-            raise _error_of(path, exc) from exc
+            links.cleanup()
+            raise db._error_of(exc) from exc
+        return db
 
     @property
     def raw(self) -> Any:
@@ -153,7 +171,11 @@ class RocksDb:
         db, self._db = self._db, None
         if db is None:
             return False
-        self.map_errors(db.close)
+        try:
+            self.map_errors(db.close)
+        finally:
+            if self._links is not None:
+                self._links.cleanup()
         return True
 
     def map_errors(self, work: Callable[[], _T]) -> _T:
@@ -168,7 +190,10 @@ class RocksDb:
         except HeadraceError:
             raise
         except Exception as exc:
-            raise _error_of(self.path, exc) from exc
+            raise self._error_of(exc) from exc
+
+    def _error_of(self, exc: Exception) -> HeadraceError:
+        return _error_of(self.path, exc, self.path if self._links is None else Path(self._links.name))
 
     def write(self, keys: Sequence[bytes], values: Sequence[bytes], removed: Sequence[bytes] = ()) -> int:
         """Write pairs and remove keys in one atomic write, waiting out stalls; return its approximate size in bytes."""
@@ -277,9 +302,9 @@ class RocksDb:
         return self.map_errors(lambda: self.raw.property_value(name)) or ""
 
 
-def _error_of(path: Path, exc: Exception) -> HeadraceError:
-    """Return our error for one of rocksdict's, which mostly differ in their text only."""
-    text = " ".join(str(exc).split())
+def _error_of(path: Path, exc: Exception, opened: Path) -> HeadraceError:
+    """Return our error for one of rocksdict's, which differ mostly in their text; `opened` is its name of `path`."""
+    text = " ".join(str(exc).split()).replace(str(opened), str(path))
     if isinstance(exc, rocksdict.DbClosedError):
         return UnavailableError(f"store {path} is closed")
     if "lock hold by" in text or "While lock file" in text:
