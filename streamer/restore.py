@@ -13,25 +13,21 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
-from headrace.paramserver.rpc.security import load_token
-from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
-from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
+from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
-from headrace.schemas.tables import DType, StateKind, TableSpec
-from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
-from headrace.streamer.resume import ask_store
+from headrace.schemas.tables import StateKind, TableSpec
+from headrace.streamer.config import StreamerConfig
+from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
 from headrace.streamer.world import World, current_world, warn_when_late
@@ -40,11 +36,6 @@ __all__ = ["RestoreReport", "RestoredTable", "restore"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Array = npt.NDArray[Any]
-_Scalars = dict[str, float]
-
-# Rows are read in pieces of about this size.
-_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,6 +124,7 @@ def restore(
     *,
     snapshot: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
+    step: Step = "newest",
     tables: Iterable[str] | None = None,
     states: bool = True,
     strict: bool = True,
@@ -162,8 +154,10 @@ def restore(
         model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.
         optimizer: The optimizers that train the tables, new ones or used ones; None if the tables have fused ones.
         address: `host:port` of any shard. REQUIRES: nothing trains the tables there meanwhile.
-        snapshot: Directory of one snapshot that every rank can read, instead of an address.
+        snapshot: Directory of a snapshot, or of several, that every rank can read, instead of an address.
         model_name: The model's name on the server; None takes the only one that has tables of these names.
+        step: "newest", or a step of the run that owns the tables: a server has to be at that step exactly, as after a
+            flush; of several snapshots that of the step is taken.
         tables: Names of tables, or patterns such as `*.users.weight`, to restore only these; None for all.
         states: False restores weights alone, for training with another optimizer.
         strict: False leaves tables that are not stored, or do not fit, as they are, and reports them.
@@ -174,154 +168,52 @@ def restore(
         Rows restored and kept of each table, and the step that training goes on from.
 
     Raises:
-        ConfigError: An argument is wrong, or several models have tables of these names; nothing was changed.
+        ConfigError: An argument is wrong, several models have tables of these names, or nothing is at the step; nothing
+            was changed.
         SpecMismatchError: Tables are missing or differ; the message lists all of them, and nothing was changed.
         UnsupportedModelError: As for `attach`; also if the model is streamed already. Nothing was changed.
         UnavailableError: The server does not answer. Unless the message says otherwise, restore again: some rows may
             have been restored.
         HeadraceError: The snapshot is damaged, or another rank has failed.
     """
-    source = _source(address, snapshot, timeout_s, config or StreamerConfig.load())
+    source = restore_source(address, snapshot, timeout_s, config or StreamerConfig.load())
     if model_name is not None:
         check_model(model_name)
+    given: Any = step
+    if given != "newest" and not (isinstance(given, int) and given >= 0):
+        raise ConfigError(f"step={step!r}: must be 'newest' or the number of a step")
     world = current_world()
     with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
         tap = tap_model(model, () if optimizer is None else optimizer, lambda: None, tables=tables, is_streamed=False)
     try:
         with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
-            plan = _agree(world, tap, source, model_name, states=states, strict=strict)
+            plan = _agree(world, tap, source, model_name, step, states=states, strict=strict)
         parts = [table for table in tap.tables if table.spec.fqn in plan.stored]
         return _restore(world, source, plan, parts, with_states=states)
     finally:
         tap.close()
 
 
-class _Source(Protocol):
-    """Where rows come from."""
-
-    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
-        """Return the specs of all tables, and their scalars, by name."""
-
-    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
-        """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
-
-        Rows come with states and versions; those that are not stored may be left out.
-        """
-
-
-class _Server:
-    def __init__(self, address: str, config: StreamerConfig) -> None:
-        self._address, self._config = address, config
-        self._token = load_token(path=config.token_file, environ=os.environ)
-
-    def __str__(self) -> str:
-        return f"the server at {self._address}"
-
-    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
-        async def ask(reader: EmbeddingReader) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
-            scalars = scalars_by_table(await reader.status())
-            return dict(reader.tables), {name: _numbers(of_table) for name, of_table in scalars.items()}
-
-        return ask_store(self._address, self._config, self._token, ask, None)
-
-    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
-        async def ask(reader: EmbeddingReader) -> None:
-            for name, table in wanted:
-                num_rows = _rows_at_once(reader.tables[name])
-                end_row = table.row_offset + table.num_local_rows
-                for first in range(table.row_offset, end_row, num_rows):
-                    row_ids = np.arange(first, min(first + num_rows, end_row))
-                    rows = await reader.get(name, row_ids, with_states=True, with_versions=True)
-                    # The loop has nothing else to do meanwhile: no other read is in flight.
-                    write(table, rows)
-
-        ask_store(self._address, self._config, self._token, ask, None)
-
-
-class _Snapshot:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __str__(self) -> str:
-        return f"the snapshot {self._folder}"
-
-    def describe(self) -> tuple[dict[str, TableSpec], dict[str, _Scalars]]:
-        with SnapshotReader(self._folder) as reader:
-            scalars = {
-                name: {s.name: np.frombuffer(s.data, DType(s.dtype).numpy)[0] for s in reader.scalars(name).values()}
-                for name in reader.tables
-            }
-            return dict(reader.tables), {name: _numbers(of_table) for name, of_table in scalars.items()}
-
-    def read(self, wanted: Sequence[tuple[str, TappedTable]], write: Callable[[TappedTable, Rows], None]) -> None:
-        with SnapshotReader(self._folder) as reader:
-            for name, table in wanted:
-                spec = reader.tables[name]
-                layout, num_rows = RecordLayout(spec, spec.whole), _rows_at_once(spec)
-                end_row = table.row_offset + table.num_local_rows
-                for row_ids, records in reader.rows(name, first_row=table.row_offset, end_row=end_row):
-                    for first in range(0, row_ids.size, num_rows):
-                        some = slice(first, first + num_rows)
-                        write(table, _decoded(layout, row_ids[some], records[some]))
-
-
-def _source(
-    address: str | None, snapshot: str | os.PathLike[str] | None, timeout_s: float | None, config: StreamerConfig
-) -> _Source:
-    if (address is None) == (snapshot is None):
-        raise ConfigError("say where from: the address of a running server, or snapshot=… for a snapshot's directory")
-    if address is None:
-        assert snapshot is not None
-        return _Snapshot(Path(snapshot))
-    host_and_port(address)
-    if timeout_s is not None:
-        config = dataclasses.replace(config, request_timeout_s=timeout_seconds(timeout_s))
-    return _Server(address, config)
-
-
-def _numbers(scalars: Mapping[str, np.generic]) -> _Scalars:
-    return {name: value.item() for name, value in scalars.items()}
-
-
-def _rows_at_once(spec: TableSpec) -> int:
-    row_bytes = spec.dim * spec.dtype.size_bytes
-    row_bytes += sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states)
-    return max(1, _CHUNK_BYTES // row_bytes)
-
-
-def _decoded(layout: RecordLayout, row_ids: npt.NDArray[np.int64], records: _Array) -> Rows:
-    """Return whole rows of a snapshot as a server answers with them."""
-    columns = {
-        name: np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(row_ids.size, column.width)
-        for name, column in layout.columns.items()
-    }
-    return Rows(
-        row_ids=row_ids,
-        presence=np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT).astype(np.uint8),
-        weights=columns["weights"],
-        states={state: columns[name] for state, name in layout.fields_of_states.items()},
-        epochs=records["epoch"].astype(np.int64),
-        steps=records["step"],
-        times_us=None,
-        identities=None,
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
     """What all ranks restore: by path, the stored tables' names and scalars, and why other tables are skipped."""
 
+    source: StoredTables
     stored: dict[str, str]
-    scalars: dict[str, _Scalars]
+    scalars: dict[str, Scalars]
     skipped: dict[str, str]
 
 
-def _agree(world: World, tap: Tap, source: _Source, model_name: str | None, *, states: bool, strict: bool) -> _Plan:
+def _agree(
+    world: World, tap: Tap, source: RestoreSource, model_name: str | None, step: Step, *, states: bool, strict: bool
+) -> _Plan:
     """Compare all ranks' tables with what is stored; every rank raises if one's do not fit."""
-    described = _together(world, lambda: source.describe() if world.rank == 0 else None)[0]
+    described = _together(world, lambda: source.describe(step) if world.rank == 0 else None)[0]
     assert described is not None, "rank 0 describes"
-    specs, scalars = described
-    stored_in = _model_with(tap.names, specs, source) if model_name is None else model_name
+    specs, place = described.specs, described.place
+    stored_in = _model_with(tap.names, specs, place) if model_name is None else model_name
+    if step != "newest":
+        described.check_step(stored_in, step)
     stored = {path: table_name(stored_in, path) for path in sorted(tap.names)}
 
     def misfits_here() -> dict[str, str]:
@@ -336,12 +228,13 @@ def _agree(world: World, tap: Tap, source: _Source, model_name: str | None, *, s
         reasons = "; ".join(f"table {path!r} {reason}" for path, reason in misfits.items())
         advice = "" if len(misfits) == len(stored) else ", or pass strict=False to leave these tables as they are"
         raise SpecMismatchError(
-            f"the model does not fit {source}, and nothing was changed: {reasons}; restore into a model of the same "
+            f"the model does not fit {place}, and nothing was changed: {reasons}; restore into a model of the same "
             f"tables and optimizer{advice}"
         )
     return _Plan(
+        source=described,
         stored={path: name for path, name in stored.items() if path not in misfits},
-        scalars={path: scalars.get(name, {}) for path, name in stored.items()},
+        scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
     )
 
@@ -366,12 +259,12 @@ def _together(world: World, work: Callable[[], _T]) -> list[_T]:
     return results
 
 
-def _model_with(paths: Iterable[str], names: Iterable[str], source: _Source) -> str:
+def _model_with(paths: Iterable[str], names: Iterable[str], place: str) -> str:
     """Return the only model that has tables of these paths; the default one if none has."""
     wanted = set(paths)
     models = sorted({model_of(name) for name in names if path_of(name) in wanted})
     if len(models) > 1:
-        raise ConfigError(f"several models in {source} have these tables ({first_of(models)}): pass model_name=…")
+        raise ConfigError(f"several models in {place} have these tables ({first_of(models)}): pass model_name=…")
     return models[0] if models else DEFAULT_MODEL
 
 
@@ -395,7 +288,7 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
 
 
 def _restore(
-    world: World, source: _Source, plan: _Plan, parts: Sequence[TappedTable], *, with_states: bool
+    world: World, source: RestoreSource, plan: _Plan, parts: Sequence[TappedTable], *, with_states: bool
 ) -> RestoreReport:
     """Read this rank's rows, set scalars, and share rows with replicas. REQUIRES: the tables fit."""
     found = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
@@ -411,7 +304,7 @@ def _restore(
             result.repeated_states = tuple(s.name for s in table.spec.states if s.kind is StateKind.ROWWISE)
 
     def read() -> dict[str, RestoredTable]:
-        source.read(wanted, write)
+        source.read(plan.source, wanted, write)
         for device in {table.weights().device for table in parts}:
             if device.type == "cuda":  # another thread, with another current stream, may have written
                 torch.cuda.synchronize(device)
@@ -469,7 +362,7 @@ def _finish_states(parts: Sequence[TappedTable], plan: _Plan, totals: Mapping[st
     for holder in _holders(parts):
         paths = [table.spec.fqn for table in parts if table.holder is holder]
         # Tables of one fused module share its count of steps; each has it as of its last changed row.
-        scalars: _Scalars = {}
+        scalars: Scalars = {}
         for path in paths:
             scalars |= {name: max(value, scalars.get(name, value)) for name, value in totals[path].scalars.items()}
         if scalars or any(totals[path].num_restored for path in paths):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.snapshots.directory import part_folder, read_manifest
-from headrace.paramserver.store.catalog import Catalog, Scalar, Table
+from headrace.paramserver.store.catalog import Catalog, Owner, Scalar, Table
 from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -109,6 +109,15 @@ class SnapshotReader:
                 if known is None or (scalar.epoch, scalar.step) > (known.epoch, known.step):
                     newest[name] = scalar
         return dict(sorted(newest.items()))
+
+    def owners(self) -> dict[str, Owner]:
+        """Return the newest owner of each table that has one, by fqn."""
+        found: dict[str, Owner] = {}
+        for fqn, parts in self._parts.items():
+            owners = [table.owner for _, table in parts if table.owner is not None]
+            if owners:
+                found[fqn] = max(owners, key=lambda owner: owner.epoch)
+        return found
 
     def rows(self, fqn: str, *, first_row: int = 0, end_row: int | None = None) -> Iterator[_Chunk]:
         """Yield a table's rows from `first_row` to `end_row`, exclusive, in order, including deleted ones.

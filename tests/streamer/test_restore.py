@@ -189,6 +189,48 @@ def test_from_a_snapshot(tmp_path: Path) -> None:
         restore(other.model, other.optimizer, snapshot=tmp_path)
 
 
+def test_a_step_of_several_snapshots(tmp_path: Path) -> None:
+    """Of a directory of snapshots, the one of the step is taken, or the newest; a step that none has lists them."""
+    trained, at_cut = Trainer(), Trainer()
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trained.stream(server.address, "a")
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        train(at_cut.model, at_cut.optimizer, BEFORE)
+        trained.stream(server.address, "a", AFTER)
+        assert main(["snapshot", "create", server.address, "--name", "two"]) == 0
+    for folder in (tmp_path / "data", tmp_path / "data" / "snapshots"):
+        for step, expected in ((len(BEFORE), at_cut), ("newest", trained)):
+            restored = Trainer()
+            restore(restored.model, restored.optimizer, snapshot=folder, step=step)
+            assert_equal(restored, expected)
+        with pytest.raises(ConfigError, match=r"no snapshot is at step 3; there are two at step 6, one at step 5"):
+            restore(restored.model, restored.optimizer, snapshot=folder, step=3)
+    with pytest.raises(ConfigError, match=r"the snapshot is at step 5, not at step 6"):
+        restore(restored.model, restored.optimizer, snapshot=tmp_path / "data" / "snapshots" / "one", step=6)
+
+
+def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:
+    """Exactly at the step it restores; elsewhere, or in mid-step, one error says where it is and what has the step."""
+    trained, restored = Trainer(), Trainer()
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trained.stream(server.address, "a")
+        other = Trainer()
+        other.stream(server.address, "b", range(30, 37))
+        report = restore(restored.model, restored.optimizer, server.address, model_name="a", step=len(BEFORE))
+        assert report.step == len(BEFORE)
+        assert_equal(restored, trained)
+        with pytest.raises(ConfigError, match=r"not exactly at step 7 of model 'a'.* is at step 5 there.* no snap"):
+            restore(restored.model, restored.optimizer, server.address, model_name="a", step=7)
+        assert main(["snapshot", "create", server.address, "--run", "a", "--name", "one"]) == 0
+        with RawEmbeddingStreamer(server.address, run="a", model="a") as streamer:
+            streamer.attach(trained.model, trained.optimizer)
+            with pytest.raises(ConfigError, match=r"at no step exactly there.* snapshot, 'one', is at step 5"):
+                restore(restored.model, restored.optimizer, server.address, model_name="a", step=len(BEFORE))
+        with pytest.raises(ConfigError, match=r"the snapshot .*one is not exactly at step 5 of model 'b'"):
+            folder = tmp_path / "data" / "snapshots" / "one"
+            restore(restored.model, restored.optimizer, snapshot=folder, model_name="b", step=len(BEFORE))
+
+
 class Other(TwoKinds):
     """Another architecture: a longer table, a wider one, one of another type, and one more."""
 
@@ -326,6 +368,8 @@ def test_arguments_that_are_wrong() -> None:
         ({"address": "x:1", "model_name": "a:b"}, ConfigError, "model 'a:b'"),
         ({"address": "x:1", "tables": ["nothing"]}, ConfigError, "no table is named or matches 'nothing'"),
         ({"snapshot": "/nowhere"}, ConfigError, "/nowhere"),
+        ({"address": "x:1", "step": -1}, ConfigError, "step=-1: must be 'newest'"),
+        ({"address": "x:1", "step": "last"}, ConfigError, "step='last': must be 'newest'"),
         ({"address": "127.0.0.1:1", "timeout_s": 0.2}, UnavailableError, "within 0.2 s"),
     ]
     for given, kind, message in arguments:

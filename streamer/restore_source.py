@@ -1,0 +1,263 @@
+"""Where a model is restored from: the shards of a running server, or a snapshot's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
+from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
+from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest
+from headrace.paramserver.snapshots.remote import newest_snapshot
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
+from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME
+from headrace.schemas.table_names import model_of
+from headrace.schemas.tables import DType, TableSpec
+from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
+from headrace.streamer.delivery.rendezvous import tls_context
+from headrace.streamer.resume import ask_store
+from headrace.streamer.taps.tapped_table import TappedTable
+
+__all__ = ["RestoreSource", "Scalars", "Step", "StoredTables", "restore_source"]
+
+Scalars = dict[str, float]
+Step = int | Literal["newest"]
+
+_Write = Callable[[TappedTable, Rows], None]
+
+# Rows are read in pieces of about this size.
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTables:
+    """What a source holds.
+
+    Attributes:
+        place: Its name in messages.
+        specs: All tables, by name.
+        scalars: Their scalars, by name.
+        owners: Run and epoch of the tables that have an owner, by name.
+        steps: By run, the step that everything is at exactly, or None if rows of another step are there too.
+        folder: Of the chosen snapshot; None for a server.
+        newest_snapshot: Name and step of the server's newest one.
+    """
+
+    place: str
+    specs: dict[str, TableSpec]
+    scalars: dict[str, Scalars]
+    owners: dict[str, tuple[str, int]]
+    steps: dict[str, int | None]
+    folder: Path | None = None
+    newest_snapshot: tuple[str, int] | None = None
+
+    def check_step(self, model: str, step: int) -> None:
+        """Raise ConfigError unless a model's tables are exactly at a step of the run that owns them."""
+        owners = [owner for name, owner in self.owners.items() if model_of(name) == model]
+        run = max(owners, key=lambda owner: owner[1])[0] if owners else None
+        if run is not None and self.steps.get(run) == step:
+            return
+        where = _at_step(self.steps.get(run) if run is not None else None)
+        text = f"{self.place} is not exactly at step {step} of model {model!r}: its run {run!r} is {where} there"
+        if self.folder is not None:
+            raise ConfigError(f"{text}; give the directory of a snapshot of that step, as `headrace snapshot list` has")
+        if self.newest_snapshot is None:
+            raise ConfigError(f"{text}, and the server has no snapshot; step='newest' takes the rows as they are")
+        name, step_there = self.newest_snapshot
+        raise ConfigError(
+            f"{text}; its newest snapshot, {name!r}, is {_at_step(step_there)}, and `headrace snapshot list` has all: "
+            "restore one with snapshot=…, or take the rows as they are with step='newest'"
+        )
+
+
+class RestoreSource(Protocol):
+    """Where rows come from."""
+
+    def describe(self, step: Step) -> StoredTables:
+        """Return what is there; of several snapshots, that of a step. Only one rank calls it."""
+
+    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
+        """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
+
+        Rows come with states and versions; those that are not stored may be left out.
+        """
+
+
+def restore_source(
+    address: str | None, snapshot: str | os.PathLike[str] | None, timeout_s: float | None, config: StreamerConfig
+) -> RestoreSource:
+    """Return the server or the snapshot that a user means; ConfigError unless it is one of them."""
+    if (address is None) == (snapshot is None):
+        raise ConfigError("say where from: the address of a running server, or snapshot=… for a snapshot's directory")
+    if address is None:
+        assert snapshot is not None
+        return _Snapshot(Path(snapshot))
+    host_and_port(address)
+    if timeout_s is not None:
+        config = dataclasses.replace(config, request_timeout_s=timeout_seconds(timeout_s))
+    return _Server(address, config)
+
+
+class _Server:
+    def __init__(self, address: str, config: StreamerConfig) -> None:
+        self._address, self._config = address, config
+        self._token = load_token(path=config.token_file, environ=os.environ)
+
+    def describe(self, step: Step) -> StoredTables:
+        async def ask(reader: EmbeddingReader) -> StoredTables:
+            statuses = await reader.status()
+            scalars = scalars_by_table(statuses)
+            tables = [table for status in statuses for table in status.tables if table.owner is not None]
+            return StoredTables(
+                place=f"the server at {self._address}",
+                specs=dict(reader.tables),
+                scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
+                owners={table.spec.fqn: (table.owner.run, table.owner.epoch) for table in tables},
+                steps=_exact_steps(statuses),
+                newest_snapshot=None if step == "newest" else await self._newest_snapshot(),
+            )
+
+        return ask_store(self._address, self._config, self._token, ask, None)
+
+    async def _newest_snapshot(self) -> tuple[str, int] | None:
+        dial = Dial(
+            ssl_context=tls_context(self._config),
+            server_hostname=None,
+            token=self._token,
+            timeout_s=self._config.request_timeout_s,
+        )
+        try:
+            manifest = await newest_snapshot(self._address, dial=dial)
+        except GoneError:
+            return None
+        return manifest.name, manifest.step
+
+    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
+        async def ask(reader: EmbeddingReader) -> None:
+            for name, table in wanted:
+                num_rows = _rows_at_once(reader.tables[name])
+                end_row = table.row_offset + table.num_local_rows
+                for first in range(table.row_offset, end_row, num_rows):
+                    row_ids = np.arange(first, min(first + num_rows, end_row))
+                    rows = await reader.get(name, row_ids, with_states=True, with_versions=True)
+                    # The loop has nothing else to do meanwhile: no other read is in flight.
+                    write(table, rows)
+
+        ask_store(self._address, self._config, self._token, ask, None)
+
+
+class _Snapshot:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def describe(self, step: Step) -> StoredTables:
+        folder = _choose(self._folder, step)
+        with SnapshotReader(folder) as reader:
+            scalars = {
+                name: {s.name: np.frombuffer(s.data, DType(s.dtype).numpy)[0] for s in reader.scalars(name).values()}
+                for name in reader.tables
+            }
+            epoch = reader.manifest.epoch
+            sessions = [session for store in reader.stores for session in Sessions(store.read_meta())]
+            return StoredTables(
+                place=f"the snapshot {folder}",
+                specs=dict(reader.tables),
+                scalars={name: _numbers(of_table) for name, of_table in scalars.items()},
+                owners={name: (owner.run, owner.epoch) for name, owner in reader.owners().items()},
+                steps={each.run: reader.manifest.step for each in sessions if each.is_trainer and each.epoch == epoch},
+                folder=folder,
+            )
+
+    def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
+        assert stored.folder is not None
+        with SnapshotReader(stored.folder) as reader:
+            for name, table in wanted:
+                spec = reader.tables[name]
+                layout, num_rows = RecordLayout(spec, spec.whole), _rows_at_once(spec)
+                end_row = table.row_offset + table.num_local_rows
+                for row_ids, records in reader.rows(name, first_row=table.row_offset, end_row=end_row):
+                    for first in range(0, row_ids.size, num_rows):
+                        some = slice(first, first + num_rows)
+                        write(table, _decoded(layout, row_ids[some], records[some]))
+
+
+def _choose(folder: Path, step: Step) -> Path:
+    """Return the directory of a snapshot: this one, or of several in it the newest, or the newest of a step."""
+    if (folder / MANIFEST_NAME).is_file():
+        manifest = read_manifest(folder)
+        if step not in ("newest", manifest.step):
+            raise ConfigError(f"{folder}: the snapshot is {_at_step(manifest.step)}, not at step {step}")
+        return folder
+    files = SnapshotFiles(folder / "snapshots" if (folder / DATA_DIR_MANIFEST).is_file() else folder)
+    found, damage = files.list()
+    manifests = [manifest for manifest in found if not manifest.lease_s]
+    if damage:
+        raise CorruptionError(f"{damage[0]}; give the directory of one sound snapshot")
+    if not manifests:
+        raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}, and none in a directory in it")
+    fitting = [manifest for manifest in manifests if step in ("newest", manifest.step)]
+    if not fitting:
+        there = first_of([f"{manifest.name} {_at_step(manifest.step)}" for manifest in reversed(manifests)])
+        raise ConfigError(f"{folder}: no snapshot is at step {step}; there are {there}")
+    return files.folder_of(fitting[-1].name)
+
+
+def _at_step(step: int | None) -> str:
+    return "at no step exactly" if step is None or step < 0 else f"at step {step}"
+
+
+def _exact_steps(statuses: Sequence[Any]) -> dict[str, int | None]:
+    """Return by run the step that all ranks have ended on all shards, with nothing behind it; None if they differ."""
+    steps: dict[str, set[int | None]] = {}
+    for status in statuses:
+        trainers = [client for client in status.clients if client.world_size]
+        for run in {client.run for client in trainers}:
+            epoch = max(client.epoch for client in trainers if client.run == run)
+            ranks = [client for client in trainers if (client.run, client.epoch) == (run, epoch)]
+            is_exact = all(
+                0 <= rank.step == rank.exact_step and rank.ended_client_seq == rank.last_client_seq for rank in ranks
+            )
+            is_exact &= len(ranks) >= ranks[0].world_size
+            steps.setdefault(run, set()).update({rank.step for rank in ranks} if is_exact else {None})
+    return {run: found.pop() if len(found) == 1 else None for run, found in steps.items()}
+
+
+def _numbers(scalars: Mapping[str, np.generic]) -> Scalars:
+    return {name: value.item() for name, value in scalars.items()}
+
+
+def _rows_at_once(spec: TableSpec) -> int:
+    row_bytes = spec.dim * spec.dtype.size_bytes
+    row_bytes += sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states)
+    return max(1, _CHUNK_BYTES // row_bytes)
+
+
+def _decoded(layout: RecordLayout, row_ids: npt.NDArray[np.int64], records: npt.NDArray[Any]) -> Rows:
+    """Return whole rows of a snapshot as a server answers with them."""
+    columns = {
+        name: np.ascontiguousarray(records[name]).view(column.dtype.numpy).reshape(row_ids.size, column.width)
+        for name, column in layout.columns.items()
+    }
+    return Rows(
+        row_ids=row_ids,
+        presence=np.where(records["flags"] & FLAG_DELETED, MISSING, PRESENT).astype(np.uint8),
+        weights=columns["weights"],
+        states={state: columns[name] for state, name in layout.fields_of_states.items()},
+        epochs=records["epoch"].astype(np.int64),
+        steps=records["step"],
+        times_us=None,
+        identities=None,
+    )
