@@ -43,6 +43,15 @@ class RowChunk:
         """Bytes of ids and columns."""
         return self.row_ids.nbytes + sum(column.nbytes for column in self.columns.values())
 
+    @property
+    def newest_version(self) -> tuple[int, int]:
+        """(epoch, step) of the newest row; (0, 0) without rows."""
+        if not self.row_ids.size:
+            return 0, 0
+        epochs, steps = (np.broadcast_to(np.asarray(part), self.row_ids.size) for part in (self.epochs, self.steps))
+        epoch = int(epochs.max())
+        return epoch, int(steps[epochs == epoch].max())
+
     def check(self, spec: TableSpec, *, after_row: int) -> None:
         """Check ids and versions; `after_row` is the last row of the chunk before, −1 before the first.
 

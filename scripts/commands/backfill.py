@@ -21,6 +21,7 @@ from rich.table import Table
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.replay.target import ReplayTarget
 from headrace.paramserver.snapshots.new_data_dir import StoreBuilder, check_target
+from headrace.paramserver.store.catalog import Scalar
 from headrace.paramserver.system.limits import check_room
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
@@ -218,6 +219,7 @@ def build_directory(
     with StoreBuilder(target, num_shards=num_shards, specs=specs, run=f"backfill-{time.time_ns()}") as builder:
         for table in source.tables:
             layout, count = RecordLayout(table.spec, table.spec.whole), counts[table.spec.fqn]
+            newest = (0, 0)
             for chunk in table.chunks(_CHUNK_BYTES):
                 num_rows = chunk.row_ids.size
                 if source.config.non_finite == "refuse":
@@ -225,9 +227,11 @@ def build_directory(
                 elif source.config.non_finite == "skip":
                     chunk = chunk.take(chunk.is_finite(layout))
                 builder.add(table.spec.fqn, chunk)
+                newest = max(newest, chunk.newest_version)
                 count.num_written += chunk.row_ids.size
                 count.num_refused += num_rows - chunk.row_ids.size
                 on_rows(num_rows)
+            builder.set_scalars(table.spec.fqn, [Scalar(*scalar, *newest) for scalar in table.scalars])
         source.check_unchanged()
         builder.finish()
     return counts

@@ -18,7 +18,7 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
 from headrace.scripts.table_io.exported import ExportRows, ExportTable
-from headrace.scripts.table_io.source import Selection, SourceTable, state_of
+from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
 __all__ = [
     "IDENTITIES",
@@ -54,6 +54,7 @@ class _Dense:
     weights: Column
     states: Mapping[str, Column | None]
     identities: Column | None
+    scalars: TableScalars = ()
 
 
 def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable]:
@@ -131,6 +132,7 @@ def _described(source: TensorSource, selection: Selection) -> list[_Dense]:
                 weights=columns[note["weights"]],
                 states=states,
                 identities=None if note["identities"] is None else columns[note["identities"]],
+                scalars=noted_scalars(note),
             )
             found.append(table)
             _check(source, table, part_of_rows=True)
@@ -304,7 +306,14 @@ def _ready(table: _Dense, selection: Selection) -> SourceTable:
                 identities=None if table.identities is None else table.identities.read(first, end)[:, 0],
             )
 
-    return SourceTable(name=table.name, spec=spec, num_rows=num_rows, chunks=chunks, check_ids=lambda: None)
+    return SourceTable(
+        name=table.name,
+        spec=spec,
+        num_rows=num_rows,
+        chunks=chunks,
+        check_ids=lambda: None,
+        scalars=table.scalars,
+    )
 
 
 def check_dense(tables: list[ExportTable], format_name: str) -> None:

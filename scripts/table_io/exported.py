@@ -98,6 +98,7 @@ class ExportTable:
             raise ConfigError(f"--dtype {config.precision}: table {fqn!r} holds {source.dtype.name}")
         states = source.states if config.with_states else ()
         self.spec = replace(source, fqn=name or fqn, dtype=dtype, states=states)
+        self._scalars = list(reader.scalars(fqn).values()) if config.with_states else []
         self.has_deleted = config.with_deleted
         self.num_rows_read = 0
         self.first_row = config.first_row
@@ -143,6 +144,7 @@ class ExportTable:
             "weights": names["weights"],
             "states": {field.removeprefix("state:"): name for field, name in names.items() if field != "weights"},
             "identities": identities,
+            "scalars": [[s.name, int(s.dtype), s.data.hex()] for s in self._scalars],
         }
 
     def rows(

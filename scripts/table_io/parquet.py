@@ -25,7 +25,7 @@ from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import map_file_errors
 from headrace.scripts.table_io.exported import ExportRows, ExportTable, file_name_of
-from headrace.scripts.table_io.source import Selection, SourceTable, state_of
+from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
 __all__ = ["parquet_tables", "write_parquet"]
 
@@ -53,6 +53,7 @@ class _File:
     spec: TableSpec
     num_rows: int
     names: frozenset[str]
+    scalars: TableScalars = ()
 
 
 def parquet_tables(paths: list[Path], selection: Selection) -> list[SourceTable]:
@@ -87,12 +88,13 @@ def _open(path: Path, selection: Selection) -> _File:
         if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
             raise RequestError(f"{path}: two columns have the name {repeated[0]!r}")
         notes = (schema.metadata or {}).get(_NOTES_KEY)
+        scalars: TableScalars = ()
         if notes is not None:
             try:
                 note = json.loads(notes)
                 precision, packed = note["precision"], list(note["spec"])
                 fqn = packed[0] = selection.naming.target_of(packed[0]) or packed[0]
-                spec = unpack_spec(packed)
+                spec, scalars = unpack_spec(packed), noted_scalars(note)
             except (ValueError, KeyError, TypeError, RecursionError) as exc:
                 raise CorruptionError(f"{path}: its notes on the table are damaged: {exc!r}") from exc
             if precision is not None:
@@ -103,7 +105,7 @@ def _open(path: Path, selection: Selection) -> _File:
             target = selection.known.get(fqn)
             spec = _spec_of(path, schema, fqn, 0 if target is None else target.num_rows, _list_lengths(file))
         _check_schema(path, schema, spec)
-        return _File(path=path, spec=spec, num_rows=num_rows, names=frozenset(schema.names))
+        return _File(path=path, spec=spec, num_rows=num_rows, names=frozenset(schema.names), scalars=scalars)
 
 
 def _list_lengths(file: pq.ParquetFile) -> dict[str, int]:
@@ -210,7 +212,14 @@ def _ready(file: _File, selection: Selection) -> SourceTable:
                 raise type(exc)(f"{file.path}: {exc}") from exc
             last = int(bare.row_ids[-1])
 
-    return SourceTable(name=file.path.name, spec=file.spec, num_rows=file.num_rows, chunks=chunks, check_ids=check_ids)
+    return SourceTable(
+        name=file.path.name,
+        spec=file.spec,
+        num_rows=file.num_rows,
+        chunks=chunks,
+        check_ids=check_ids,
+        scalars=file.scalars,
+    )
 
 
 def _batches(path: Path, names: list[str], num_rows: int) -> Iterator[pa.RecordBatch]:

@@ -197,7 +197,7 @@ class BackfillSender:
             num_kept = await self._num_kept(reader, table.spec, chunk) if self._counts_kept else 0
             counts.num_kept += num_kept
             counts.num_written += chunk.row_ids.size - num_kept
-            for shard, request, num_sent in await asyncio.to_thread(self._messages, table.spec, chunk):
+            for shard, request, num_sent in await asyncio.to_thread(self._messages, table, chunk):
                 if await writers[shard].put(request):
                     await self._pace.wait(num_sent)
                 else:
@@ -210,11 +210,11 @@ class BackfillSender:
         assert rows.steps is not None
         return int(np.count_nonzero(is_newer(rows.epochs, rows.steps, chunk.epochs, chunk.steps)))
 
-    def _messages(self, spec: TableSpec, chunk: RowChunk) -> list[tuple[int, Any, int]]:
+    def _messages(self, table: SourceTable, chunk: RowChunk) -> list[tuple[int, Any, int]]:
         """Return (shard, request without a number, rows) of each message of a chunk, the same in each attempt."""
-        messages = []
+        messages, spec = [], table.spec
         for (epoch, step, time_us), part in _by_version(chunk):
-            for shard, delta in enumerate(route_delta(_delta_of(spec, part), spec, len(self._server.shards))):
+            for shard, delta in enumerate(route_delta(_delta_of(table, part), spec, len(self._server.shards))):
                 for deltas in pack_deltas([delta], self._server.max_message_bytes) if delta is not None else ():
                     request = idl.SetEmbeddingsRequest(
                         epoch=_EPOCH,
@@ -256,7 +256,9 @@ def _by_version(chunk: RowChunk) -> Iterator[tuple[tuple[int, int, int], RowChun
         yield (int(epochs[at]), int(steps[at]), int(times_us[at])), chunk.take(np.sort(rows))
 
 
-def _delta_of(spec: TableSpec, chunk: RowChunk) -> Any:
+def _delta_of(table: SourceTable, chunk: RowChunk) -> Any:
+    spec = table.spec
+    scalars = [idl.TableScalar(name=name, dtype=int(dtype), data=data) for name, dtype, data in table.scalars]
     deleted = np.empty(0, np.int64)
     if chunk.is_deleted is not None and chunk.is_deleted.any():
         deleted, chunk = chunk.row_ids[chunk.is_deleted], chunk.take(~chunk.is_deleted)
@@ -280,4 +282,5 @@ def _delta_of(spec: TableSpec, chunk: RowChunk) -> Any:
         ],
         identities=None if chunk.identities is None else chunk.identities.tobytes(),
         deleted_row_ids=deleted.tobytes() if deleted.size else None,
+        scalars=scalars or None,
     )

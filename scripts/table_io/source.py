@@ -25,7 +25,9 @@ __all__ = [
     "OpenSource",
     "Selection",
     "SourceTable",
+    "TableScalars",
     "import_with_extra",
+    "noted_scalars",
     "state_of",
 ]
 
@@ -38,6 +40,10 @@ _READERS = {
 _NON_FINITE = ("refuse", "skip", "keep")
 # Library: the extra that installs it.
 _EXTRAS = {"torch": "torch", "pyarrow": "tools", "safetensors": "tools"}
+
+
+TableScalars = tuple[tuple[str, DType, bytes], ...]
+"""Name, element type and bytes of each."""
 
 
 class Naming:
@@ -182,6 +188,7 @@ class SourceTable:
     num_rows: int  # number of rows in the source
     chunks: Callable[[int], Iterator[RowChunk]]  # yields the rows, ascending, about so many bytes at a time
     check_ids: Callable[[], None]  # reads and checks ids, versions and deletions, if the file lists them
+    scalars: TableScalars = ()  # values that the optimizer has once per table; of the version of the newest row
 
     def renamed(self, fqn: str) -> SourceTable:
         """Return the table under its name in the target."""
@@ -218,6 +225,19 @@ def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str,
             if (fqn := names.find(name)) is not None:
                 here[name] = replace(known[fqn], fqn=name)
     return here
+
+
+def noted_scalars(note: Mapping[str, Any]) -> TableScalars:
+    """Return the scalars in a table's note by `headrace export`; releases before them noted none.
+
+    Raises:
+        KeyError, TypeError, ValueError: The note is damaged.
+    """
+    scalars = tuple((str(name), DType(dtype), bytes.fromhex(data)) for name, dtype, data in note.get("scalars", ()))
+    for name, dtype, data in scalars:
+        if len(data) != dtype.size_bytes:
+            raise ValueError(f"scalar {name!r} has {len(data)} bytes")
+    return scalars
 
 
 def state_of(name: str, dtype: DType, width: int, *, is_pointwise: bool) -> StateSpec:

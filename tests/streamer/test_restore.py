@@ -231,6 +231,30 @@ def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:
             restore(restored.model, restored.optimizer, snapshot=folder, model_name="b", step=len(BEFORE))
 
 
+@pytest.mark.parametrize("format_name", ["safetensors", "parquet"])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_export_brings_scalars_back(tmp_path: Path, format_name: str, is_running: bool) -> None:
+    """What was exported and backfilled, into a new directory or a running server, trains on with equal losses."""
+    trained, restored = Trainer(), Trainer()
+    source = tmp_path / f"rows.{format_name}"
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trained.stream(server.address, "a", publish="all")
+        arguments = ["--server", server.address, "--to", str(source), "--format", format_name, "--with-states"]
+        assert main(["export", *arguments]) == 0
+    if not is_running:
+        assert main(["backfill", str(source), "--data", str(tmp_path / "new"), "--shards", "3"]) == 0
+    with ServerProcess.start(tmp_path / "new", shards=3) as server:
+        if is_running:
+            assert main(["backfill", str(source), "--server", server.address]) == 0
+        report = restore(restored.model, restored.optimizer, server.address)
+    assert {table.name: table.scalars for table in report.tables} == {
+        f"{name}.weight": {} if name == "idle" else {"step": len(BEFORE)} for name in SIZES
+    }
+    assert restored.train(AFTER) == trained.train(AFTER)
+    for ours, theirs in zip(restored.model.parameters(), trained.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 class Other(TwoKinds):
     """Another architecture: a longer table, a wider one, one of another type, and one more."""
 
