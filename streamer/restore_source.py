@@ -31,7 +31,7 @@ from headrace.streamer.delivery.rendezvous import tls_context
 from headrace.streamer.resume import ask_store
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["RestoreSource", "Scalars", "Step", "StoredTables", "restore_source"]
+__all__ = ["RestoreSource", "Scalars", "Step", "StoredTables", "restore_source", "rows_at_once"]
 
 Scalars = dict[str, float]
 Step = int | Literal["newest"]
@@ -148,7 +148,7 @@ class _Server:
     def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
         async def ask(reader: EmbeddingReader) -> None:
             for name, table in wanted:
-                num_rows = _rows_at_once(reader.tables[name])
+                num_rows = rows_at_once(reader.tables[name])
                 end_row = table.row_offset + table.num_local_rows
                 for first in range(table.row_offset, end_row, num_rows):
                     row_ids = np.arange(first, min(first + num_rows, end_row))
@@ -186,7 +186,7 @@ class _Snapshot:
         with SnapshotReader(stored.folder) as reader:
             for name, table in wanted:
                 spec = reader.tables[name]
-                layout, num_rows = RecordLayout(spec, spec.whole), _rows_at_once(spec)
+                layout, num_rows = RecordLayout(spec, spec.whole), rows_at_once(spec)
                 end_row = table.row_offset + table.num_local_rows
                 for row_ids, records in reader.rows(name, first_row=table.row_offset, end_row=end_row):
                     for first in range(0, row_ids.size, num_rows):
@@ -239,7 +239,8 @@ def _numbers(scalars: Mapping[str, np.generic]) -> Scalars:
     return {name: value.item() for name, value in scalars.items()}
 
 
-def _rows_at_once(spec: TableSpec) -> int:
+def rows_at_once(spec: TableSpec) -> int:
+    """Return how many rows of a table, with states, are read at a time."""
     row_bytes = spec.dim * spec.dtype.size_bytes
     row_bytes += sum(state.width_in(spec.whole) * state.dtype.size_bytes for state in spec.states)
     return max(1, _CHUNK_BYTES // row_bytes)

@@ -122,6 +122,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _most("outage_extra_bytes", "extra_bytes_bound"),
     ),
     "freshness": (_most("p50_vs_floor", 5, ("p50_ms", "floor_p50_ms", "ms")), Target("p99_ms")),
+    "restore": (_least("restore_vs_scan", 0.7, "rows_per_s", "restore", "scan"),),
     "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),
     "export": (_least("export_vs_disk", 0.5, "bytes_per_s", "export", "disk", "B/s"), _GROWTH),
     "kernels": (Target("least_ratio_vs_plain", of=_least_kernel_ratio),),

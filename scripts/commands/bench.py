@@ -27,6 +27,7 @@ _BENCHES = (
     ("export", "table_files:export", "How fast a snapshot becomes files, next to the disk."),
     ("kernels", "kernels:kernels", "How fast rows are marked, packed, digested and routed."),
     ("freshness", "freshness:freshness", "How late a replica shows an update, next to a floor."),
+    ("restore", "restore:restore", "How fast a new trainer gets its tables back."),
     ("all", "suite:all_benches", "All of these and the sweeps, as a report with charts."),
 )
 

@@ -35,6 +35,7 @@ def test_hints_are_printed_as_they_are_typed(capsys: pytest.CaptureFixture[str])
         ("wire", "json rounds writes reads idle"),
         ("lookup", "json folder rounds rows dim rows-per-s redis-rows disk-rows lookups"),
         ("overhead", "json folder rounds steps"),
+        ("restore", "json folder rounds rows dim"),
         ("freshness", "json folder rounds steps rows-per-s rows-per-step rows dim consistency flush-percent"),
         ("backfill", "json folder rows rounds"),
         ("export", "json folder rows format rounds"),
