@@ -20,19 +20,22 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
-from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnsupportedModelError
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
 from headrace.schemas.tables import StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.dense_restore import DenseTargets, RestoredDense, tensor_paths
 from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
 from headrace.streamer.taps.attach import Tap, tap_model
+from headrace.streamer.taps.model_tree import inner_optimizers
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
 from headrace.streamer.world import World, current_world, warn_when_late
 
-__all__ = ["RestoreReport", "RestoredTable", "restore"]
+__all__ = ["RestoreReport", "RestoredDense", "RestoredTable", "restore"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -81,11 +84,13 @@ class RestoreReport:
 
     Attributes:
         tables: The restored tables, by name.
-        skipped: With `strict=False`, the tables that were left as they are, and why.
+        skipped: With `strict=False`, the tables and dense tensors that were left as they are, and why.
+        dense: What became of dense parameters and buffers.
     """
 
     tables: tuple[RestoredTable, ...]
     skipped: Mapping[str, str]
+    dense: RestoredDense = field(default_factory=RestoredDense)
 
     @property
     def num_restored(self) -> int:
@@ -99,21 +104,23 @@ class RestoreReport:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the newest row that was read back; 0 if there is none."""
+        """Epoch of the newest row or dense tensor that was read back; 0 if there is none."""
         return self._newest[0]
 
     @property
     def step(self) -> int:
-        """Step of the newest row that was read back: the last step, if training ended with a flush."""
+        """Step of the newest that was read back: the last step, if training ended with a flush."""
         return self._newest[1]
 
     @property
     def _newest(self) -> tuple[int, int]:
-        return max(((table.epoch, table.step) for table in self.tables), default=(0, 0))
+        dense = (self.dense.epoch, self.dense.step)
+        return max([dense, *((table.epoch, table.step) for table in self.tables)])
 
     def __str__(self) -> str:
-        """Describe each table in one line."""
-        lines = [*map(str, self.tables), *(f"{path}: left as it is: {why}" for path, why in self.skipped.items())]
+        """Describe each table in one line, and all dense tensors together."""
+        lines = [*map(str, self.tables), *str(self.dense).splitlines()]
+        lines += [*(f"{path}: left as it is: {why}" for path, why in self.skipped.items())]
         return "\n".join(lines)
 
 
@@ -126,29 +133,30 @@ def restore(
     model_name: str | None = None,
     step: Step = "newest",
     tables: Iterable[str] | None = None,
+    dense: bool | None = None,
     states: bool = True,
     strict: bool = True,
     timeout_s: float | None = None,
     config: StreamerConfig | None = None,
 ) -> RestoreReport:
-    """Load a model's embedding tables back from a running server or from a snapshot.
+    """Load a model's embedding tables and dense parameters back from a running server or from a snapshot.
 
         report = restore(model, optimizer, "127.0.0.1:7601")
         streamer.attach(model, optimizer)
         streamer.step(report.step)  # steps count on from here
 
-    Restores weights, the optimizer's states of each row, and its scalars, such as Adam's `step`. If the last trainer
+    Restores weights, the optimizer's states of each row, and its scalars, such as Adam's `step`; also parameters and
+    buffers that are no tables, with their optimizer's states, as far as the trainer published them. If the last trainer
     ended with a flush, training goes on as if it had never stopped, on any number of ranks and in any sharding. If it
     was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
 
     Rows that the store lacks keep the model's values: build the model with the seed of the first run, or have that run
     attach with `publish="all"`. Only tables that are trained are restored. Everything else comes from the trainer's own
-    checkpoint: **dense parameters (MLPs) and their optimizer**, which are not on the server, learning rates and their
-    schedules, random generators, and the place in the data.
+    checkpoint: learning rates and their schedules, random generators, and the place in the data.
 
     With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and
-    sends them to the ranks that hold replicas. It streams nothing and leaves no hook. Call it before `attach`, which
-    then sends only rows that change from then on.
+    sends them to the ranks that hold replicas. Rank 0 reads dense tensors, all of one step, for all ranks. It streams
+    nothing and leaves no hook. Call it before `attach`, which then sends only rows that change from then on.
 
     Args:
         model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.
@@ -159,8 +167,10 @@ def restore(
         step: "newest", or a step of the run that owns the tables: a server has to be at that step exactly, as after a
             flush; of several snapshots that of the step is taken.
         tables: Names of tables, or patterns such as `*.users.weight`, to restore only these; None for all.
+        dense: None restores dense parameters and buffers if they are stored, True refuses a store that lacks some of
+            the model's, False leaves them as they are.
         states: False restores weights alone, for training with another optimizer.
-        strict: False leaves tables that are not stored, or do not fit, as they are, and reports them.
+        strict: False leaves tables and dense tensors that are not stored, or do not fit, as they are, and reports them.
         timeout_s: How long each reply of a server may take, seconds; None takes `request_timeout_s`.
         config: TLS, token and timeouts; None reads the environment (`HEADRACE_STREAMER_…`) and the defaults.
 
@@ -170,10 +180,11 @@ def restore(
     Raises:
         ConfigError: An argument is wrong, several models have tables of these names, or nothing is at the step; nothing
             was changed.
-        SpecMismatchError: Tables are missing or differ; the message lists all of them, and nothing was changed.
+        SpecMismatchError: Tables or dense tensors are missing or differ; the message lists all of them, and nothing was
+            changed.
         UnsupportedModelError: As for `attach`; also if the model is streamed already. Nothing was changed.
-        UnavailableError: The server does not answer. Unless the message says otherwise, restore again: some rows may
-            have been restored.
+        UnavailableError: The server does not answer, or its dense tensors are not of one step in time. Unless the
+            message says otherwise, restore again: some rows may have been restored.
         HeadraceError: The snapshot is damaged, or another rank has failed.
     """
     source = restore_source(address, snapshot, timeout_s, config or StreamerConfig.load())
@@ -182,12 +193,22 @@ def restore(
     given: Any = step
     if given != "newest" and not (isinstance(given, int) and given >= 0):
         raise ConfigError(f"step={step!r}: must be 'newest' or the number of a step")
-    world = current_world()
+    optimizers = () if optimizer is None else inner_optimizers(optimizer)
+    wanted = _Wanted(
+        model=model,
+        optimizers=optimizers,
+        model_name=model_name,
+        step=step,
+        dense=dense,
+        states=states,
+        strict=strict,
+    )
+    world, has_dense = current_world(), dense is not False
     with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
-        tap = tap_model(model, () if optimizer is None else optimizer, lambda: None, tables=tables, is_streamed=False)
+        tap = tap_model(model, optimizers, lambda: None, tables=tables, is_streamed=False, has_dense=has_dense)
     try:
         with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
-            plan = _agree(world, tap, source, model_name, step, states=states, strict=strict)
+            plan = _agree(world, tap, source, wanted)
         parts = [table for table in tap.tables if table.spec.fqn in plan.stored]
         return _restore(world, source, plan, parts, with_states=states)
     finally:
@@ -195,44 +216,79 @@ def restore(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """Arguments of `restore`."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    model_name: str | None
+    step: Step
+    dense: bool | None
+    states: bool
+    strict: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What all ranks restore: by path, the stored tables' names and scalars, and why other tables are skipped."""
+    """What all ranks restore: by path, the stored tables' names and scalars, and why others are skipped."""
 
     source: StoredTables
+    model_name: str
+    dense: DenseTargets | None
     stored: dict[str, str]
     scalars: dict[str, Scalars]
     skipped: dict[str, str]
 
 
-def _agree(
-    world: World, tap: Tap, source: RestoreSource, model_name: str | None, step: Step, *, states: bool, strict: bool
-) -> _Plan:
+def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _Plan:
     """Compare all ranks' tables with what is stored; every rank raises if one's do not fit."""
-    described = _together(world, lambda: source.describe(step) if world.rank == 0 else None)[0]
+    described = _together(world, lambda: source.describe(wanted.step) if world.rank == 0 else None)[0]
     assert described is not None, "rank 0 describes"
     specs, place = described.specs, described.place
-    stored_in = _model_with(tap.names, specs, place) if model_name is None else model_name
-    if step != "newest":
-        described.check_step(stored_in, step)
-    stored = {path: table_name(stored_in, path) for path in sorted(tap.names)}
+    model = wanted.model_name
+    if model is None:
+        model = _model_with(tap.names or tensor_paths(wanted.model), specs, place)
+    if wanted.step != "newest":
+        described.check_step(model, wanted.step)
+    dense_specs = {} if wanted.dense is False else described.dense_of(model)
+    dense_paths = set(map(path_of, dense_specs))
+    stored = {path: table_name(model, path) for path in sorted(tap.names - dense_paths)}
+    dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
-        found = {t.spec.fqn: _misfit(t, specs, stored[t.spec.fqn], with_states=states) for t in tap.tables}
+        nonlocal dense
+        tables = [table for table in tap.tables if table.spec.fqn in stored]
+        found = {t.spec.fqn: _misfit(t, specs, stored[t.spec.fqn], with_states=wanted.states) for t in tables}
+        if wanted.dense is not False:
+            dense = DenseTargets(
+                wanted.model, wanted.optimizers, dense_specs, table_paths=tap.names, with_states=wanted.states
+            )
+            found |= dense.misfits()
+            if wanted.dense:
+                found |= dict.fromkeys(dense.kept, "is not stored: its trainer has not published it (dense=…)")
         return {path: reason for path, reason in found.items() if reason is not None}
 
     misfits: dict[str, str] = {}
     for of_rank in _together(world, misfits_here):
         misfits |= of_rank
     misfits = dict(sorted(misfits.items()))
-    if misfits and (strict or len(misfits) == len(stored)):
-        reasons = "; ".join(f"table {path!r} {reason}" for path, reason in misfits.items())
-        advice = "" if len(misfits) == len(stored) else ", or pass strict=False to leave these tables as they are"
+    if not stored and not dense_specs and not misfits:
+        raise UnsupportedModelError(
+            f"the model has no embedding table that is trained, and {place} has no dense tensors of model {model!r}"
+        )
+    num_wanted = len(stored) + len(dense_specs)
+    if misfits and (wanted.strict or len(misfits) >= num_wanted):
+        kinds = {path: "table" if path in stored else "dense tensor" for path in misfits}
+        reasons = "; ".join(f"{kinds[path]} {path!r} {reason}" for path, reason in misfits.items())
+        advice = "" if len(misfits) >= num_wanted else ", or pass strict=False to leave these tables as they are"
         raise SpecMismatchError(
             f"the model does not fit {place}, and nothing was changed: {reasons}; restore into a model of the same "
             f"tables and optimizer{advice}"
         )
     return _Plan(
         source=described,
+        model_name=model,
+        dense=dense,
         stored={path: name for path, name in stored.items() if path not in misfits},
         scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
@@ -290,7 +346,19 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
 def _restore(
     world: World, source: RestoreSource, plan: _Plan, parts: Sequence[TappedTable], *, with_states: bool
 ) -> RestoreReport:
-    """Read this rank's rows, set scalars, and share rows with replicas. REQUIRES: the tables fit."""
+    """Read this rank's rows, set scalars, share rows with replicas, write dense tensors. REQUIRES: all of them fit."""
+    targets = None if plan.dense is None else sorted(set(plan.dense.paths) - plan.skipped.keys())
+    part: DensePart | None = None
+    dense_scalars: dict[str, Scalars] = {}
+
+    def read_dense() -> tuple[int, int]:
+        nonlocal part, dense_scalars
+        if targets and world.rank == 0:
+            part, dense_scalars = source.read_dense(plan.source, plan.model_name, with_states=with_states)
+        return (0, 0) if part is None else part.version
+
+    # First, as it may fail: nothing is changed yet.
+    dense_version = _together(world, read_dense)[0]
     found = {path: RestoredTable(name=name, num_rows=0) for path, name in plan.stored.items()}
 
     def write(table: TappedTable, rows: Rows) -> None:
@@ -318,7 +386,17 @@ def _restore(
         _finish_states(parts, plan, totals)
     for holder in _holders(parts):
         holder.share_rows()
-    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped)
+    dense = RestoredDense()
+    if plan.dense is not None and targets is not None:
+        plan.dense.restore(world, part, world.share(dense_scalars), targets)
+        dense = RestoredDense(
+            tensors=tuple(targets),
+            epoch=dense_version[0],
+            step=dense_version[1],
+            without_states=tuple(path for path in plan.dense.without_states if path in targets),
+            kept=tuple(path for path in plan.dense.kept if path not in plan.skipped),
+        )
+    return RestoreReport(tables=tuple(totals.values()), skipped=plan.skipped, dense=dense)
 
 
 def _write(table: TappedTable, rows: Rows, result: RestoredTable, *, with_states: bool) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart, dense_sets
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
 from headrace.paramserver.rpc.security import load_token
@@ -24,17 +25,20 @@ from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
 from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME
-from headrace.schemas.table_names import model_of
+from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
 from headrace.streamer.delivery.rendezvous import tls_context
 from headrace.streamer.resume import ask_store
 from headrace.streamer.taps.tapped_table import TappedTable
 
-__all__ = ["RestoreSource", "Scalars", "Step", "StoredTables", "restore_source", "rows_at_once"]
+__all__ = ["DenseRead", "RestoreSource", "Scalars", "Step", "StoredTables", "restore_source", "rows_at_once"]
 
 Scalars = dict[str, float]
 Step = int | Literal["newest"]
+
+DenseRead = tuple[DensePart, dict[str, Scalars]]
+"""Dense tensors, and their scalars by path."""
 
 _Write = Callable[[TappedTable, Rows], None]
 
@@ -63,6 +67,11 @@ class StoredTables:
     steps: dict[str, int | None]
     folder: Path | None = None
     newest_snapshot: tuple[str, int] | None = None
+
+    def dense_of(self, model: str) -> dict[str, TableSpec]:
+        """Return a model's dense tensors, by name."""
+        owned = [(spec, self.owners.get(name, ("", 0))[1]) for name, spec in self.specs.items()]
+        return dense_sets(owned).get(model, {})
 
     def check_step(self, model: str, step: int) -> None:
         """Raise ConfigError unless a model's tables are exactly at a step of the run that owns them."""
@@ -93,6 +102,14 @@ class RestoreSource(Protocol):
         """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
 
         Rows come with states and versions; those that are not stored may be left out.
+        """
+
+    def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
+        """Read a model's dense tensors, all of one step, and their scalars by path. Only one rank calls it.
+
+        Raises:
+            UnavailableError: A server's are not of one step in time; the message names the steps.
+            ConfigError: A snapshot's are not of one step.
         """
 
 
@@ -158,6 +175,26 @@ class _Server:
 
         ask_store(self._address, self._config, self._token, ask, None)
 
+    def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
+        async def ask(reader: EmbeddingReader) -> DenseRead:
+            while True:
+                part = await reader.dense(model, with_states=with_states)
+                statuses = await reader.status()
+                names = {table_name(model, path) for path in part.specs}
+                versions = [
+                    (scalar.epoch, scalar.step)
+                    for status in statuses
+                    for table in status.tables
+                    if table.spec.fqn in names
+                    for scalar in table.scalars or ()
+                ]
+                # Newer ones are of a part that has come since, and is read instead.
+                if max(versions, default=part.version) <= part.version:
+                    scalars = scalars_by_table(statuses)
+                    return part, {path_of(name): _numbers(scalars.get(name, {})) for name in names}
+
+        return ask_store(self._address, self._config, self._token, ask, None)
+
 
 class _Snapshot:
     def __init__(self, folder: Path) -> None:
@@ -192,6 +229,24 @@ class _Snapshot:
                     for first in range(0, row_ids.size, num_rows):
                         some = slice(first, first + num_rows)
                         write(table, _decoded(layout, row_ids[some], records[some]))
+
+    def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
+        assert stored.folder is not None
+        specs, assemblies = stored.dense_of(model), DenseAssemblies(with_states=with_states)
+        with SnapshotReader(stored.folder) as reader:
+            for name, spec in specs.items():
+                layout = RecordLayout(spec, spec.whole)
+                for row_ids, records in reader.rows(name):
+                    rows = _decoded(layout, row_ids, records)
+                    columns = {"weights": rows.weights, **rows.states}
+                    assemblies.load(spec, row_ids, columns, rows.presence, rows.epochs, rows.steps)
+        part = assemblies.whole(specs)
+        if part is None:
+            raise ConfigError(
+                f"{stored.place}: the dense tensors of model {model!r} are not of one step: "
+                f"{assemblies.describe(specs)}; take a snapshot at a step of its run, or leave them with dense=False"
+            )
+        return part, {path: stored.scalars.get(table_name(model, path), {}) for path in part.specs}
 
 
 def _choose(folder: Path, step: Step) -> Path:

@@ -1,0 +1,180 @@
+"""Dense parameters, buffers and their optimizer states, restored from a server or a snapshot, train on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import DenseModel, train_dense
+from dense_trainer import DenseTrainer, dense_specs, tensor_of
+from torch import nn
+
+from headrace import RawEmbeddingStreamer, restore
+from headrace.cli import main
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError, SpecMismatchError, UnavailableError, UnsupportedModelError
+from headrace.schemas.table_names import path_of
+
+BEFORE, AFTER = range(4), range(4, 8)
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+}
+
+
+class Trainer:
+    """A model with dense tensors of every kind and its optimizer, as a program builds them when it starts."""
+
+    def __init__(self, kind: str = "adam", *, model: nn.Module | None = None, is_blank: bool = False) -> None:
+        self.model = DenseModel() if model is None else model
+        if is_blank:
+            with torch.no_grad():
+                for tensor in (*self.model.parameters(), *self.model.buffers()):
+                    tensor.fill_(1)
+        make, settings = OPTIMIZERS[kind]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = make(trained, lr=0.01, **settings)  # type: ignore[call-arg]
+
+    def stream(self, address: str, name: str, steps: Iterable[int] = BEFORE, **settings: Any) -> None:
+        """Train and publish, flush and end."""
+        with RawEmbeddingStreamer(address, run=name, model=name) as streamer:
+            streamer.attach(
+                self.model, self.optimizer, publish="all", **{"dense": True, "dense_states": True, **settings}
+            )
+            train_dense(self.model, self.optimizer, steps)
+
+
+def assert_equal(ours: Trainer, theirs: Trainer) -> None:
+    """Compare all parameters, buffers and optimizer states."""
+    expected = theirs.model.state_dict()
+    assert ours.model.state_dict().keys() == expected.keys()
+    for name, value in ours.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    states, expected_states = ours.optimizer.state_dict()["state"], theirs.optimizer.state_dict()["state"]
+    assert states.keys() == expected_states.keys()
+    for index, state in expected_states.items():
+        assert states[index].keys() == state.keys()
+        for name, value in state.items():
+            found = states[index][name]
+            assert type(found) is type(value) and found.dtype == value.dtype and torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_never_stopped(server: ServerProcess, kind: str) -> None:
+    """A new model gets every parameter, buffer, state and step count; then it trains as the old one does."""
+    endless, restored = Trainer(kind), Trainer(kind, is_blank=True)
+    endless.stream(server.address, f"dense-{kind}")
+    report = restore(restored.model, restored.optimizer, server.address, model_name=f"dense-{kind}")
+    assert_equal(restored, endless)
+    for trainer in (restored, endless):
+        train_dense(trainer.model, trainer.optimizer, AFTER)
+    assert_equal(restored, endless)
+    assert (report.step, report.dense.step, report.dense.without_states) == (len(BEFORE), len(BEFORE), ())
+    assert {"bottom.0.weight", "bottom.1.num_batches_tracked", "of_bool", "frozen"} <= set(report.dense.tensors)
+    assert f"dense: {len(report.dense.tensors)} tensors restored, step {len(BEFORE)}" in str(report)
+
+
+def test_from_a_snapshot(tmp_path: Path) -> None:
+    """A snapshot brings back one step, tables and dense tensors, though training has gone on since."""
+    trained, at_cut, restored = Trainer(), Trainer(), Trainer(is_blank=True)
+    with ServerProcess.start(tmp_path / "data", shards=3) as server:
+        trained.stream(server.address, "a")
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+        train_dense(at_cut.model, at_cut.optimizer, BEFORE)
+        trained.stream(server.address, "a", AFTER)
+    report = restore(restored.model, restored.optimizer, snapshot=tmp_path / "data", step=len(BEFORE))
+    assert_equal(restored, at_cut)
+    assert (report.epoch, report.dense.step) == (1, len(BEFORE))
+
+
+def test_what_is_not_stored_is_reported(server: ServerProcess) -> None:
+    """A store without a dense part, or with some of it, or without states, restores what it has, unless asked."""
+    trained = Trainer()
+    trained.stream(server.address, "none", dense=False, dense_states=False)
+    restored = Trainer(is_blank=True)
+    report = restore(restored.model, restored.optimizer, server.address, model_name="none")
+    assert report.dense.tensors == () and "top.weight" in report.dense.kept
+    assert "tensors are not stored and keep their values" in str(report)
+    assert (restored.model.top.weight == 1).all()  # type: ignore[union-attr]
+    with pytest.raises(SpecMismatchError, match=r"dense tensor 'bottom.0.bias' is not stored"):
+        restore(restored.model, restored.optimizer, server.address, model_name="none", dense=True)
+    trained.stream(server.address, "some", dense=["top.*"], dense_states=False)
+    report = restore(restored.model, restored.optimizer, server.address, model_name="some")
+    assert (report.dense.tensors, report.dense.without_states) == (("top.bias", "top.weight"),) * 2
+    assert "without optimizer states: top.bias, top.weight" in str(report)
+    assert not restored.optimizer.state.get(restored.model.top.weight)  # type: ignore[union-attr]
+    report = restore(restored.model, restored.optimizer, server.address, model_name="some", dense=False)
+    assert (report.dense.tensors, report.dense.kept) == ((), ())
+
+
+def test_another_architecture_is_refused_before_anything_changes(server: ServerProcess) -> None:
+    """One error names every tensor that is missing or differs; without `strict` these stay as they are."""
+    Trainer().stream(server.address, "architecture")
+    model = DenseModel(dtypes=())
+    model.top = nn.Linear(16, 2)
+    model.frozen = nn.Parameter(torch.randn(5, dtype=torch.float64), requires_grad=False)
+    other = Trainer(model=model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(SpecMismatchError) as error:
+        restore(model, other.optimizer, server.address, model_name="architecture")
+    for part in (
+        "dense tensor 'top.weight' differs (model ≠ stored): shape [2, 16] ≠ [1, 16]",
+        "dense tensor 'top.bias' differs (model ≠ stored): shape [2] ≠ [1]",
+        "dense tensor 'frozen' differs (model ≠ stored): dtype FLOAT64 ≠ FLOAT32",
+        "dense tensor 'of_int8' is stored, and the model has no such parameter or buffer",
+        "or pass strict=False",
+    ):
+        assert part in str(error.value)
+    assert "'bottom" not in str(error.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    report = restore(model, other.optimizer, server.address, model_name="architecture", strict=False)
+    assert {"top.weight", "frozen", "of_int8"} <= report.skipped.keys() and "bottom.0.weight" in report.dense.tensors
+    other = Trainer("adagrad")
+    with pytest.raises(SpecMismatchError, match=r"'top.bias' differs .*states \[sum:FLOAT32\] ≠ \[exp_avg:FLOAT32"):
+        restore(other.model, other.optimizer, server.address, model_name="architecture")
+    report = restore(other.model, other.optimizer, server.address, model_name="architecture", states=False)
+    assert report.dense.without_states == () and "top.weight" in report.dense.tensors
+
+
+class Plain(nn.Module):
+    """The dense tensors of `DenseTrainer`, and no table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(60, 50)
+        self.fc.bias = nn.Parameter(torch.zeros(50, dtype=torch.bfloat16))
+        self.norm = nn.Module()
+        self.norm.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.register_buffer("mask", torch.zeros(3, 5, dtype=torch.bool))
+
+
+def test_rows_of_two_steps_are_never_mixed(server: ServerProcess) -> None:
+    """While rows of two steps are there it asks again until its deadline; then the error names the steps."""
+    model = Plain()
+    with DenseTrainer(server.address, model="torn", run="torn") as trainer:
+        trainer.publish(1)
+        restore(model, None, server.address, model_name="torn")
+        trainer.publish(2, shards=[0])
+        with pytest.raises(UnavailableError, match=r"not of one step .*step 1 of epoch .*step 2 of epoch"):
+            restore(model, None, server.address, model_name="torn", timeout_s=0.5)
+        for spec in dense_specs("torn"):
+            assert torch.equal(model.state_dict()[path_of(spec.fqn)], tensor_of(spec, 1))
+        trainer.publish(2, shards=[1])
+        report = restore(model, None, server.address)
+    assert {spec.fqn for spec in dense_specs("torn")} == {f"torn:{path}" for path in report.dense.tensors}
+    assert (report.tables, report.step) == ((), 2)
+
+
+def test_a_model_of_which_nothing_is_stored(server: ServerProcess) -> None:
+    """Without tables and without a dense part there is nothing to restore."""
+    with pytest.raises(UnsupportedModelError, match=r"has no dense tensors of model 'nobody'"):
+        restore(Plain(), None, server.address, model_name="nobody")
+    with pytest.raises(ConfigError, match="model 'a:b'"):
+        restore(Plain(), None, server.address, model_name="a:b")
