@@ -152,9 +152,10 @@ def export_snapshot(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     **options: str,
 ) -> ExportResult:
-    """Write the tables of a snapshot to a file or a directory, which is complete or not made.
+    """Write the embedding tables of a snapshot to a file or a directory, which is complete or not made.
 
-    Tables of one model are named as in its `state_dict`, tables of several by their whole names.
+    Dense tensors are left out. Tables of one model are named as in its `state_dict`, tables of several by their whole
+    names.
 
     Args:
         folder: Directory with `manifest.json`.
@@ -200,12 +201,15 @@ def export_snapshot(
 
 
 def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None, model: str | None) -> list[str]:
-    known = [fqn for fqn in sorted(reader.tables) if model in (None, model_of(fqn))]
+    of_models = [fqn for fqn in sorted(reader.tables) if model in (None, model_of(fqn))]
+    known = [fqn for fqn in of_models if not reader.tables[fqn].is_dense]
     if not known:
         of_model = "" if model is None else f" of model {model!r}"
         raise ConfigError(f"{folder}: the snapshot has no tables{of_model}")
     for wanted in tables or ():
         if not any(is_among(fqn, (wanted,)) for fqn in known):
+            if any(is_among(fqn, (wanted,)) for fqn in of_models):
+                raise ConfigError(f"--table {wanted!r}: a dense tensor; an export has embedding tables only")
             raise ConfigError(f"--table {wanted!r}: no such table in the snapshot; {describe_near(wanted, known)}")
     return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
 

@@ -402,6 +402,18 @@ def test_tensors_of_one_name_are_refused(tmp_path: Path, run: CommandLine) -> No
     _export(folder, tmp_path / "out", name, "--table", "a", "--table", "a/x")
 
 
+def test_dense_tensors_are_left_out(tmp_path: Path, run: CommandLine) -> None:
+    """An export has embedding tables only; a dense tensor that is named is refused."""
+    dense = TableSpec.of_tensor("top.weight", (30, 70), DType.FLOAT32)
+    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS), dense: chunk_of(dense, np.arange(dense.num_rows))})
+    _export(folder, tmp_path / "out.safetensors", "safetensors")
+    names = list(load_file(tmp_path / "out.safetensors"))
+    assert not any("top.weight" in name for name in names)
+    assert any(ITEMS.fqn in name for name in names)
+    refusal = _refused(run, folder, tmp_path / "other", "safetensors", "--table", "top.weight")
+    assert "a dense tensor; an export has embedding tables only" in refusal
+
+
 def test_names_of_tables_are_no_paths() -> None:
     """Whatever a table is called, its file lies in the directory that was asked for."""
     for fqn in ("../../etc/passwd", ".hidden", "a/b", "..", "naïve table", "plain.weight"):
