@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_500,
+    "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 30_000,
+    "paramserver": 28_700,
     "streamer": 11_000,
-    "scripts": 11_500,
-    "tests": 65_000,
+    "scripts": 10_800,
+    "tests": 62_500,
 }
-NUM_PRODUCT_FILES = 280
+NUM_PRODUCT_FILES = 270
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 FOREIGN_TO_SCHEMAS = TORCH | {"asyncio", "rocksdict"}
 
