@@ -17,11 +17,9 @@ from headrace.schemas.errors import RequestError, UnknownTableError
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import Version
 
-__all__ = ["DenseAssemblies", "DensePart", "Version", "choose_model", "dense_sets", "part_bytes"]
-
-Version = tuple[int, int]
-"""(epoch, step)."""
+__all__ = ["DenseAssemblies", "DensePart", "choose_model", "dense_sets", "part_bytes"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]

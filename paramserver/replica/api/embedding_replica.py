@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.paramserver.reading.dense_parts import DensePart, Version
+from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.replica.api.config import ReplicaConfig
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport, audit_copy, digest_copy
@@ -33,6 +33,7 @@ from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import Version
 
 __all__ = ["EmbeddingReplica"]
 

@@ -13,7 +13,6 @@ from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.dense_parts import (
     DenseAssemblies,
     DensePart,
-    Version,
     choose_model,
     dense_sets,
     part_bytes,
@@ -24,6 +23,7 @@ from headrace.schemas.errors import UnavailableError
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.table_names import model_of, table_name
 from headrace.schemas.tables import TableSpec
+from headrace.schemas.version import Version
 
 __all__ = ["MAX_STEPS_AHEAD", "DenseParameters", "DenseTensors", "as_tensor", "memory_of_dense"]
 
