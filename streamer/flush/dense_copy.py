@@ -18,13 +18,13 @@ from headrace.streamer.flush.layout import Column, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
 from headrace.streamer.taps.dense_tensors import DenseTensor, DenseTensors, DenseValues
 
-__all__ = ["DensePart"]
+__all__ = ["DenseCopy"]
 
 # The next dense part is due by the median time that this many took on the training thread.
 _NUM_COSTS = 5
 
 
-class DensePart:
+class DenseCopy:
     """Copies the dense tensors of all attached models, as far as this rank publishes them, and lends them to flushes.
 
     The copy is in use until its flush is durable, or spooled. Thread: the training thread's, except `give_back`.

@@ -17,7 +17,7 @@ from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, UnavailableError, UnsupportedModelError
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.device.runtime import RuntimeOf, cuda_runtime
-from headrace.streamer.flush.dense_part import DensePart
+from headrace.streamer.flush.dense_copy import DenseCopy
 from headrace.streamer.flush.dense_schedule import DenseSchedule, Readiness, Turn
 from headrace.streamer.flush.device_pipeline import DeviceDrain, DevicePipeline
 from headrace.streamer.flush.gather import RowGatherer
@@ -151,7 +151,7 @@ class Flusher:
             self._device = DevicePipeline(pool, num_shards, rejects_non_finite, self._marks, runtime_of)
         self._world = SoloWorld() if world is None else world
         self._schedule = DenseSchedule(self._world)
-        self.dense = DensePart(num_shards, rejects_non_finite=rejects_non_finite, monotonic_s=monotonic_s)
+        self.dense = DenseCopy(num_shards, rejects_non_finite=rejects_non_finite, monotonic_s=monotonic_s)
         # The last dense part was in no exact cut; and its drain, while that is not known.
         self._owes_dense = False
         self._dense_drain: DeviceDrain | None = None

@@ -16,12 +16,12 @@ from torch import nn
 from trainer_tables import ROWWISE, Submitted, Trained, VirtualRows, deleted_of, rows_of
 
 from headrace.kernels.dirty_sets import DirtyIds, DirtyRows
-from headrace.streamer.flush.dense_part import DensePart
+from headrace.streamer.flush.dense_copy import DenseCopy
 from headrace.streamer.flush.flusher import Flusher, TakenRows
 from headrace.streamer.flush.staging import StagingPool
 from headrace.streamer.taps.tapped_table import DeletedRows
 
-FILES = {inspect.getfile(cls) for cls in (DeletedRows, DensePart, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
+FILES = {inspect.getfile(cls) for cls in (DeletedRows, DenseCopy, DirtyIds, DirtyRows, Flusher, StagingPool, TakenRows)}
 
 
 def is_interrupted_at(place: int, call: Callable[[], object]) -> bool:
