@@ -1,8 +1,8 @@
 """The trainer of the chaos harness: a process of its own that trains, streams, and reports what it was acked.
 
-It trains two small torch models of several sparse tables; the tables of both have the same paths. Beside their
-streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids, and rows
-split by columns.
+It trains two small torch models of several sparse tables and a dense tower; the tensors of both have the same paths.
+Beside their streamers runs a raw writer, whose tables have what no tap gives yet: deletes, identities, virtual row ids,
+and rows split by columns.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import torch
 from chaos_ledger import acked_deltas
 from torch import nn
 
+from headrace.kernels.dtypes import DTYPES, bits_of
+from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
@@ -43,6 +45,34 @@ from headrace.streamer.flush.layout import Message
 
 MODELS = ("ctr", "cvr")
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
+
+
+class Ranker(nn.Module):
+    """Bags of all tables, a norm with buffers, and a small tower: what both models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (rows, dim) in TORCH_TABLES.items():
+            self.add_module(name, nn.EmbeddingBag(rows, dim, mode="sum", sparse=True))
+        width = sum(dim for _, dim in TORCH_TABLES.values())
+        self.norm = nn.BatchNorm1d(width)
+        self.top = nn.Sequential(nn.Linear(width, 40), nn.ReLU(), nn.Linear(40, 1))
+
+    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return a score `[n]` for ids `[n, k]` of each table."""
+        bags = [self.get_submodule(name)(ids[name]) for name in TORCH_TABLES]
+        scores: torch.Tensor = self.top(self.norm(torch.cat(bags, dim=1)))
+        return scores.squeeze(1)
+
+
+def _dense_specs() -> dict[str, TableSpec]:
+    with torch.device("meta"):
+        tensors = Ranker().state_dict()
+    paths = [path for path in tensors if path.partition(".")[0] not in TORCH_TABLES]
+    return {path: TableSpec.of_tensor(path, tensors[path].shape, DTYPES[tensors[path].dtype]) for path in paths}
+
+
+DENSE_SPECS = _dense_specs()
 RAW_SPECS = (
     TableSpec(
         fqn="raw.ids",
@@ -70,16 +100,19 @@ ROWS: dict[str, npt.NDArray[np.int64]] = {
         for model in MODELS
         for name, (rows, _) in TORCH_TABLES.items()
     },
+    **{f"{model}:{path}": np.arange(spec.num_rows) for model in MODELS for path, spec in DENSE_SPECS.items()},
     **RAW_ROWS,
 }
 DIMS = {
     **{f"{model}:{name}.weight": dim for model in MODELS for name, (_, dim) in TORCH_TABLES.items()},
+    **{f"{model}:{path}": spec.dim for model in MODELS for path, spec in DENSE_SPECS.items()},
     **{spec.fqn: spec.dim for spec in RAW_SPECS},
 }
 
 _WAIT_S = 60.0
 _MAX_OUTSTANDING = 32
 _STEP_PAUSE_S = 0.004
+_DENSE_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +163,33 @@ class _ModelTrainer:
 
     def __init__(self, address: str, model: str, config: StreamerConfig, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._model = nn.ModuleDict(
-            {name: nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for name, (rows, dim) in TORCH_TABLES.items()}
-        )
+        self._name, self._model = model, Ranker()
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
-        config = dataclasses.replace(config, model=model)
+        config = dataclasses.replace(config, model=model, dense_interval_s=_DENSE_INTERVAL_S)
         self.streamer = RawEmbeddingStreamer(address, run=f"chaos-{model}", config=config)
-        self.streamer.attach(self._model, self._optimizer, publish="all")
+        self.streamer.attach(self._model, self._optimizer, publish="all", dense=True, dense_states=True)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        loss = torch.zeros(())
-        for name, (rows, _) in TORCH_TABLES.items():
-            # Some rows are hot, and every row comes up now and then.
-            ids = (rows * self._random.random((8, 3)) ** 3).astype(np.int64)
-            loss = loss + (self._model[name](torch.from_numpy(ids)) - 1).pow(2).mean()
-        loss.backward()
+        # Some rows are hot, and every row comes up now and then.
+        ids = {
+            name: torch.from_numpy((rows * self._random.random((8, 3)) ** 3).astype(np.int64))
+            for name, (rows, _) in TORCH_TABLES.items()
+        }
+        (self._model(ids) - 1).pow(2).mean().backward()
         self._optimizer.step()
+
+    async def dense_differences(self, reader: EmbeddingReader) -> list[str]:
+        """Return a line for each dense tensor that is not the store's; after a flush there is none."""
+        part, step = await reader.dense(self._name), self.streamer.stats().step
+        if part.version != (self.streamer.epoch, step):
+            return [f"{self._name}: the dense part is of {part.version}, not of step {step}"]
+        values = self._model.state_dict()
+        return [
+            f"{self._name}:{path}: other values than the trainer's"
+            for path in DENSE_SPECS
+            if path not in part.tensors or part.tensors[path].tobytes() != bits_of(values[path]).tobytes()
+        ]
 
 
 class _Trainer:
@@ -184,8 +227,14 @@ class _Trainer:
             self._raw.wait_durable(_WAIT_S)
             tables = [table for trainer in self._trainers for table in trainer.streamer.tables]
             comparison = compare_with_store(tables, self._address)
-            self._report("flushed", comparison.is_equal, str(comparison))
+            differences = asyncio.run(self._dense_differences())
+            text = "\n".join([str(comparison), *differences])
+            self._report("flushed", comparison.is_equal and not differences, text)
             assert commands.recv() == "go on"
+
+    async def _dense_differences(self) -> list[str]:
+        async with await EmbeddingReader.connect(self._address, timeout_s=_WAIT_S) as reader:
+            return [line for trainer in self._trainers for line in await trainer.dense_differences(reader)]
 
 
 class _RawFlush:
