@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import math
@@ -236,6 +237,11 @@ class TableSpec:
             )
             differences.append(f"states [{mine}] ≠ [{theirs}]")
         return "; ".join(differences)
+
+    def is_growth_of(self, other: TableSpec) -> bool:
+        """Return whether this is the same embedding table with more rows; both have a number of rows."""
+        is_larger = self.shape is None and 0 < other.num_rows < self.num_rows
+        return is_larger and dataclasses.replace(self, num_rows=other.num_rows) == other
 
     def check_row_ids(self, row_ids: npt.NDArray[np.int64]) -> None:
         """Check that every id, int64[n] in any order, is a row of this table.

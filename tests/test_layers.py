@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 28_950,
+    "paramserver": 28_975,
     "streamer": 11_000,
     "scripts": 10_800,
-    "tests": 62_560,
+    "tests": 62_615,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

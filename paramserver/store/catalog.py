@@ -21,6 +21,8 @@ _META_PREFIX = b"table/"
 _SCALARS_PREFIX = b"scalars/"
 _OWNER_PREFIX = b"owner/"
 _FLOOR_PREFIX = b"floor/"
+# Followed by a fingerprint that a table had before it grew; the value is the table's number.
+_EARLIER_PREFIX = b"earlier/"
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -54,6 +56,7 @@ class Table:
         scalars: Its newest scalars, by name.
         owner: None until a trainer names it; a release before owners recorded none.
         floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
+        earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
     """
 
     table_id: int
@@ -61,6 +64,7 @@ class Table:
     scalars: dict[str, Scalar] = field(default_factory=dict)
     owner: Owner | None = None
     floor: Version = NO_FLOOR
+    earlier: frozenset[int] = frozenset()
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
@@ -92,6 +96,7 @@ class Catalog:
                 self._add(int(key[len(_META_PREFIX) :]), unpack_spec(msgpack.unpackb(value)))
             except (ValueError, TypeError, KeyError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a table: {exc}") from exc
+        self._read_earlier(meta)
         for table in self:
             key = _SCALARS_PREFIX + b"%d" % table.table_id
             try:
@@ -111,6 +116,15 @@ class Catalog:
                     table.floor = int(epoch), int(step)
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a floor: {exc}") from exc
+
+    def _read_earlier(self, meta: Mapping[bytes, bytes]) -> None:
+        by_id = {table.table_id: table for table in self}
+        for key, value in meta.items():
+            if key.startswith(_EARLIER_PREFIX):
+                try:
+                    by_id[int(value)].earlier |= {int(key[len(_EARLIER_PREFIX) :])}
+                except (ValueError, KeyError) as exc:
+                    raise CorruptionError(f"store metadata {key!r} is not an earlier fingerprint: {exc}") from exc
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -166,6 +180,28 @@ class Catalog:
             if spec.has_identities:
                 meta[INDEXED_PREFIX + b"%d" % table.table_id] = b"1"
         return meta
+
+    def grow(self, spec: TableSpec) -> dict[bytes, bytes]:
+        """Give a table more rows; it keeps its number and accepts its earlier fingerprints. Return the metadata.
+
+        Raises:
+            UnknownTableError: There is no table of that name.
+            SpecMismatchError: The spec is not the table's with more rows; nothing is changed.
+        """
+        table = self.find(spec.fqn)
+        if not spec.is_growth_of(table.spec):
+            raise SpecMismatchError(
+                f"table {spec.fqn!r} has {table.spec.num_rows} rows and can only get more, with nothing else changed: "
+                f"{table.spec.describe_difference(spec) or 'the spec is the same'} (registered ≠ yours)"
+            )
+        fingerprint = table.spec.fingerprint
+        table.earlier |= {fingerprint}
+        table.spec = spec  # the layouts stay: they do not depend on the rows
+        # ON DISK: never change.
+        return {
+            _META_PREFIX + b"%d" % table.table_id: msgpack.packb(pack_spec(spec)),
+            _EARLIER_PREFIX + b"%d" % fingerprint: b"%d" % table.table_id,
+        }
 
     def owner_of(self, name: str) -> Owner | None:
         """Return a table's owner; None if it has none or does not exist."""

@@ -145,7 +145,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         RequestError: Or a subclass, naming the table and the mistake.
     """
     table = catalog.find(delta.fqn)
-    if delta.fingerprint != table.spec.fingerprint:
+    if delta.fingerprint != table.spec.fingerprint and delta.fingerprint not in table.earlier:
         raise SpecMismatchError(
             f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.spec.fingerprint}; "
             "the table's dim, dtype, rows or optimizer states have changed"

@@ -196,3 +196,15 @@ def test_ids_that_are_not_integers_are_refused(given: Any, words: str) -> None:
         row_ids_of(given)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_growth_is_more_rows_and_nothing_else() -> None:
+    """Fewer or equal rows, virtual ids, another dim and dense tensors are no growth."""
+    larger = dataclasses.replace(SPEC, num_rows=1001)
+    assert larger.is_growth_of(SPEC)
+    assert not SPEC.is_growth_of(larger) and not SPEC.is_growth_of(SPEC)
+    assert not dataclasses.replace(larger, dim=64).is_growth_of(SPEC)
+    virtual = dataclasses.replace(SPEC, num_rows=0)
+    assert not virtual.is_growth_of(SPEC) and not SPEC.is_growth_of(virtual)
+    small, large = (TableSpec.of_tensor("mlp.weight", (rows, 1024), DType.FLOAT32) for rows in (2, 3))
+    assert not large.is_growth_of(small)

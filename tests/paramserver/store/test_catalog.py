@@ -128,3 +128,35 @@ def test_the_newest_scalar_of_a_name_is_kept() -> None:
     }
     meta |= catalog.set_scalars(ITEMS.fqn, [("step", DType.FLOAT32, value(6))], 3, 0)
     assert Catalog(meta).find(ITEMS.fqn).scalars["step"] == Scalar("step", DType.FLOAT32, value(6), 3, 0)
+
+
+def test_a_grown_table_keeps_its_number_and_earlier_fingerprints() -> None:
+    """Growing twice leaves the table's number, and metadata brings back every fingerprint that it had."""
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS])
+    layout = catalog.find(ITEMS.fqn).layout_of(ITEMS.whole)
+    larger, largest = (dataclasses.replace(ITEMS, num_rows=num_rows) for num_rows in (101, 5000))
+    meta |= catalog.grow(larger)
+    assert meta[b"earlier/%d" % ITEMS.fingerprint] == b"1"
+    meta |= catalog.grow(largest)
+    for table in (catalog.find(ITEMS.fqn), Catalog(meta).find(ITEMS.fqn)):
+        assert (table.table_id, table.spec) == (1, largest)
+        assert table.earlier == {ITEMS.fingerprint, larger.fingerprint}
+    assert catalog.find(ITEMS.fqn).layout_of(ITEMS.whole) is layout
+
+
+@pytest.mark.parametrize("changes", [{"num_rows": 99}, {}, {"num_rows": 0}, {"num_rows": 200, "dim": 4}])
+def test_a_table_grows_in_rows_alone(changes: dict[str, int]) -> None:
+    """Fewer rows, virtual ids or another dim are refused, and the table stays as it was."""
+    catalog = Catalog({})
+    catalog.add([ITEMS])
+    with pytest.raises(SpecMismatchError, match="has 100 rows and can only get more"):
+        catalog.grow(dataclasses.replace(ITEMS, **changes))
+    assert catalog.find(ITEMS.fqn).spec == ITEMS and not catalog.find(ITEMS.fqn).earlier
+
+
+@pytest.mark.parametrize("entry", [(b"earlier/x", b"1"), (b"earlier/5", b"2"), (b"earlier/5", b"one")])
+def test_a_bad_earlier_fingerprint_is_corruption(entry: tuple[bytes, bytes]) -> None:
+    """An entry that is no fingerprint, or names no table, is reported with its key."""
+    with pytest.raises(CorruptionError, match="is not an earlier fingerprint"):
+        Catalog(Catalog({}).add([ITEMS]) | dict([entry]))

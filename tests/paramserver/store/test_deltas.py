@@ -215,3 +215,15 @@ def test_rows_of_another_shard_are_refused(catalog: Catalog) -> None:
         with_another = decode_delta(catalog, _delta(rows=mine, deleted_row_ids=_bytes(others[:1], "<i8")))
         with pytest.raises(RequestError, match=rf"row {others[0]} belongs to shard \d of 3, this is shard {shard}"):
             check_rows(with_another, shard=shard, num_shards=3)
+
+
+def test_a_grown_table_takes_rows_under_both_fingerprints(catalog: Catalog) -> None:
+    """Batches that were in flight when a table grew are accepted, and rows are checked against the grown number."""
+    larger = dataclasses.replace(SPEC, num_rows=200)
+    with pytest.raises(SpecMismatchError, match="is not the registered"):
+        decode_delta(catalog, _delta(larger))
+    catalog.grow(larger)
+    assert decode_delta(catalog, _delta(SPEC)).spec == larger
+    assert decode_delta(catalog, _delta(larger, rows=(3, 199))).row_ids.tolist() == [3, 199]
+    with pytest.raises(RowRangeError, match=r"row id 200 is not in 0\.\.199"):
+        decode_delta(catalog, _delta(SPEC, rows=(3, 200)))
