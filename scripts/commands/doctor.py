@@ -9,6 +9,7 @@ import asyncio
 import enum
 import http.client
 import json
+import math
 import os
 import resource
 import socket
@@ -408,7 +409,9 @@ def check_clock(address: str) -> Finding:
     try:
         connection.request("GET", "/status.json")
         theirs_s = float(json.loads(connection.getresponse().read())["time_s"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as exc:
+        if not math.isfinite(theirs_s):  # NaN is apart from no time
+            raise ValueError(f"its time_s is {theirs_s}")
+    except (OSError, http.client.HTTPException, ValueError, OverflowError, KeyError, TypeError, RecursionError) as exc:
         return _problem("clock", f"{address} does not tell its time: {exc}", "Is this its --metrics-port?")
     finally:
         connection.close()

@@ -279,6 +279,8 @@ def test_a_clock_that_is_off_either_way(
     assert bool(finding.advice) == (level == "problem")
 
 
-def test_a_port_that_is_no_metrics_port() -> None:
-    """A port that tells no time is a problem."""
+def test_a_port_that_is_no_metrics_port(metrics: _Metrics) -> None:
+    """A port that tells no time, or one that is not finite or fits no float, is a problem."""
     assert "does not tell its time" in check_clock("127.0.0.1:1").text
+    for metrics.time_s in (float("nan"), float("inf"), 10**400):
+        assert "does not tell its time" in check_clock(f"127.0.0.1:{metrics.server_port}").text
