@@ -28,7 +28,7 @@ from headrace.scripts.benches.report import judge
 
 __all__ = ["FolderOption", "JsonOption", "OnStage", "Rounds", "RoundsOption", "bench_command", "bench_folder"]
 __all__ += ["check_folder", "check_json", "conclude", "machine_facts", "one_torch_thread", "say", "show_progress"]
-__all__ += ["stop_once"]
+__all__ += ["stop_once", "write_json"]
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.", show_default=False)
@@ -174,10 +174,15 @@ def conclude(figures: dict[str, Any], path: Path | None) -> None:
     figures = {**figures, "machine": machine_facts()}
     Console().print_json(data=figures)
     if path is not None:
-        try:
-            path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
-        except OSError as exc:
-            raise ConfigError(f"--json {path}: {exc.strerror}") from exc
+        write_json(figures, path)
+
+
+def write_json(figures: dict[str, Any], path: Path) -> None:
+    """Write figures to the file of `--json`; raise ConfigError if that fails."""
+    try:
+        path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--json {path}: {exc.strerror}") from exc
 
 
 def machine_facts() -> dict[str, Any]:

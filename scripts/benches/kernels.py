@@ -7,7 +7,6 @@ processor time with torch on one thread, as a training thread has it: other prog
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from headrace.scripts.benches.harness import (
     conclude,
     one_torch_thread,
     show_progress,
+    write_json,
 )
 from headrace.scripts.benches.kernels_gpu import GpuFigures, measure_gpu
 from headrace.scripts.benches.workload import draw_ids
@@ -83,7 +83,7 @@ def kernels(
 
     def keep(figures: dict[str, Any]) -> None:
         if json_path is not None:
-            json_path.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+            write_json(figures, json_path)
 
     with show_progress("kernels") as on_stage:
         figures = measure(config, on_stage, keep)
