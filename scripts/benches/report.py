@@ -85,6 +85,7 @@ def _most(name: str, limit: float | str, ratio_of: tuple[str, str, str] | None =
 
 
 _GROWTH = Target("peak_rss_growth", 1.15, is_least=False, of=_memory_growth)
+_VISIBLE = "dense_visible_extra_p50_s"
 _MEDIANS, _WRITES, _READS = "median_rows_per_s", "write_bytes_per_s", "reads_per_s"
 
 TARGETS: dict[str, tuple[Target, ...]] = {
@@ -122,6 +123,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         _most("outage_extra_bytes", "extra_bytes_bound"),
     ),
     "freshness": (_most("p50_vs_floor", 5, ("p50_ms", "floor_p50_ms", "ms")), Target("p99_ms")),
+    "dense": (_most("dense_step_ratio", 1.01, ("step_ms.dense", "step_ms.rows", "ms")), _most(_VISIBLE, 0.5)),
     "restore": (_least("restore_vs_scan", 0.7, "rows_per_s", "restore", "scan"),),
     "backfill": (_least("offline_vs_rocksdb", 1, "rows_per_s", "backfill", "rocksdb"), _GROWTH),
     "export": (_least("export_vs_disk", 0.5, "bytes_per_s", "export", "disk", "B/s"), _GROWTH),

@@ -96,6 +96,9 @@ PARTS: tuple[Part, ...] = (
     Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
     Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
+    Part(
+        "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}
+    ),
     Part("backfill", "Backfill", 1, 60, "table_files:measure_backfill", _FILES),
     Part("export", "Export", 1, 60, "table_files:measure_export", _FILES),
     Part("kernels", "Row kernels", 7, 40, "kernels:measure", {"num_rows": 100_000, "step_ids": 1000}),
@@ -142,9 +145,9 @@ def all_benches(
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
-    Parts: ingest, recovery, wire, lookup, overhead, freshness, restore, backfill, export, kernels; and the sweeps
-    throughput (against shards and the width of rows), lag (against load), recovery-size (against the size of the log)
-    and cost (against tables, rows and clients).
+    Parts: ingest, recovery, wire, lookup, overhead, freshness, restore, dense, backfill, export and kernels;
+    and the sweeps throughput (against shards and the width of rows), lag (against load), recovery-size (against the
+    size of the log) and cost (against tables, rows and clients).
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale {scale:g}: must be above 0 and at most 1")

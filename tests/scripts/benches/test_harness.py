@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace import cli
-from headrace.scripts.benches.harness import Rounds, say
+from headrace.schemas.errors import ConfigError
+from headrace.scripts.benches.harness import Rounds, say, write_json
 from headrace.scripts.benches.peers import REDIS_HINT
 
 
@@ -35,6 +38,7 @@ def test_hints_are_printed_as_they_are_typed(capsys: pytest.CaptureFixture[str])
         ("wire", "json rounds writes reads idle"),
         ("lookup", "json folder rounds rows dim rows-per-s redis-rows disk-rows lookups"),
         ("overhead", "json folder rounds steps"),
+        ("dense", "json folder rounds layers width batch rows interval-s intervals"),
         ("restore", "json folder rounds rows dim"),
         ("freshness", "json folder rounds steps rows-per-s rows-per-step rows dim consistency flush-percent"),
         ("backfill", "json folder rows rounds"),
@@ -51,3 +55,9 @@ def test_options_of_every_bench(name: str, options: str, capsys: pytest.CaptureF
     found = {word.strip("│[],.") for word in shown.split() if word.startswith("--")}
     assert found == {f"--{option}" for option in (*options.split(), "help")} | (found & {"--no-small"})
     assert ("Raises" not in shown and "Measure" in shown) or name == "all"
+
+
+def test_a_full_disk_under_the_file_of_figures_is_one_line() -> None:
+    """A disk that fills up during a bench ends it with the option's name and the reason."""
+    with pytest.raises(ConfigError, match=r"^--json /dev/full: No space left on device$"):
+        write_json({"figure": 1.0}, Path("/dev/full"))
