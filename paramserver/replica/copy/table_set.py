@@ -204,8 +204,8 @@ class TableSet:
             return
         if self.is_shown:
             raise OverloadedError(
-                f"shard {shard}: updates that wait for the end of a step take more than max_pending_bytes, {max_bytes}: "
-                "raise it, or lower dense_interval_s of a trainer that publishes dense parameters"
+                f"shard {shard}: updates that wait for the end of a step take more than max_pending_bytes, {max_bytes}"
+                ": raise it, or lower dense_interval_s of a trainer that publishes dense parameters"
             )
         self.visible = None
         with self.seqlock.write():

@@ -226,7 +226,7 @@ def test_a_copy_that_is_shown_does_not_grow_with_a_step() -> None:
     shard.write(2, 2.0, ends=False)  # and there the trainer dies
     for row in range(100):
         shard.backfill(row, 9.0)
-    with pytest.raises(OverloadedError, match="shard 0: updates .* more than max_pending_bytes, .* dense_interval_s"):
+    with pytest.raises(OverloadedError, match=r"shard 0: updates .* more than max_pending_bytes, .* dense_interval_s"):
         take_all(copy, 0, shard.take())
     assert MAX_BYTES < copy.table_set.tails[0].pending_bytes < MAX_BYTES + 5000
     assert (copy.table_set.visible, copy.values(0)) == ((1, 1), [1.0])
