@@ -254,7 +254,8 @@ class RawEmbeddingStreamer:
     def flush(self, timeout_s: float | None = None) -> None:
         """Send all changed rows and all dense parameters, and return when they are durable on every shard.
 
-        If a dense parameter is a DTensor (`fully_shard`, tensor parallel), all ranks must call it together.
+        If a dense parameter is a DTensor (`fully_shard`, tensor parallel), all ranks must call it together;
+        a rank that does not come within `timeout_s` is named in the error.
 
         Args:
             timeout_s: How long to wait, seconds; None takes `flush_timeout_s`. Rows not sent by then stay marked and go

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, UnavailableError
 
 __all__ = ["SoloWorld", "TorchWorld", "World", "current_world", "warn_when_late"]
 
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 # Ranks load their models at different speeds; the process group's own deadline is half an hour.
 _LATE_S = 30.0
+# Between two looks for other ranks. The store's own `wait` would keep all other threads from it meanwhile.
+_MEETING_POLL_S = 0.005
 
 _T = TypeVar("_T")
 
@@ -48,6 +51,13 @@ class World(Protocol):
             HeadraceError: Another rank has ended.
         """
 
+    def meet(self, call: str, timeout_s: float) -> None:
+        """Return once all ranks are in this call, or on none of them; needs no process group.
+
+        Raises:
+            UnavailableError: Not all ranks have come in time; the message names those that are missing.
+        """
+
 
 class SoloWorld:
     """A run of one process."""
@@ -68,6 +78,9 @@ class SoloWorld:
         """Return the values alone."""
         return [list(values)]
 
+    def meet(self, call: str, timeout_s: float) -> None:
+        """Return at once."""
+
 
 class TorchWorld:
     """The default process group of `torch.distributed`. REQUIRES: it is initialized."""
@@ -77,6 +90,8 @@ class TorchWorld:
         self.size = dist.get_world_size()
         # Of its own, and on the CPU: whatever the training has queued, nothing waits for it or comes between.
         self._group: Any = None
+        # The last meeting's call, and how often this rank has come to it.
+        self._meeting = ("", 0)
 
     def share(self, value: _T | None) -> _T:
         """Return rank 0's value; blocks until all ranks call it."""
@@ -101,6 +116,28 @@ class TorchWorld:
         except RuntimeError as exc:
             raise HeadraceError(f"rank {self.rank} has lost another rank of the run: {exc}") from exc
         return [each.tolist() for each in found]
+
+    def meet(self, call: str, timeout_s: float) -> None:
+        """Return once all ranks are here. The first that sees all, or that waits in vain, decides for all ranks."""
+        store = dist.distributed_c10d._get_default_store()
+        self._meeting = (call, self._meeting[1] + 1 if self._meeting[0] == call else 1)
+        key = f"headrace/{call}/{self._meeting[1]}"
+        ranks = {rank: f"{key}/{rank}" for rank in range(self.size)}
+        store.set(ranks[self.rank], "here")
+        deadline_s = time.monotonic() + timeout_s
+        while not (is_whole := store.check(list(ranks.values()))) and time.monotonic() < deadline_s:
+            if store.check([key]):  # another rank has given up
+                break
+            time.sleep(_MEETING_POLL_S)
+        missing = "" if is_whole else ", ".join(str(rank) for rank, here in ranks.items() if not store.check([here]))
+        # A rank that comes only now may have made the meeting whole: one decision counts.
+        decision = store.compare_set(key, "", f"without {missing}" if missing else "all").decode()
+        if decision != "all":
+            missing = decision.removeprefix("without ")
+            raise UnavailableError(
+                f"{call}: rank {missing} of {self.size} did not come in time: all ranks have to make this call "
+                "together, so no `if rank == 0` may guard it"
+            )
 
 
 def current_world() -> World:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from dense_model import DenseModel, tensor_from, train_dense
-from dense_training import DenseJob, dense_refusal_on_rank, train_dense_on_rank, values_of
+from dense_training import DenseJob, dense_refusal_on_rank, lonely_flush_on_rank, train_dense_on_rank, values_of
 from ranks import run_ranks
 from torch import nn
 
@@ -157,3 +157,14 @@ def test_refused_on_all_ranks(server: ServerProcess, case: str, messages: list[s
     errors = run_ranks(dense_refusal_on_rank, 2, server.address, case)
     for error, message in zip(errors, messages, strict=True):
         assert message in error
+
+
+@pytest.mark.slow
+def test_a_flush_of_one_rank_alone_ends(server: ServerProcess) -> None:
+    """A flush of DTensors that another rank does not join ends in time and names it; the next one of both succeeds."""
+    errors = run_ranks(lonely_flush_on_rank, 2, server.address)
+    for found in errors:
+        (message,) = found
+        assert (
+            "flush() at step 0 of run 'lonely' in epoch " in message and "rank 0 of 2 did not come in time" in message
+        )

@@ -78,6 +78,7 @@ class Delivery:
             describe_delay=self.sender.describe_delay,
             withdraw=self.sender.withdraw,
             world=world,
+            writer=f"run {self.writer.run!r} in epoch {self.writer.epoch}",
         )
         # Runs at exit, or when the last reference to the streamer is gone; its hooks hold one while the model lives.
         # It must not hold the flusher, whose tables hold the model.

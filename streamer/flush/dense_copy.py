@@ -80,17 +80,17 @@ class DenseCopy:
         self.size_bytes += size_bytes
         self.is_current = False
 
-    def capture(self, *, keeps: bool = True) -> None:
-        """Copy all tensors; not with `keeps=False`, which only joins other ranks in reading DTensors.
+    def capture(self) -> None:
+        """Copy all tensors.
 
         If there are DTensors, all ranks call it together. It reads every tensor even if one fails, because other ranks
-        wait for that. REQUIRES: it is free, or not kept.
+        wait for that. REQUIRES: it is free.
 
         Raises:
             NonFiniteError: A value is NaN or Inf, and these are rejected.
             UnsupportedModelError: A tensor is not what was attached.
         """
-        assert self.is_free or not keeps
+        assert self.is_free
         begin_s = self._monotonic_s()
         failure: HeadraceError | None = None
         self.is_current = False
@@ -98,7 +98,7 @@ class DenseCopy:
             for tensors, places in self._models:
                 live = tensors.live()
                 for each in tensors.all:
-                    place = places.get(each.path) if keeps else None
+                    place = places.get(each.path)
                     if place is None and not each.is_sharded:
                         continue
                     try:
@@ -109,7 +109,7 @@ class DenseCopy:
                         failure = failure or exc
         if failure is not None:
             raise failure
-        self.is_current = keeps
+        self.is_current = True
         self._costs_s.append(self._monotonic_s() - begin_s)
         self.total_cost_s += self._costs_s[-1]
 

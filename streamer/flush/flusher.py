@@ -122,6 +122,7 @@ class Flusher:
         withdraw: Callable[[Flush], bool] | None = None,
         runtime_of: RuntimeOf = cuda_runtime,
         world: World | None = None,
+        writer: str = "",
     ) -> None:
         """Begin without tables.
 
@@ -136,11 +137,12 @@ class Flusher:
                 None if a `submit` that raises has never taken it.
             runtime_of: Returns a device's runtime, see `DevicePipeline`.
             world: The ranks that publish dense tensors together; None for one rank.
+            writer: Names the run and its epoch among all that these ranks may do.
         """
         self._config, self._num_shards, self._pool = config, num_shards, pool
         self._submit, self._describe_delay = submit, describe_delay
         self._withdraw = withdraw or (lambda flush: True)
-        self._monotonic_s = monotonic_s
+        self._monotonic_s, self._writer = monotonic_s, writer
         self._sources: list[RowGatherer] = []
         # Table and row at which the next flush begins; (0, 0) outside of a pass.
         self._cursor = (0, 0)
@@ -304,13 +306,13 @@ class Flusher:
 
         Raises:
             NonFiniteError: As from `on_step`.
-            UnavailableError: No buffer became free in time, naming the shard that is behind.
+            UnavailableError: No buffer became free in time, naming the shard that is behind; or a rank did not come.
         """
         deadline_s = self._monotonic_s() + timeout_s
         self.settle(timeout_s, raises=True)
         has_dense = self.dense.is_attached
         if has_dense and not (is_repeated and self.dense.is_current):
-            self._capture_dense(deadline_s)
+            self._capture_dense(step, deadline_s)
         is_done = not has_dense and self._exact_step == step and self._is_clean
         while not is_done:
             if has_dense:
@@ -327,12 +329,11 @@ class Flusher:
             # tables always count as marked.
             is_done = self._exact_step == step
 
-    def _capture_dense(self, deadline_s: float) -> None:
-        try:
-            self._wait_for_dense(deadline_s)
-        except UnavailableError:
-            self.dense.capture(keeps=False)
-            raise
+    def _capture_dense(self, step: int, deadline_s: float) -> None:
+        self._wait_for_dense(deadline_s)
+        if self.dense.is_sharded:
+            # Reading DTensors has no deadline, and would take part in whatever the other ranks exchange meanwhile.
+            self._world.meet(f"flush() at step {step} of {self._writer}", deadline_s - self._monotonic_s())
         self.dense.capture()
 
     def _wait_for_dense(self, deadline_s: float) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace.kernels.dtypes import bits_of
 
-__all__ = ["DenseJob", "dense_refusal_on_rank", "train_dense_on_rank", "values_of"]
+__all__ = ["DenseJob", "dense_refusal_on_rank", "lonely_flush_on_rank", "train_dense_on_rank", "values_of"]
 
 NUM_STEPS = 6
 # What gloo, and so DistributedDataParallel, can send.
@@ -152,3 +152,36 @@ def dense_refusal_on_rank(rank: int, address: str, case: str) -> str:
         except HeadraceError as exc:
             return str(exc)
     return "not refused"
+
+
+def lonely_flush_on_rank(rank: int, address: str) -> list[str]:
+    """Flush DTensors on rank 1 alone, then again when rank 0 comes late, then on both; return the errors."""
+    from torch.distributed.fsdp import fully_shard
+
+    from headrace.schemas.errors import UnavailableError
+    from headrace.streamer import RawEmbeddingStreamer
+
+    model = nn.Linear(6, 4)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    errors = []
+    with RawEmbeddingStreamer(address, run="lonely", model="lonely") as streamer:
+        streamer.attach(model, optimizer, dense=True)
+
+        def flush(timeout_s: float) -> None:
+            try:
+                streamer.flush(timeout_s)
+            except UnavailableError as exc:
+                errors.append(str(exc))
+
+        if rank == 1:
+            flush(0.1)
+        dist.barrier()
+        if rank == 0:
+            flush(60.0)
+        dist.barrier()
+        flush(60.0)
+        # FSDP's own exchanges are in order still.
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    return errors
