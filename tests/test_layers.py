@@ -39,13 +39,15 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 28_975,
+    "paramserver": 29_040,
     "streamer": 11_000,
     "scripts": 10_890,
-    "tests": 62_710,
+    "tests": 62_755,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
+# A replicated log has none of these: only `log/` itself may know them.
+OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}
 FOREIGN_TO_SCHEMAS = TORCH | {"asyncio", "rocksdict"}
 
 
@@ -101,6 +103,11 @@ def leaves_wing(module: str, name: str) -> bool:
     return folder == other_folder == "paramserver" and room in WINGS and other not in WINGS[room]
 
 
+def knows_file_log(name: str) -> bool:
+    """Return whether a dotted name is a module of the log in files, or lies in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in OF_FILE_LOG)
+
+
 def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Return one line for each import in the source that its layer forbids."""
     folder = folder_of(module)
@@ -119,6 +126,8 @@ def broken_rules(module: str, source: str, *, is_package: bool = False) -> list[
         elif leaves_wing(module, name):
             room = module.split(".")[2]
             found.append(f"{where}: {room} may only import {', '.join(sorted(WINGS[room]))}")
+        elif not module.startswith("headrace.paramserver.log.") and knows_file_log(name):
+            found.append(f"{where}: outside log/, use open_log and open_source")
         elif folder == "schemas" and top in FOREIGN_TO_SCHEMAS:
             found.append(f"{where}: schemas are formats, without I/O and tensors")
         elif folder == "paramserver" and not in_replica and top in TORCH:
@@ -200,6 +209,8 @@ def test_imports_point_down() -> None:
         ("headrace.paramserver.reading.bad", "from ..config.server_settings import ServerConfig"),
         ("headrace.paramserver.replica.bad", "from ..ingest.feed import UpdateFeed"),
         ("headrace.paramserver.replica.bad", "from ..config.data_dir import DataDir"),
+        ("headrace.paramserver.ingest.bad", "from ..log.files import FileUpdateLog"),
+        ("headrace.scripts.bad", "from headrace.paramserver.log import segments"),
         ("headrace.streamer.taps.bad", "from headrace.streamer.api import RawEmbeddingStreamer"),
         ("headrace.streamer.bad", "from headrace.scripts.commands.demo import demo"),
         ("headrace.streamer.bad", "from headrace import HeadraceError"),
@@ -218,6 +229,8 @@ def test_checker_finds_a_broken_layer(module: str, source: str) -> None:
         ("headrace.schemas.good", "from .errors import HeadraceError\nfrom . import errors"),
         ("headrace.kernels.good", "import torch\nfrom headrace.schemas import row_records"),
         ("headrace.paramserver.good", "import asyncio\nimport rocksdict\nfrom ..schemas import errors"),
+        ("headrace.paramserver.log.good", "from headrace.paramserver.log.segments import list_segments"),
+        ("headrace.paramserver.shard.good", "from ..log.opening import open_log"),
         ("headrace.paramserver.replica.good", "import torch\nfrom ..rpc.client import Client"),
         ("headrace.paramserver.store.good", "from ..log import update_log\nfrom .catalog import Catalog"),
         ("headrace.paramserver.reading.good", "from ..rpc.client import Client\nfrom headrace.schemas import errors"),

@@ -25,6 +25,7 @@ __all__ = [
     "DurableFuture",
     "LogMetrics",
     "LogRecord",
+    "LogSource",
     "UpdateLog",
     "UpdateLogConfig",
     "check_record",
@@ -219,6 +220,31 @@ class UpdateLog(Protocol):
 
         Cancellation: closing continues; call again to wait for it.
         """
+        ...
+
+
+class LogSource(Protocol):
+    """A log for tools, as it was when it was opened. Thread: any, one at a time; reading blocks.
+
+    Attributes:
+        log_id: Identifies the log, in hex; empty without a record.
+        first_seq: Oldest record; `last_seq + 1` if there is none.
+        last_seq: Newest record; 0 in a new log.
+    """
+
+    @property
+    def log_id(self) -> str: ...  # noqa: D102 - documented above
+    @property
+    def first_seq(self) -> int: ...  # noqa: D102
+    @property
+    def last_seq(self) -> int: ...  # noqa: D102
+
+    def nonces(self, from_seq: int, to_seq: int) -> list[int]:
+        """Return the nonces of a range, oldest first. They differ between logs that share only their beginning."""
+        ...
+
+    def read(self, from_seq: int, to_seq: int | None = None) -> Iterator[LogRecord]:
+        """Return an iterator over the records from `from_seq` to `to_seq`, or to the last one; see `UpdateLog.read`."""
         ...
 
 

@@ -229,6 +229,8 @@ class SegmentReader:
 class LogReader:
     """Reads a log for tools, as it was at creation, without opening it. Sees records once written, synced or not.
 
+    Implements `LogSource`.
+
     Attributes:
         segments: The segments up to `to_seq`, oldest first.
     """
@@ -252,6 +254,11 @@ class LogReader:
         check_chain(self.segments)
 
     @property
+    def log_id(self) -> str:
+        """See `LogSource`."""
+        return self.segments[0].header.log_id.hex() if self.segments else ""
+
+    @property
     def first_seq(self) -> int:
         """Oldest record; `last_seq + 1` if there is none."""
         return self.segments[0].first_seq if self.segments else 1
@@ -261,11 +268,19 @@ class LogReader:
         """Newest record; 0 in a new log."""
         return self.segments[-1].last_seq if self.segments else 0
 
-    def read(self, from_seq: int) -> Iterator[LogRecord]:
-        """Return an iterator over the records from `from_seq` on; see `UpdateLog.read`."""
+    def nonces(self, from_seq: int, to_seq: int) -> list[int]:
+        """See `LogSource.nonces`."""
+        return [
+            segment.header.nonce
+            for segment in self.segments
+            if segment.first_seq <= to_seq and segment.last_seq >= from_seq
+        ]
+
+    def read(self, from_seq: int, to_seq: int | None = None) -> Iterator[LogRecord]:
+        """See `LogSource.read`."""
         if from_seq < self.first_seq:
             raise GoneError(f"the log begins at seq {self.first_seq}, seq {from_seq} has been removed")
-        return read_records(self.segments, from_seq, self.last_seq)
+        return read_records(self.segments, from_seq, self.last_seq if to_seq is None else min(to_seq, self.last_seq))
 
 
 def load_sealed(path: Path) -> LogSegment | None:

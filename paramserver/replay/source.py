@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.paramserver.log.inspection import Range, find_logs, widen
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
-from headrace.paramserver.log.segment_reader import LogReader, read_records
+from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.store.catalog import Catalog, unpack_spec
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.text import describe_near
@@ -133,12 +133,11 @@ class SourceLog:
     """One shard's log at `path`, limited to the range of the replay: `first_seq` to `last_seq`."""
 
     def __init__(self, path: Path, wanted: ReplayRange) -> None:
-        """List the segments of a log. Raises as `ReplaySource`."""
+        """Open a log for reading. Raises as `ReplaySource`."""
         self.path = path
-        self._segments = LogReader(path, wanted.to_seq).segments
-        self.log_id = self._segments[0].header.log_id.hex() if self._segments else ""
-        self._begin = self._segments[0].first_seq if self._segments else 1
-        end = self._segments[-1].last_seq if self._segments else 0
+        self._source = open_source(path, to_seq=wanted.to_seq)
+        self.log_id = self._source.log_id
+        self._begin, end = self._source.first_seq, self._source.last_seq
         self.first_seq = self._begin if wanted.from_seq is None else wanted.from_seq
         self.last_seq = end if wanted.to_seq is None else min(end, wanted.to_seq)
         if self.first_seq < self._begin:
@@ -149,20 +148,16 @@ class SourceLog:
 
     @property
     def nonces(self) -> list[int]:
-        """The nonces of the range's segments. They differ between logs that share only their beginning."""
-        return [
-            segment.header.nonce
-            for segment in self._segments
-            if segment.first_seq <= self.last_seq and segment.last_seq >= self.first_seq
-        ]
+        """The nonces of the range. They differ between logs that share only their beginning."""
+        return self._source.nonces(self.first_seq, self.last_seq)
 
     def read(self) -> Iterator[LogRecord]:
         """Yield the records of the range, checked."""
-        return read_records(self._segments, self.first_seq, self.last_seq)
+        return self._source.read(self.first_seq, self.last_seq)
 
     def read_before(self) -> Iterator[LogRecord]:
         """Yield the records before the range, checked."""
-        return read_records(self._segments, self._begin, self.first_seq - 1)
+        return self._source.read(self._begin, self.first_seq - 1)
 
 
 class ReplaySource:

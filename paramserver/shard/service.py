@@ -18,8 +18,8 @@ from headrace.paramserver.expiry.table_pass import PassContext, TombstoneWriter
 from headrace.paramserver.ingest.digests import Digester
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import UpdateLogConfig
+from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.server import Call, Peer
@@ -304,7 +304,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         stack.push_async_callback(asyncio.to_thread, store.close)
         if num_tables := await index_in_thread(store):
             fact(_log, logging.INFO, "indexed the identities of rows stored before", tables=num_tables)
-        log = await asyncio.to_thread(FileUpdateLog.open, config.directory / "log", config=log_config)
+        log = await asyncio.to_thread(open_log, config.directory / "log", config=log_config)
         # The log closes before the applier, because it hands it the last durable batches.
         applier = await stack.enter_async_context(Applier(store, config=applier_config))
         stack.push_async_callback(log.close)

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import rocksdict
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
-from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import KIND_HELLO
+from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Owner, Scalar, Table, pack_spec
 from headrace.paramserver.store.coalescing import SortedRun
@@ -149,7 +149,7 @@ class NewDataDir:
 async def _begin_log(path: Path, header: dict[str, Any]) -> None:
     for seq in range(1, FIRST_SEQ + 1):
         # Each opening starts a new segment, so that the earlier one can be removed.
-        log = FileUpdateLog.open(path)
+        log = open_log(path)
         try:
             await log.append(epoch=_EPOCH, header=header, body=[]).durable
             if seq == FIRST_SEQ:

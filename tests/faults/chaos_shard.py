@@ -208,7 +208,7 @@ def main(control: Path, breakage: str) -> int:
             ops.serve(int(path.parent.name.removeprefix("shard-")))
             return super().open(path, config=dataclasses.replace(config, allocate_bytes=1 << 20), ops=ops)
 
-    service.FileUpdateLog = _Log  # type: ignore[misc]
+    service.open_log = _Log.open
     hurry()
     poison_frames()
     return process.main()
