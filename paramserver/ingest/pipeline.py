@@ -36,7 +36,10 @@ from headrace.schemas.messages import decode_header, decode_struct
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import MAX_EPOCH, Version
 
-__all__ = ["Ingest"]
+__all__ = ["META_MARK", "Ingest"]
+
+# ON DISK: never rename. In the store's metadata: seq and mark of the record that was applied last, in decimal ASCII.
+META_MARK = b"log/mark"
 
 # Python objects of one unapplied delta, on top of its frame; they are most of a very small delta's memory.
 _DELTA_BYTES = 2048
@@ -114,6 +117,7 @@ class Ingest:
         are refused, and with `reject_non_finite` those with NaN or Inf.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
+        self._stored_mark = meta.get(META_MARK)
         self.num_rows_written = self.num_rows_ignored = 0
         self.on_accepted: Callable[[], None] | None = None
         self._log, self._applier = log, applier
@@ -155,6 +159,7 @@ class Ingest:
         applied, last = self._applier.applied_seq, self._log.last_seq
         if applied > last:
             raise CorruptionError(f"the store has seq {applied} applied but the log ends at {last}: records are lost")
+        self._check_history(applied)
         try:
             records = self._log.read(applied + 1, past_cache=True)
         except GoneError as exc:
@@ -172,12 +177,39 @@ class Ingest:
                     raise CorruptionError(
                         f"the log continues at seq {record.seq}, seq {self.submitted_seq + 1} is missing"
                     )
-                self._applier.submit(await self._judged(self._batch_of_record(record)))
+                self._submit_marked(await self._judged(self._batch_of_record(record)))
                 count += 1
                 await self._applier.wait_below(self._max_backlog_bytes)
         finally:
             reading.cancel()
         return count
+
+    def _check_history(self, applied_seq: int) -> None:
+        """Raise `CorruptionError` if the store has applied another record than the log holds at that seq.
+
+        Equal seqs alone prove nothing: a log that was made anew, or put back and written to since, has them as well.
+        Nothing is compared where the store has no mark of that record, as one of an earlier release, or the log has
+        removed the record.
+        """
+        if self._stored_mark is None:
+            return
+        try:
+            seq, stored = map(int, self._stored_mark.split())
+        except ValueError as exc:
+            raise CorruptionError(f"the store's mark of its last record is unreadable: {self._stored_mark!r}") from exc
+        present = self._log.nonce_of(applied_seq)
+        if seq == applied_seq and present not in (None, stored):
+            raise CorruptionError(
+                f"the store has applied another record {applied_seq} than the log holds: they are of different "
+                "histories; put back log and store of one moment, or see 'A damaged store' in docs/operations.md"
+            )
+
+    def _submit_marked(self, batch: Batch) -> None:
+        """Submit a durable batch; the store keeps its record's mark with the rows."""
+        # Without a mark, the store's is of an earlier record, and is not compared.
+        if (mark := self._log.nonce_of(batch.seq)) is not None:
+            batch.meta[META_MARK] = b"%d %d" % (batch.seq, mark)
+        self._applier.submit(batch)
 
     async def open_session(
         self,
@@ -439,7 +471,7 @@ class Ingest:
         self._undurable.popleft()
         if not self._failure.done():
             try:
-                self._applier.submit(batch)
+                self._submit_marked(batch)
                 return
             except HeadraceError as exc:  # durable, but no reader will see it
                 self._fail(exc)

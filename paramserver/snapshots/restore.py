@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.paramserver.ingest.pipeline import META_MARK
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import link_or_copy, part_folder, read_manifest, verify_snapshot
@@ -99,6 +100,7 @@ def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:
                 session.last_client_seq = session.ended_client_seq = 0
             changed |= session.pack()
         changed |= directory.open_session(sessions, run).pack()
+        changed[META_MARK] = b""  # of the old log
         store.write([], [], meta=changed, applied_seq=FIRST_SEQ)
     finally:
         store.close()

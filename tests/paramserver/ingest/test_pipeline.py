@@ -18,7 +18,7 @@ from faulty_file_ops import FaultyFileOps
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.ingest import pipeline as ingest_module
-from headrace.paramserver.ingest.pipeline import Ingest
+from headrace.paramserver.ingest.pipeline import META_MARK, Ingest
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
@@ -55,9 +55,11 @@ async def _files(path: Path, records: _Records = [], ops: Any = None) -> AsyncIt
     log = FileUpdateLog.open(path / "log", ops=ops)
     for header, body in records:
         await log.append(epoch=1, header=header, body=body).durable
-    yield store, log
-    await log.close()
-    store.close()
+    try:
+        yield store, log
+    finally:
+        await log.close()
+        store.close()
 
 
 @contextlib.asynccontextmanager
@@ -79,6 +81,15 @@ async def _reopen(path: Path) -> AsyncIterator[tuple[Ingest, RowStore]]:
         await applier.wait_applied(ingest.submitted_seq)
         yield ingest, store
         await log.close()
+
+
+@contextlib.asynccontextmanager
+async def _reopen_after(path: Path, records: _Records) -> AsyncIterator[tuple[Ingest, RowStore]]:
+    """Append records to the log, and open an ingest on the files."""
+    async with _files(path, records):
+        pass
+    async with _reopen(path) as opened:
+        yield opened
 
 
 async def _write(
@@ -205,9 +216,54 @@ async def test_a_log_that_skips_a_record_stops_recovery(tmp_path: Path) -> None:
         def read(self, from_seq: int, **_: Any) -> Iterator[LogRecord]:
             return (record for record in log.read(from_seq) if record.seq != 2)
 
+        def nonce_of(self, seq: int) -> int | None:
+            return log.nonce_of(seq)
+
     async with _files(tmp_path, _TWO_BATCHES) as (store, log), Applier(store) as applier:
         ingest = Ingest(Gapped(), applier, {}, max_backlog_bytes=1 << 30)  # type: ignore[arg-type]
         with pytest.raises(CorruptionError, match="continues at seq 3, seq 2 is missing"):
+            await ingest.recover()
+
+
+async def test_a_store_with_a_log_of_another_history_is_refused(tmp_path: Path) -> None:
+    """A log with as many records or more, but another one at the store's position, is refused with the way on."""
+    async with _reopen_after(tmp_path, _TWO_BATCHES) as (_, store):
+        meta = store.read_meta()
+    (tmp_path / "log").rename(tmp_path / "other")
+    with pytest.raises(CorruptionError, match=r"another record 3 than the log holds.*A damaged store"):
+        async with _reopen_after(tmp_path, [*_TWO_BATCHES, (_HELLO, [])]):
+            pass
+    async with _files(tmp_path) as (store, _):
+        assert store.read_meta() == meta and store.applied_seq == 3
+
+
+async def test_a_store_goes_on_with_its_log_after_every_start(tmp_path: Path) -> None:
+    """The mark follows the applied record over starts, through recovery and through writes."""
+    async with _reopen_after(tmp_path, [(_HELLO, [])]) as (ingest, store):
+        await ingest.open_session("other", "rank0", 1, 0, 1, [SPEC])
+    for _ in range(2):
+        async with _files(tmp_path) as (store, log):
+            assert store.read_meta()[META_MARK] == b"2 %d" % (log.nonce_of(2) or 0)
+        async with _reopen(tmp_path) as (ingest, _):
+            assert ingest.submitted_seq == 2
+
+
+@pytest.mark.parametrize("mark", [b"", b"2 77"], ids=["none", "of an earlier record"])
+async def test_a_store_without_the_mark_of_its_last_record_is_not_compared(tmp_path: Path, mark: bytes) -> None:
+    """What an earlier release has written last opens, with any log that has its position."""
+    async with _reopen_after(tmp_path, _TWO_BATCHES):
+        pass
+    async with _files(tmp_path) as (store, _):
+        store.write([], [], meta={META_MARK: mark}, applied_seq=3)
+    async with _reopen_after(tmp_path, [(_HELLO, [])]) as (ingest, store):
+        assert (ingest.submitted_seq, store.read_meta()[META_MARK][:2]) == (4, b"4 ")
+
+
+async def test_a_mark_that_is_no_mark_stops_recovery(tmp_path: Path) -> None:
+    """An unreadable mark is damage."""
+    async with _files(tmp_path, _TWO_BATCHES) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {META_MARK: b"x"}, max_backlog_bytes=1 << 30)
+        with pytest.raises(CorruptionError, match="unreadable: b'x'"):
             await ingest.recover()
 
 
@@ -225,6 +281,9 @@ async def test_recovery_reads_a_record_while_it_takes_up_the_one_before(
             for record in log.read(from_seq):
                 is_read[record.seq].set()
                 yield record
+
+        def nonce_of(self, seq: int) -> int | None:
+            return log.nonce_of(seq)
 
     async def wait_for_the_next(_: int) -> None:
         if ingest.submitted_seq < 3:

@@ -23,6 +23,7 @@ from torch import nn
 
 from headrace import EmbeddingReplica, RawEmbeddingStreamer
 from headrace.cli import main
+from headrace.paramserver.ingest.pipeline import META_MARK
 from headrace.paramserver.log.sessions import Session, Sessions
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.contents import SnapshotReader
@@ -119,6 +120,14 @@ def test_an_epoch_seen_by_one_shard_is_not_reused(
     stores = [*(tmp_path / "restored").glob("shard-*/store")]
     assert len(stores) == (num_shards or 2)
     assert max(Sessions(_meta_of(store)).highest_epoch for store in stores) == highest
+
+
+def test_the_mark_of_the_old_log_is_dropped(tmp_path: Path) -> None:
+    """A restored store begins with a new log, so it keeps no mark of a record of the old one."""
+    data = build(tmp_path / "data", ROWS, num_shards=1)
+    _write_meta(data / "shard-0000", lambda _: {META_MARK: b"2 77"})
+    restore_snapshot(snapshot_of(data, tmp_path / "snapshots"), tmp_path / "restored")
+    assert META_MARK not in _meta_of(tmp_path / "restored" / "shard-0000" / "store")
 
 
 @pytest.mark.parametrize("num_shards", [None, 3])
