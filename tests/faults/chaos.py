@@ -4,6 +4,7 @@
 
 Each cycle trains, makes one fault, lets things recover, and then compares: every acked row is there, none is older than
 acked or has other bytes, no delete has come undone; and after a final flush the store equals the trainer, bit for bit.
+Served copies of the trainer's models compute all the time, and their outputs are the trainer's at the step they show.
 It ends at the first cycle that finds something, with exit code 1, and leaves the directory for a look.
 """
 
@@ -26,8 +27,11 @@ from typing import Annotated, Self
 import typer
 from chaos_ledger import Findings, Ledger
 from chaos_proxy import CALM, FrameProxy, Trouble
+from chaos_served import BREAKAGES as SERVED_BREAKAGES
+from chaos_served import Outputs, ServedCopies
 from chaos_server import HOST, PROXY_HOST, WAIT_S, ChaosServer
-from chaos_shard import BREAKAGES, Synced
+from chaos_shard import BREAKAGES as SHARD_BREAKAGES
+from chaos_shard import Synced
 from chaos_trainer import DIMS, ROWS, TrainerOrder
 from chaos_trainer_process import ChaosError, Trainer
 from new_directory import new_directory
@@ -39,6 +43,7 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.shard.child import EXIT_STORAGE
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.log_records import RecordKind
+from headrace.schemas.version import Version
 
 __all__ = ["FAULTS", "Chaos", "ChaosError", "deck", "main"]
 
@@ -47,6 +52,7 @@ _NUM_SHARDS = 2
 _TROUBLE_S = 0.5
 _POLICIES = ("coalesce", "coalesce", "spool", "block")
 
+BREAKAGES = SHARD_BREAKAGES | SERVED_BREAKAGES
 TROUBLES = {
     "resets": Trouble(reset=0.03),
     "delays": Trouble(delay=0.2),
@@ -65,18 +71,24 @@ class Chaos:
         proxy: Between the two.
         found: What was found to be wrong, by kind.
         ledger: What was acked.
+        outputs: What the trainer's models and their served copies compute.
     """
 
     def __init__(self, directory: Path, *, seed: int, breakage: str = "none") -> None:
         self.faults: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
         self.ledger = Ledger(ROWS, DIMS)
+        self.outputs = Outputs()
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._seed = seed
         self._spool = directory / "spool"
         self._spool.mkdir(parents=True)
-        self._server = ChaosServer(directory, num_shards=_NUM_SHARDS, breakage=breakage)
+        self._server = ChaosServer(
+            directory, num_shards=_NUM_SHARDS, breakage=breakage if breakage in SHARD_BREAKAGES else "none"
+        )
+        self._served_breakage = breakage if breakage in SERVED_BREAKAGES else "none"
+        self._served: ServedCopies | None = None
         ports = range(self._server.port, self._server.port + _NUM_SHARDS)
         self.proxy = FrameProxy(listen_host=PROXY_HOST, target_host=HOST, ports=ports, seed=seed)
         self._trainer: Trainer | None = None
@@ -89,6 +101,8 @@ class Chaos:
 
     def __exit__(self, *_: object) -> None:
         self.proxy.make(CALM)
+        if self._served is not None:
+            self._served.kill()
         if self._trainer is not None:
             self._trainer.kill()
         self._server.close()
@@ -100,7 +114,7 @@ class Chaos:
         Raises:
             ChaosError: A promise is broken.
         """
-        trainer = self._running_trainer()
+        trainer, _ = self._running_trainer(), self._running_served()
         time.sleep(self._random.uniform(0.05, 0.3))
         self.faults[fault] += 1
         FAULTS[fault](self)
@@ -110,8 +124,9 @@ class Chaos:
         if self._trainer is not None:
             trainer.check()
         trainer = self._running_trainer()
-        trainer.flush()
+        versions = trainer.flush()
         self._compare(is_final=True)
+        self._compare_served(versions)
         trainer.go_on()
 
     # Faults. Each returns when the server is ready again; the trainer may be gone.
@@ -141,6 +156,20 @@ class Chaos:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(_TROUBLE_S)
         os.kill(pid, signal.SIGCONT)
+
+    def kill_served(self) -> None:
+        """`kill -9` the serving process; the next one builds its copies while the trainer goes on."""
+        self._restart_served()
+
+    def kill_trainer_and_served(self) -> None:
+        """`kill -9` trainer and serving process; its copies begin anew before the next trainer says hello, or amid."""
+        self._kill_trainer()
+        self._restart_served()
+        time.sleep(self._random.uniform(0, 0.5))
+
+    def pause_served(self) -> None:
+        """Stop the serving process for a while."""
+        self._running_served().pause(_TROUBLE_S)
 
     def trouble(self, name: str) -> None:
         """Make trouble on the network for a while, until some frame has met with it."""
@@ -224,6 +253,16 @@ class Chaos:
         self._trainer.kill()
         self._trainer = None
 
+    def _running_served(self) -> ServedCopies:
+        if self._served is None:
+            self._served = ServedCopies(f"{PROXY_HOST}:{self._server.port}", self._served_breakage)
+        return self._served
+
+    def _restart_served(self) -> None:
+        self._running_served().kill()
+        self._served = None
+        self._running_served()
+
     def _running_trainer(self) -> Trainer:
         if self._trainer is None:
             self._num_trainers += 1
@@ -233,7 +272,7 @@ class Chaos:
                 policy=self._random.choice(_POLICIES),
                 spool_dir=self._spool,
             )
-            self._trainer = Trainer(order, self.ledger, self._lock)
+            self._trainer = Trainer(order, self.ledger, self.outputs, self._lock)
             self._trainer.wait_ready()
         return self._trainer
 
@@ -262,6 +301,17 @@ class Chaos:
         if findings:
             when = "after the flush" if is_final else "after the fault"
             raise ChaosError(f"{when}: " + "; ".join(findings.lines))
+
+    def _compare_served(self, versions: dict[str, Version]) -> None:
+        """Compare what served copies computed until they came to these versions with the trainer's outputs."""
+        kind, why, seen = self._running_served().settle(versions)
+        with self._lock:
+            lines = self.outputs.compare(seen)
+        if kind:
+            self.outputs.found[kind] += 1
+            lines.append(f"{kind}: {why}")
+        if lines:
+            raise ChaosError(f"{len(lines)} of served outputs: " + "; ".join(lines[:5]))
 
     async def _read_and_compare(self, acked: Ledger, *, is_final: bool) -> Findings:
         findings = Findings()
@@ -325,6 +375,9 @@ FAULTS: dict[str, Callable[[Chaos], None]] = {
     "kill_trainer": Chaos.kill_trainer,
     "kill_both": Chaos.kill_both,
     "pause_shard": Chaos.pause_shard,
+    "kill_served": Chaos.kill_served,
+    "kill_trainer_and_served": Chaos.kill_trainer_and_served,
+    "pause_served": Chaos.pause_served,
     **{name: _trouble(name) for name in TROUBLES},
     "trouble_and_kill": Chaos.trouble_and_kill,
     "disk_full": lambda chaos: chaos.fail_disk(errno.ENOSPC),
@@ -346,11 +399,14 @@ def summarize(chaos: Chaos, *, cycles: int, seed: int, seconds: float) -> str:
     """Return what a run has shown, in a few lines."""
     found = chaos.found
     told = ("lost", "stale", "resurrected", "wrong", "unacked")
+    outputs = chaos.outputs
+    served = ", ".join(f"{outputs.found[kind]} {kind}" for kind in ("lost", "stale", "wrong", "unknown", "failed"))
     faults = ", ".join(f"{name} {number}" for name, number in sorted(chaos.faults.items()))
     troubles = ", ".join(f"{name} {number}" for name, number in sorted(chaos.proxy.counts.items()) if number)
     return (
         f"{cycles} cycles, seed {seed}, {seconds:.0f} s: {', '.join(f'{found[kind]} {kind}' for kind in told)} rows\n"
         f"acked: {chaos.ledger.num_rows} rows in {chaos.ledger.num_batches} batches\n"
+        f"served: {outputs.num_compared} outputs, {served}\n"
         f"faults: {faults}\nframes: {troubles or 'no trouble'}"
     )
 
@@ -359,7 +415,7 @@ def main(
     cycles: Annotated[int, typer.Option(min=1, help="How many faults to make.")] = 20,
     seed: Annotated[int, typer.Option(help="Chooses the faults, and what each does.")] = 0,
     fault: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.", show_default=False)] = None,
-    breakage: Annotated[str, typer.Option(help=f"Break the shards: {', '.join(BREAKAGES)}.")] = "none",
+    breakage: Annotated[str, typer.Option(help=f"Break shards or served copies: {', '.join(BREAKAGES)}.")] = "none",
     data: Annotated[
         Path | None, typer.Option(help="New directory to work in, and to keep.", metavar="DIR", show_default=False)
     ] = None,

@@ -27,15 +27,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chaos_ledger import acked_deltas
-from torch import nn
+from chaos_model import DENSE_SPECS, MODELS, TORCH_TABLES, Ranker, outputs_of
 
-from headrace.kernels.dtypes import DTYPES, bits_of
+from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
+from headrace.schemas.version import Version
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.compare import compare_with_store
 from headrace.streamer.config import StreamerConfig
@@ -43,36 +44,6 @@ from headrace.streamer.delivery.channel import ShardChannel
 from headrace.streamer.delivery.rendezvous import Rendezvous, Writer
 from headrace.streamer.flush.layout import Message
 
-MODELS = ("ctr", "cvr")
-TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
-
-
-class Ranker(nn.Module):
-    """Bags of all tables, a norm with buffers, and a small tower: what both models are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, (rows, dim) in TORCH_TABLES.items():
-            self.add_module(name, nn.EmbeddingBag(rows, dim, mode="sum", sparse=True))
-        width = sum(dim for _, dim in TORCH_TABLES.values())
-        self.norm = nn.BatchNorm1d(width)
-        self.top = nn.Sequential(nn.Linear(width, 40), nn.ReLU(), nn.Linear(40, 1))
-
-    def forward(self, ids: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return a score `[n]` for ids `[n, k]` of each table."""
-        bags = [self.get_submodule(name)(ids[name]) for name in TORCH_TABLES]
-        scores: torch.Tensor = self.top(self.norm(torch.cat(bags, dim=1)))
-        return scores.squeeze(1)
-
-
-def _dense_specs() -> dict[str, TableSpec]:
-    with torch.device("meta"):
-        tensors = Ranker().state_dict()
-    paths = [path for path in tensors if path.partition(".")[0] not in TORCH_TABLES]
-    return {path: TableSpec.of_tensor(path, tensors[path].shape, DTYPES[tensors[path].dtype]) for path in paths}
-
-
-DENSE_SPECS = _dense_specs()
 RAW_SPECS = (
     TableSpec(
         fqn="raw.ids",
@@ -129,7 +100,7 @@ def run_trainer(order: TrainerOrder, commands: Connection, reports: Connection) 
     """Train until killed.
 
     Takes `flush`, and then `go on`, from `commands`. Reports, pickled: `("ready", epoch)`, `("acked", deltas)`,
-    `("flushed", is_equal, comparison)`, `("failed", why)`.
+    `("computed", model, version, outputs)`, `("flushed", is_equal, comparison, versions)`, `("failed", why)`.
     """
     lock = threading.Lock()
 
@@ -161,12 +132,18 @@ def _report_acks(report: Callable[..., None]) -> None:
 class _ModelTrainer:
     """One of the two models, and its run."""
 
-    def __init__(self, address: str, model: str, config: StreamerConfig, seed: int) -> None:
+    def __init__(
+        self, address: str, model: str, config: StreamerConfig, seed: int, report: Callable[..., None]
+    ) -> None:
+        self._report = report
+        self._num_steps = 0
         self._random = np.random.default_rng(seed)
-        self._name, self._model = model, Ranker()
+        self.name, self._model = model, Ranker()
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
         config = dataclasses.replace(config, model=model, dense_interval_s=_DENSE_INTERVAL_S)
         self.streamer = RawEmbeddingStreamer(address, run=f"chaos-{model}", config=config)
+        # Before the streamer's own hook: what a step computes is known before anything of it is on its way.
+        self._optimizer.register_step_post_hook(self._report_outputs)
         self.streamer.attach(self._model, self._optimizer, publish="all", dense=True, dense_states=True)
 
     def step(self) -> None:
@@ -179,14 +156,24 @@ class _ModelTrainer:
         (self._model(ids) - 1).pow(2).mean().backward()
         self._optimizer.step()
 
+    @property
+    def version(self) -> Version:
+        """(epoch, step) of the last step."""
+        assert self.streamer.stats().step == self._num_steps
+        return self.streamer.epoch, self._num_steps
+
+    def _report_outputs(self, *_: Any) -> None:
+        self._num_steps += 1
+        self._report("computed", self.name, (self.streamer.epoch, self._num_steps), outputs_of(self._model))
+
     async def dense_differences(self, reader: EmbeddingReader) -> list[str]:
         """Return a line for each dense tensor that is not the store's; after a flush there is none."""
-        part, step = await reader.dense(self._name), self.streamer.stats().step
-        if part.version != (self.streamer.epoch, step):
-            return [f"{self._name}: the dense part is of {part.version}, not of step {step}"]
+        part = await reader.dense(self.name)
+        if part.version != self.version:
+            return [f"{self.name}: the dense part is of {part.version}, not of {self.version}"]
         values = self._model.state_dict()
         return [
-            f"{self._name}:{path}: other values than the trainer's"
+            f"{self.name}:{path}: other values than the trainer's"
             for path in DENSE_SPECS
             if path not in part.tensors or part.tensors[path].tobytes() != bits_of(values[path]).tobytes()
         ]
@@ -209,7 +196,7 @@ class _Trainer:
             request_timeout_s=10.0,
             connect_timeout_s=_WAIT_S,
         )
-        self._trainers = [_ModelTrainer(order.address, model, config, order.seed) for model in MODELS]
+        self._trainers = [_ModelTrainer(order.address, model, config, order.seed, report) for model in MODELS]
         self._raw = RawWriter(order.address, config, order.seed)
         self._raw.publish()
 
@@ -229,7 +216,8 @@ class _Trainer:
             comparison = compare_with_store(tables, self._address)
             differences = asyncio.run(self._dense_differences())
             text = "\n".join([str(comparison), *differences])
-            self._report("flushed", comparison.is_equal and not differences, text)
+            versions = {trainer.name: trainer.version for trainer in self._trainers}
+            self._report("flushed", comparison.is_equal and not differences, text, versions)
             assert commands.recv() == "go on"
 
     async def _dense_differences(self) -> list[str]:

@@ -10,13 +10,22 @@ import time
 from typing import Any
 
 from chaos_ledger import Ledger
+from chaos_served import Outputs, Seen
 from chaos_server import WAIT_S
 from chaos_trainer import TrainerOrder, run_trainer
+
+from headrace.schemas.version import Version
 
 __all__ = ["ChaosError", "Trainer"]
 
 # The folder of the harness is not on the path of the process that trainers are forked from.
-_PRELOADED = ["torch", "torch.optim", "headrace.streamer.api", "headrace.streamer.compare"]
+_PRELOADED = [
+    "torch",
+    "torch.optim",
+    "headrace.streamer.api",
+    "headrace.streamer.compare",
+    "headrace.paramserver.replica",
+]
 
 
 class ChaosError(Exception):
@@ -26,9 +35,9 @@ class ChaosError(Exception):
 class Trainer:
     """A trainer process and what it has reported; a killed one is replaced by a new object."""
 
-    def __init__(self, order: TrainerOrder, ledger: Ledger, lock: threading.Lock) -> None:
+    def __init__(self, order: TrainerOrder, ledger: Ledger, outputs: Outputs, lock: threading.Lock) -> None:
         """Start the process; `wait_ready` comes next."""
-        self._ledger, self._lock = ledger, lock
+        self._ledger, self._outputs, self._lock = ledger, outputs, lock
         self._replies: queue.Queue[tuple[Any, ...]] = queue.Queue()
         # Forked from a process that has torch loaded already: a trainer starts in a moment.
         context = multiprocessing.get_context("forkserver")
@@ -46,12 +55,16 @@ class Trainer:
         """Return when it trains."""
         self._expect("ready")
 
-    def flush(self) -> None:
-        """Let it send everything, wait until it is acked, and compare the store with its tables."""
+    def flush(self) -> dict[str, Version]:
+        """Let it send everything, wait until it is acked, and compare the store with its tables.
+
+        Return the version of each model; nothing follows until `go_on`.
+        """
         self._commands.send("flush")
-        _, is_equal, text = self._expect("flushed")
+        _, is_equal, text, versions = self._expect("flushed")
         if not is_equal:
             raise ChaosError(f"after the flush the store differs from the trainer: {text}")
+        return dict(versions)
 
     def go_on(self) -> None:
         """Let it train again after a flush."""
@@ -84,6 +97,9 @@ class Trainer:
             if report[0] == "acked":
                 with self._lock:
                     self._ledger.take(report[1])
+            elif report[0] == "computed":
+                with self._lock:
+                    self._outputs.note(Seen(*report[1:]))
             else:
                 self._replies.put(report)
 

@@ -15,21 +15,24 @@ import soak
 import typer
 from chaos import FAULTS, Chaos, ChaosError, deck
 from chaos_ledger import Ledger
+from chaos_model import MODELS
 
 from headrace.paramserver.shard import retention, service
 
 # One of each sort: the network, a process on either side, a disk that loses what it may. The long run has all.
-SHORT = ("bad_network", "kill_shard", "kill_trainer", "lost_unsynced")
+SHORT = ("bad_network", "kill_shard", "kill_trainer_and_served", "lost_unsynced")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen starts of processes, each of seconds on a busy machine
 def test_nothing_acked_is_lost(tmp_path: Path) -> None:
-    """Over kills, a bad network and lost writes every acked row stays, and the store ends as the trainer's tables."""
+    """Over kills, a bad network and lost writes acked rows stay, and store and served copies are the trainer's."""
     with Chaos(tmp_path, seed=1) as chaos:
         for fault in SHORT:
             chaos.run_cycle(fault)
     assert not chaos.found
+    assert not chaos.outputs.found
+    assert chaos.outputs.num_compared >= len(MODELS) * len(SHORT)
     assert chaos.ledger.num_rows > 1000
     assert chaos.proxy.counts.total() > 0
 
@@ -53,6 +56,16 @@ def test_a_broken_shard_is_found(tmp_path: Path, breakage: str, fault: str, find
     # The trainer may be the first to see that batches are missing.
     sees = breakage in ("acks_early", "forgets_sequence") and "has lost acked data" in str(failure.value)
     assert sees or chaos.found.keys() & finds, str(failure.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_broken_served_copy_is_found(tmp_path: Path) -> None:
+    """A copy that computes with the rows of one step and the dense part of another does not pass."""
+    with Chaos(tmp_path, seed=2, breakage="mixes_steps") as chaos, pytest.raises(ChaosError, match="wrong outputs of"):
+        for _ in range(3):  # the first part of all has none before it
+            chaos.run_cycle("kill_shard")
+    assert chaos.outputs.found.keys() == {"wrong"}
 
 
 def test_a_run_makes_each_fault_as_often(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""The serving side of the chaos harness: a process with a served copy of each model, whose outputs are the trainer's.
+
+The trainer notes its outputs on a fixed batch at every step, before anything of the step is streamed. Whatever step a
+served copy shows, at any moment, its outputs are those, bit for bit; and after a flush it shows the step of the flush.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+from chaos_model import MODELS, Ranker, compute
+from chaos_server import WAIT_S
+
+from headrace.paramserver.reading.dense_parts import DensePart
+from headrace.paramserver.replica import EmbeddingReplica, serve_model
+from headrace.schemas.errors import UnavailableError
+from headrace.schemas.version import Version
+
+__all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies"]
+
+_NUM_KEPT = 20_000
+_LOOK_PAUSE_S = 0.005
+_BEFORE_ANY: Version = (0, -1)
+
+
+class Seen(NamedTuple):
+    """What a served copy computed of the probe, or the trainer at the same step."""
+
+    model: str
+    version: Version
+    outputs: bytes
+
+
+class Outputs:
+    """What the trainer computed at its newest steps, and what served copies were seen to compute. Not thread-safe.
+
+    Attributes:
+        num_compared: Outputs of served copies.
+        found: How many of those were `wrong` (of several steps, or other bytes), of an `unknown` step, or `stale` (the
+            copies went back); and how often a copy did not come to a step that was flushed: `lost`.
+    """
+
+    def __init__(self) -> None:
+        self.num_compared = 0
+        self.found: Counter[str] = Counter()
+        self._trained: OrderedDict[tuple[str, Version], bytes] = OrderedDict()
+        self._newest: dict[str, Version] = {}
+
+    def note(self, trained: Seen) -> None:
+        """Keep what the trainer computed."""
+        self._trained[trained.model, trained.version] = trained.outputs
+        if len(self._trained) > _NUM_KEPT:
+            self._trained.popitem(last=False)
+
+    def compare(self, served: Iterable[Seen]) -> list[str]:
+        """Compare what served copies computed, in this order; return a line for each that is not sound."""
+        lines = []
+        for model, version, outputs in served:
+            self.num_compared += 1
+            newest = self._newest.get(model, _BEFORE_ANY)
+            self._newest[model] = max(version, newest)
+            expected = self._trained.get((model, version))
+            kind = "unknown" if expected is None else "wrong" if outputs != expected else "stale"
+            if kind != "stale" or version < newest:
+                self.found[kind] += 1
+                lines.append(f"{kind} outputs of the served copy of {model!r} at {version}, after {newest}")
+        return lines
+
+
+class ServedCopies:
+    """The serving process, as the harness sees it; a killed one is replaced by a new object."""
+
+    def __init__(self, address: str, breakage: str) -> None:
+        """Start the process; its copies are there at the first `settle`."""
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(address, breakage, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def settle(self, versions: dict[str, Version]) -> tuple[str, str, list[Seen]]:
+        """Return what was computed since the last time, at the end at these versions; before it what went wrong.
+
+        That is "" or "lost", for a copy that does not come to its version, or "failed"; and why.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and perhaps said why
+            self._pipe.send(versions)
+        if not self._pipe.poll(5 * WAIT_S):
+            return "failed", "the serving process does not answer", []
+        try:
+            kind, why, seen = self._pipe.recv()
+        except EOFError:
+            return "failed", f"the serving process has ended with exit code {self._process.exitcode}", []
+        return kind, why, seen
+
+    def pause(self, seconds: float) -> None:
+        """Stop the process for a while."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """`kill -9` the process."""
+        self._process.kill()
+        self._process.join(WAIT_S)
+        self._pipe.close()
+
+
+def _run(address: str, breakage: str, requests: Connection) -> None:
+    """Serve until killed; the process's main function. Takes versions by model, and answers as `settle` returns."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of lost connections there will be many
+    BREAKAGES[breakage]()
+    try:
+        copies = [_ServedCopy(address, model) for model in MODELS]
+        while True:
+            versions = requests.recv()
+            try:
+                requests.send(("", "", [seen for served in copies for seen in served.settle(versions[served.model])]))
+            except UnavailableError as exc:
+                requests.send(("lost", str(exc), []))
+    except EOFError:
+        return  # the harness has ended
+    except Exception:
+        requests.send(("failed", traceback.format_exc(), []))
+
+
+class _ServedCopy:
+    """A replica, a served copy over it, and a thread that computes with it all the time."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self.model = model
+        self._replica = EmbeddingReplica(address, model=model, consistency="step", open_timeout_s=2 * WAIT_S)
+        with torch.device("meta"):
+            whole = Ranker()
+        self._served = serve_model(whole, self._replica, model=model)
+        self._lock = threading.Lock()
+        self._seen: list[Seen] = []
+        self._problem = ""
+        threading.Thread(target=self._look_on, name=f"served-{model}", daemon=True).start()
+
+    def settle(self, version: Version) -> list[Seen]:
+        """Wait for a version, and return all that was computed since the last time."""
+        self._replica.wait_for(version[1], WAIT_S, epoch=version[0])
+        self._look()
+        with self._lock:
+            if self._problem:
+                raise RuntimeError(self._problem)
+            if self._seen and self._seen[-1].version != version:
+                raise UnavailableError(f"model {self.model!r} is at {self._seen[-1].version}, not at {version}")
+            seen, self._seen = self._seen, []
+        return seen
+
+    def _look(self) -> None:
+        """Compute once, and note it unless it is what was noted last."""
+        with self._lock:
+            seen = self._replica.at_one_moment(
+                lambda: Seen(self.model, (self._replica.epoch, self._replica.step), compute(self._served))
+            )
+            if self._seen[-1:] != [seen]:
+                self._seen.append(seen)
+
+    def _look_on(self) -> None:
+        pause = threading.Event()
+        while not self._problem:
+            try:
+                self._look()
+            except Exception:  # of whatever kind: no call may fail
+                self._problem = traceback.format_exc()
+            pause.wait(_LOOK_PAUSE_S)
+
+
+# Serving that is broken on purpose, to see that it is noticed. In the serving process alone.
+
+
+def _mix_steps() -> None:
+    newest: dict[str | None, DensePart] = {}
+    before: dict[str | None, DensePart] = {}
+    dense_part = EmbeddingReplica.dense_part
+
+    def part_before(self: EmbeddingReplica, model: str | None = None) -> DensePart:
+        part = dense_part(self, model)
+        if part is not newest.get(model):
+            before[model] = newest.get(model, part)
+            newest[model] = part
+        return before[model]
+
+    EmbeddingReplica.dense_part = part_before  # type: ignore[method-assign]
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {"none": lambda: None, "mixes_steps": _mix_steps}
+"""By name: breaks the served copies of this process."""
