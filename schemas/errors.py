@@ -18,6 +18,7 @@
     ├── ProtocolMismatchError   the peers speak different protocol versions
     ├── GoneError               a log range or a snapshot has been removed
     │   └── SetBackError        the server was set back to an older copy of itself
+    ├── LogFencedError          another process has taken over the shard's log; this one must stop
     └── StorageError            the disk failed or holds wrong data
         └── CorruptionError     a checksum or an invariant on disk does not hold
 
@@ -34,6 +35,7 @@ __all__ = [
     "FencedError",
     "GoneError",
     "HeadraceError",
+    "LogFencedError",
     "NonFiniteError",
     "OverloadedError",
     "OwnedError",
@@ -188,6 +190,10 @@ class SetBackError(GoneError):
 
 class ProtocolError(HeadraceError):
     """Bytes that are not a message of the protocol."""
+
+
+class LogFencedError(HeadraceError):
+    """Another process has taken over a shard's log: this one can write nothing more, and nothing is lost."""
 
 
 class StorageError(HeadraceError):

@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 29_075,
+    "paramserver": 29_095,
     "streamer": 11_000,
     "scripts": 10_890,
-    "tests": 63_451,
+    "tests": 63_530,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -27,6 +27,7 @@ from headrace.schemas.errors import (
     CorruptionError,
     GoneError,
     HeadraceError,
+    LogFencedError,
     RequestError,
     StorageError,
     UnavailableError,
@@ -425,7 +426,7 @@ class Ingest:
     def _append(self, epoch: int, header: dict[str, Any], body: list[memoryview]) -> Append:
         try:
             return self._log.append(epoch=epoch, header=header, body=body)
-        except StorageError as exc:
+        except (StorageError, LogFencedError) as exc:
             # The log may have failed while idle; then no record's future has reported it.
             self._fail(exc)
             raise UnavailableError(f"the shard's update log has failed: {exc}") from exc

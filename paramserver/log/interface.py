@@ -100,7 +100,7 @@ class DurableFuture(asyncio.Future[None]):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """A record on its way to the disk. `durable` is done when it survives power loss, or fails with `StorageError`."""
+    """A record on its way to the disk. `durable` is done when it survives power loss, or fails as the log does."""
 
     seq: int
     durable: asyncio.Future[None]
@@ -135,10 +135,16 @@ class LogMetrics:
 class UpdateLog(Protocol):
     """One shard's log. Appended to from one event loop; read and trimmed from any thread.
 
+    Three conditions stop appends, and the server treats each in its own way:
+        stalled: Nothing becomes durable for a while. Acks wait; when `max_pending_bytes` are reached, `append` refuses
+            before a record has a seq, so trainers coalesce, and go on by themselves when the log does.
+        fenced: `failed` is a `LogFencedError`. Another process owns the log and serves the shard: this one steps down.
+        failed: `failed` is a `StorageError`. Acked data may be at risk: the server stops, and nothing restarts it.
+
     Attributes:
         first_seq: Oldest readable record; `last_seq + 1` if there is none.
         last_seq: Last durable record; 0 in a new log.
-        failed: Set for good by a failed write or sync; every later append raises it. Reading continues.
+        failed: Set for good when the log has failed or is fenced; every later append raises it. Reading continues.
         pending_bytes: Bytes appended and not yet durable. Thread: the loop's.
         size_bytes: Bytes of all readable records and what surrounds them.
         metrics: Counts since the log was opened.
@@ -171,6 +177,7 @@ class UpdateLog(Protocol):
             OverloadedError: `max_pending_bytes` is reached; nothing was appended.
             RequestError: The record is too large; nothing was appended.
             StorageError: The log has failed.
+            LogFencedError: Another process has taken over the log.
             UnavailableError: The log is closed.
         """
         ...

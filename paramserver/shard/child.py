@@ -26,6 +26,7 @@ from headrace.schemas.errors import ProtocolError
 __all__ = [
     "EXIT_CONFIG",
     "EXIT_ERROR",
+    "EXIT_FENCED",
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_STORAGE",
@@ -42,6 +43,7 @@ EXIT_OK = 0
 EXIT_ERROR = 1  # a restart may help
 EXIT_CONFIG = 2  # the configuration cannot work, so a restart does not help
 EXIT_STORAGE = 3  # the disk failed or its data is damaged; a restart does not help and may harm
+EXIT_FENCED = 4  # another process has taken over the shard's log; a restart would take it back
 EXIT_INTERRUPTED = 130  # a second signal ended the drain
 
 

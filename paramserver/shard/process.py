@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
+    EXIT_FENCED,
     EXIT_OK,
     EXIT_STORAGE,
     ShardOrder,
@@ -30,7 +31,7 @@ from headrace.paramserver.shard.child import (
 from headrace.paramserver.system.event_loop import shorten_gc_pauses, stop_requests
 from headrace.paramserver.system.limits import allow_open_files
 from headrace.paramserver.system.log_lines import configure_logging, fact, limit_repeats
-from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
+from headrace.schemas.errors import ConfigError, HeadraceError, LogFencedError, StorageError
 
 if TYPE_CHECKING:
     from headrace.paramserver.shard.service import Shard
@@ -60,6 +61,8 @@ def main(*arguments: str) -> int:
     except HeadraceError as exc:
         # The supervisor logs the error.
         _report(order, ShardReport(error=str(exc)))
+        if isinstance(exc, LogFencedError):
+            return EXIT_FENCED
         if isinstance(exc, StorageError):
             return EXIT_STORAGE
         return EXIT_CONFIG if isinstance(exc, ConfigError) else EXIT_ERROR

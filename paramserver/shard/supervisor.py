@@ -4,7 +4,8 @@ The supervisor owns what must outlive a shard process: the listening sockets, so
 port and connections wait meanwhile; and the directory's lock, which its children share. It never touches data.
 
 It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives up after too many of
-them, or when a child reports that a restart does not help (`EXIT_STORAGE`, `EXIT_CONFIG`). It kills a serving child
+them, or when a child reports that a restart does not help (`EXIT_STORAGE`, `EXIT_CONFIG`). A
+shard whose log another process has taken over (`EXIT_FENCED`) steps down alone. It kills a serving child
 whose event loop has not run for `hang_timeout_s`, and restarts it like any other.
 """
 
@@ -28,6 +29,7 @@ from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
+    EXIT_FENCED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STORAGE,
@@ -97,7 +99,8 @@ class Supervisor:
     async def run(self) -> int:
         """Run until SIGTERM, SIGINT or the end of stdin, or until a shard fails for good.
 
-        Returns the exit code: 0 drained, 1 gave up, 3 a shard's storage failed, 130 killed by a second signal.
+        Returns the exit code: 0 drained, 1 gave up, 3 a shard's storage failed, 4 all shards have stepped down, 130
+        killed by a second signal.
         Cancellation: the shard processes are killed.
         """
         num_shards = len(self._sockets)
@@ -113,6 +116,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 for shard in range(num_shards):
                     tasks.create_task(self._keep_running(shard), name=f"shard-{shard}")
+        if not self._stopping.is_set():
+            self._exit_code = EXIT_FENCED
         fact(_log, logging.INFO, "server has stopped", exit_code=self._exit_code)
         return self._exit_code
 
@@ -163,6 +168,10 @@ class Supervisor:
             if exit_code in _PERMANENT:
                 fact(_log, logging.CRITICAL, "shard cannot go on; the server stops", **died)
                 return self.stop(_PERMANENT[exit_code])
+            if exit_code == EXIT_FENCED:
+                fact(_log, logging.ERROR, "shard steps down; the other shards go on", **died)
+                self._sockets[shard].close()  # refuse its clients, so that they ask elsewhere
+                return
             is_quick = lived_s is None or lived_s < self._config.quick_death_s
             num_quick_deaths = num_quick_deaths + 1 if is_quick else 1
             if num_quick_deaths >= self._config.max_quick_deaths:

@@ -19,7 +19,7 @@ import socket
 import sys
 from pathlib import Path
 
-from headrace.paramserver.shard.child import EXIT_ERROR, EXIT_STORAGE, ShardOrder, ShardReport
+from headrace.paramserver.shard.child import EXIT_ERROR, EXIT_FENCED, EXIT_STORAGE, ShardOrder, ShardReport
 
 
 async def _serve(order: ShardOrder, *, is_stubborn: bool) -> None:
@@ -54,6 +54,9 @@ def main(behaviour: str, *arguments: str) -> int:
     if behaviour == "storage":
         os.write(order.report_fd, ShardReport(error="log record 7 is rotten").encode())
         return EXIT_STORAGE
+    if behaviour == "fenced" and order.config.shard >= int(arguments[0]):
+        os.write(order.report_fd, ShardReport(error="another process has the log").encode())
+        return EXIT_FENCED
     if behaviour == "broken":
         os.write(order.report_fd, ShardReport(error="the wheel is stuck").encode())
         return EXIT_ERROR

@@ -22,7 +22,14 @@ from headrace.paramserver.log.interface import (
     UpdateLogConfig,
     check_record,
 )
-from headrace.schemas.errors import GoneError, HeadraceError, OverloadedError, StorageError, UnavailableError
+from headrace.schemas.errors import (
+    GoneError,
+    HeadraceError,
+    LogFencedError,
+    OverloadedError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.log_records import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES, pack_header, unpack_header
 from headrace.schemas.messages import Segment
 
@@ -71,7 +78,7 @@ class MemoryUpdateLog:
         """
         self.first_seq = 1
         self.last_seq = 0
-        self.failed: StorageError | None = None
+        self.failed: StorageError | LogFencedError | None = None
         self.metrics = LogMetrics()
         self.pending_bytes = 0
         self._config = config or UpdateLogConfig()
@@ -104,8 +111,8 @@ class MemoryUpdateLog:
         self._is_held = False
         self._schedule()
 
-    def fail(self, error: StorageError) -> None:
-        """Fail as after a failed sync: nothing that is pending becomes durable, ever."""
+    def fail(self, error: StorageError | LogFencedError) -> None:
+        """Fail as after a failed sync, or a takeover: nothing that is pending becomes durable, ever."""
         self.failed = error
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
@@ -128,7 +135,7 @@ class MemoryUpdateLog:
     def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
         """See `UpdateLog.append`."""
         if self.failed is not None:
-            raise StorageError(str(self.failed))
+            raise type(self.failed)(str(self.failed))
         if self._is_closed:
             raise UnavailableError("the log is closed")
         packed = pack_header(header)
@@ -200,7 +207,7 @@ class MemoryUpdateLog:
         for seq, epoch, header, body, size_bytes, durable in pending:
             self.pending_bytes -= size_bytes
             if self.failed is not None:
-                durable.set_exception(StorageError(str(self.failed)))
+                durable.set_exception(type(self.failed)(str(self.failed)))
                 continue
             self._add(_Record(seq, epoch, header, b"".join(body), size_bytes))
             self.last_seq = seq

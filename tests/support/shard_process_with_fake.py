@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.paramserver.shard import process, service
-from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, UnavailableError
+from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, LogFencedError, UnavailableError
 
 BEHAVIOUR = sys.argv[1]
 
@@ -21,6 +21,8 @@ class _Shard:
     async def wait_failed(self) -> HeadraceError:
         if BEHAVIOUR == "fails":
             return CorruptionError("log record 7 is rotten")
+        if BEHAVIOUR == "fenced":
+            return LogFencedError("another process has the log")
         await asyncio.get_running_loop().create_future()
         raise AssertionError
 

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_file_ops import FaultyFileOps
+from memory_update_log import MemoryUpdateLog
 from set_embeddings import delta_of, request_of
 
 from headrace.paramserver.ingest import pipeline as ingest_module
 from headrace.paramserver.ingest.pipeline import META_MARK, Ingest
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
-from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
+from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, UpdateLogConfig
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
@@ -29,6 +30,8 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import (
     CorruptionError,
     FencedError,
+    LogFencedError,
+    OverloadedError,
     RequestError,
     SequenceGapError,
     StorageError,
@@ -134,6 +137,46 @@ async def test_a_hello_counts_only_what_is_durable(tmp_path: Path) -> None:
         gate.let(9)
         with pytest.raises(UnavailableError):
             await late
+
+
+@contextlib.asynccontextmanager
+async def _in_memory(path: Path, config: UpdateLogConfig) -> AsyncIterator[tuple[Ingest, MemoryUpdateLog]]:
+    """Open an ingest of one client on a log in memory."""
+    log = MemoryUpdateLog(config=config)
+    async with _files(path) as (store, _), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        yield ingest, log
+        await log.close()
+
+
+async def test_a_stalled_log_refuses_one_batch_and_harms_none(tmp_path: Path) -> None:
+    """While nothing becomes durable, acks wait; what has no room is refused without a seq, and its resend is next."""
+    async with _in_memory(tmp_path, UpdateLogConfig(max_pending_bytes=1000)) as (ingest, log):
+        log.hold()
+        first = asyncio.create_task(_write(ingest, 1, frame=bytes(800)))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(OverloadedError) as caught:
+                await _write(ingest, 2, frame=bytes(800))
+            assert caught.value.retriable
+        assert not first.done() and ingest.accepted_seq == 2
+        log.release()
+        assert await first == (2, False)
+        assert await _write(ingest, 2, frame=bytes(800)) == (3, False)
+
+
+async def test_a_fenced_log_ends_ingest_as_fenced(tmp_path: Path) -> None:
+    """Clients of a shard whose log was taken over are sent elsewhere, and the shard knows why it ends."""
+    async with _in_memory(tmp_path, UpdateLogConfig()) as (ingest, log):
+        log.hold()
+        waiting = asyncio.create_task(_write(ingest, 1))
+        await asyncio.sleep(0)
+        log.fail(LogFencedError("another process has the log"))
+        for attempt in (waiting, _write(ingest, 1)):
+            with pytest.raises(UnavailableError, match="another process has the log"):
+                await attempt
+        assert isinstance(await ingest.wait_failed(), LogFencedError)
 
 
 async def test_nothing_is_acked_that_a_read_would_not_find(tmp_path: Path) -> None:

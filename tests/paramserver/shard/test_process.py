@@ -20,6 +20,7 @@ from headrace.paramserver.config.server_settings import ServerConfig, ShardConfi
 from headrace.paramserver.shard.child import (
     EXIT_CONFIG,
     EXIT_ERROR,
+    EXIT_FENCED,
     EXIT_OK,
     EXIT_STORAGE,
     ShardOrder,
@@ -114,6 +115,7 @@ def _end(started: _Started, how: str) -> None:
     ("behaviour", "exit_code", "error"),
     [
         ("fails", EXIT_STORAGE, "log record 7 is rotten"),
+        ("fenced", EXIT_FENCED, "another process has the log"),
         ("wrong", EXIT_CONFIG, "no such policy"),
         ("away", EXIT_ERROR, "try again"),
         ("bug", EXIT_ERROR, "ZeroDivisionError: by zero"),

@@ -181,6 +181,25 @@ async def test_storage_error_stops_all(tmp_path: Path, facts: FactLog) -> None:
         assert "shard has died and is restarted" not in facts.messages()
 
 
+async def test_fenced_shard_steps_down_alone(tmp_path: Path, facts: FactLog) -> None:
+    """A shard whose log was taken over is not restarted and refuses clients; the others serve, and drain with 0."""
+    async with _running(tmp_path, "fenced", "1") as (supervisor, running):
+        stopped = await facts.next("shard steps down; the other shards go on")
+        assert (stopped["shard"], stopped["error"]) == (1, "another process has the log")
+        assert await _pid_at(supervisor.address) == supervisor._children[0].pid
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*supervisor._addresses[1])
+        assert "shard has died and is restarted" not in facts.messages()
+        supervisor.stop()
+        assert await running == 0
+
+
+async def test_server_ends_when_all_shards_have_stepped_down(tmp_path: Path, facts: FactLog) -> None:
+    """Without a shard left, the server ends with a code of its own."""
+    async with _running(tmp_path, "fenced", "0") as (_, running):
+        assert await running == 4
+
+
 async def test_kills_after_the_deadline(tmp_path: Path, facts: FactLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that does not drain is killed at the deadline, and the exit code is 1."""
     monkeypatch.setattr("headrace.paramserver.shard.supervisor._CLOSE_GRACE_S", 0.2)
