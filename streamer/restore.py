@@ -384,6 +384,14 @@ def _restore(
             _add(totals[path], result)
     if with_states:
         _finish_states(parts, plan, totals)
+    if world.rank == 0 and (split := [total for total in totals.values() if total.repeated_states]):
+        _log.warning(
+            "%s: split by columns, each part gets the rowwise states (%s) of the first columns; if the stored run had "
+            "split them too, losses differ from those of a run that never stopped: use row-wise or table-wise sharding "
+            "with rowwise optimizers",
+            first_of([total.name for total in split]),
+            ", ".join(sorted({state for total in split for state in total.repeated_states})),
+        )
     for holder in _holders(parts):
         holder.share_rows()
     dense = RestoredDense()

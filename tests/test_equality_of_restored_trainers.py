@@ -85,6 +85,28 @@ def test_torchrec(
         assert [each["losses"] for each in results] == [each["losses"] for each in endless]
 
 
+@pytest.mark.torchrec
+def test_rowwise_states_of_column_shards_are_warned_of(server: ServerProcess) -> None:
+    """Each column shard had a state of its own, of which one comes back: losses differ, and a warning says so."""
+    split = everywhere("column_wise", ranks=[0, 1])
+    for optimizer in ("adagrad", "row-wise-adagrad"):
+        job = WholeJob(
+            address=server.address, name=f"split-{optimizer}", kind="dmp", shardings=split, optimizer=optimizer
+        )
+        endless = run_ranks(stream_all_on_rank, 2, job)
+        results = run_ranks(go_on_with_all_on_rank, 2, job, [each["state"] for each in endless])
+        losses, endless_losses = ([each["losses"] for each in of_run] for of_run in (results, endless))
+        if optimizer == "adagrad":
+            assert losses == endless_losses
+            assert results[0]["warnings"] == []
+        else:
+            assert [of_rank[0] for of_rank in losses] == [of_rank[0] for of_rank in endless_losses]
+            assert losses != endless_losses
+            (warning,) = results[0]["warnings"]
+            assert "split by columns, each part gets the rowwise states (sum) of the first columns" in warning
+            assert results[1]["warnings"] == []
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
 def test_from_a_snapshot(tmp_path: Path, kind: str) -> None:
     """A snapshot brings all of it back on another number of ranks."""

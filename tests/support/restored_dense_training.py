@@ -6,6 +6,7 @@ Functions here run on a rank (see `ranks`).
 from __future__ import annotations
 
 import io
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,12 +156,15 @@ def go_on_with_all_on_rank(rank: int, job: WholeJob, states: list[bytes]) -> dic
     from headrace import restore
 
     restored, loaded = _Trainer(job, is_blank=True), _Trainer(job, is_blank=True)
+    warnings: list[str] = []
+    logging.getLogger("headrace.streamer.restore").addFilter(lambda record: not warnings.append(record.getMessage()))
     report = restore(
         restored.model, restored.optimizer, job.address, snapshot=job.snapshot, model_name=job.name, dense=True
     )
     loaded.load([torch.load(io.BytesIO(state), weights_only=False) for state in states])
     return {
         "report": report,
+        "warnings": warnings,
         "losses": restored.train(AFTER),
         "expected_losses": loaded.train(AFTER),
     }
