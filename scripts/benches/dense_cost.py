@@ -158,6 +158,6 @@ def _train(
             if (now := streamer.stats().dense_step) != last:
                 dense_steps.append(now)
                 last = now
+        # No flush here: one would send the dense part again, which the server would store in the next block's time.
         moments = [updated_ns[number] for number in dense_steps]
-        streamer.flush()
         answer = {"step_s": step_s, "dense_steps": dense_steps, "updated_ns": moments}
