@@ -30,7 +30,7 @@ _KINDS = ("dense", "rows")  # the first one says how many steps a block has
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseConfig:
-    """How much `headrace bench dense` measures; by default 100 MB of dense parameters and steps of about 0.2 s."""
+    """How much `headrace bench dense` measures; by default 100 MB of dense parameters."""
 
     num_layers: Annotated[int, typer.Option("--layers", min=1, help="Dense layers.")] = 6
     width: Annotated[int, typer.Option(min=1, help="Their width; a layer has its square of float32.")] = 2048
