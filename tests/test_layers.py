@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 29_095,
+    "paramserver": 29_100,
     "streamer": 11_000,
     "scripts": 10_890,
     "tests": 63_550,

@@ -38,7 +38,7 @@ KIND_HELLO = 2
 _MIB = 1 << 20
 _LEAST_BYTES = {"segment_bytes": 4096, "max_group_bytes": 1, "max_pending_bytes": 1, "allocate_bytes": 0}
 _LEAST_BYTES["tail_bytes"] = 2 * BLOCK_BYTES
-_NUM_RECENT_FSYNCS = 1024
+_NUM_RECENT_COMMITS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,23 +113,24 @@ class LogMetrics:
     Attributes:
         num_records: Durable records.
         num_groups: Groups of them, written and synced together.
-        fsync_s: Seconds in all syncs.
-        recent_fsync_s: Seconds of each of the last 1024 syncs; `num_fsyncs` tells how many of them are new.
+        num_commits: Waits until bytes were durable: for a sync of a file, or for another engine's ack.
+        commit_s: Seconds in all of them.
+        recent_commit_s: Seconds of each of the last 1024; `num_commits` tells how many of them are new.
         written_bytes: Bytes of durable records, headers included.
     """
 
     num_records: int = 0
     num_groups: int = 0
-    num_fsyncs: int = 0
-    fsync_s: float = 0.0
-    recent_fsync_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_FSYNCS))
+    num_commits: int = 0
+    commit_s: float = 0.0
+    recent_commit_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT_COMMITS))
     written_bytes: int = 0
 
-    def count_fsync(self, duration_s: float) -> None:
-        """Count one sync."""
-        self.num_fsyncs += 1
-        self.fsync_s += duration_s
-        self.recent_fsync_s.append(duration_s)
+    def count_commit(self, duration_s: float) -> None:
+        """Count one wait."""
+        self.num_commits += 1
+        self.commit_s += duration_s
+        self.recent_commit_s.append(duration_s)
 
 
 class UpdateLog(Protocol):

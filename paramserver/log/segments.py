@@ -293,7 +293,7 @@ class SegmentWriter:
         start_s = time.perf_counter()
         with storage_errors(self.segment.path, "syncing"):
             (self._ops.fsync if is_full else self._ops.fdatasync)(self._fd)
-        self._metrics.count_fsync(time.perf_counter() - start_s)
+        self._metrics.count_commit(time.perf_counter() - start_s)
 
 
 def _after(blocks: list[memoryview], size_bytes: int) -> list[memoryview]:

@@ -88,9 +88,9 @@ class FsyncTimes:
 
     def look(self, metrics: LogMetrics) -> None:
         """Count the syncs since the last look."""
-        self._sum_s = metrics.fsync_s
-        num_new, self._num_seen = metrics.num_fsyncs - self._num_seen, metrics.num_fsyncs
-        recent = list(metrics.recent_fsync_s)
+        self._sum_s = metrics.commit_s
+        num_new, self._num_seen = metrics.num_commits - self._num_seen, metrics.num_commits
+        recent = list(metrics.recent_commit_s)
         recent = recent[max(len(recent) - num_new, 0) :]
         if not recent:
             return

@@ -346,8 +346,8 @@ async def test_metrics_count_what_was_done(log: UpdateLog) -> None:
     assert metrics.num_records == 50
     assert 1 <= metrics.num_groups <= 50
     assert metrics.written_bytes >= 50 * 100
-    assert len(metrics.recent_fsync_s) == metrics.num_fsyncs
-    assert metrics.fsync_s == pytest.approx(sum(metrics.recent_fsync_s))
+    assert len(metrics.recent_commit_s) == metrics.num_commits
+    assert metrics.commit_s == pytest.approx(sum(metrics.recent_commit_s))
 
 
 @pytest.mark.parametrize("seed", range(8))

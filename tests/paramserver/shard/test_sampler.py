@@ -54,9 +54,9 @@ def test_duration_equal_to_a_bound_is_within_it() -> None:
 def test_fsyncs_are_counted_once() -> None:
     """Each look counts the syncs since the last one."""
     times, metrics = FsyncTimes(), LogMetrics()
-    metrics.count_fsync(0.001)
+    metrics.count_commit(0.001)
     times.look(metrics)
-    metrics.count_fsync(5.0)
+    metrics.count_commit(5.0)
     times.look(metrics)
     times.look(metrics)
     sample = times.sample()
@@ -69,11 +69,11 @@ def test_fsyncs_beyond_memory_are_spread() -> None:
     """Count and sum stay exact if the log remembers only some syncs."""
     times, metrics = FsyncTimes(), LogMetrics()
     for i in range(3000):
-        metrics.count_fsync(0.0001 if i % 2 else 0.01)
+        metrics.count_commit(0.0001 if i % 2 else 0.01)
     times.look(metrics)
     sample = times.sample()
     assert sum(sample.counts) == 3000
-    assert abs(sample.sum_s - metrics.fsync_s) < 1e-9
+    assert abs(sample.sum_s - metrics.commit_s) < 1e-9
     assert sample.counts[0] == 1500
 
 
