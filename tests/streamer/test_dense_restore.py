@@ -94,6 +94,24 @@ def test_from_a_snapshot(tmp_path: Path) -> None:
     assert (report.epoch, report.dense.step) == (1, len(BEFORE))
 
 
+def test_by_way_of_a_replay_and_of_another_number_of_shards(tmp_path: Path) -> None:
+    """Dense tensors come whole from a server that has replayed the log, and from a snapshot that was dealt anew."""
+    trained = Trainer()
+    with ServerProcess.start(tmp_path / "data", shards=3) as server:
+        trained.stream(server.address, "a")
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+    folder = str(tmp_path / "data" / "snapshots" / "one")
+    assert main(["snapshot", "restore", folder, "--data", str(tmp_path / "dealt"), "--shards", "2"]) == 0
+    with ServerProcess.start(tmp_path / "replayed", shards=2) as server:
+        assert main(["replay", str(tmp_path / "data"), "--server", server.address]) == 0
+    for name in ("dealt", "replayed"):
+        restored = Trainer(is_blank=True)
+        with ServerProcess.start(tmp_path / name, shards=2) as server:
+            report = restore(restored.model, restored.optimizer, server.address, dense=True)
+        assert_equal(restored, trained)
+        assert report.dense.step == len(BEFORE)
+
+
 def test_what_is_not_stored_is_reported(server: ServerProcess) -> None:
     """A store without a dense part, or with some of it, or without states, restores what it has, unless asked."""
     trained = Trainer()
