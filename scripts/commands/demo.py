@@ -45,8 +45,9 @@ def demo(
 ) -> int:
     """Train a real model, stream it, serve it from a replica, and compare every row.
 
-    A TorchRec model learns from an interaction log in time order and streams its embedding rows to a parameter server.
-    Meanwhile a replica, in another process, ranks each event before it is trained on. The end shows what was streamed,
+    A TorchRec model learns from an interaction log in time order and streams its rows and its dense layer to a
+    parameter server. Meanwhile its served model, in another process, ranks each event before it is trained on, with
+    rows that are milliseconds old and a dense layer of the last half second. The end shows what was streamed,
     how late it arrived, how well it ranks, and whether trainer, server and replica hold the same rows, bit for bit.
 
     Returns:

@@ -34,7 +34,7 @@ _COLUMNS = ",".join(_HEADER)
 _RANKING_STREAM = 1  # first word of a generator's seed: ranking and training draw independent items
 
 _Ids = npt.NDArray[np.int64]
-_Rows = npt.NDArray[Any]
+_Scores = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,12 +202,11 @@ def draw(rng: np.random.Generator, items: _Ids, num_items_seen: _Ids, num_random
     return np.concatenate([items[:, None], drawn], axis=1)
 
 
-def is_hit(user_rows: _Rows, item_rows: _Rows) -> npt.NDArray[np.bool_]:
+def is_hit(scores: _Scores) -> npt.NDArray[np.bool_]:
     """Return bool[b], whether each event ranks its own item among the top TOP.
 
-    `user_rows` are float32[b, dim], `item_rows` float32[b, 1 + NUM_RIVALS, dim] with each event's own item first. Ties
-    and NaN count against the event, so rows that are all alike, as missing ones are, never make a hit.
+    `scores` are float32[b, 1 + NUM_RIVALS], each event's own item first. Ties and NaN count against the event, so
+    scores that are all alike, as those of missing rows are, never make a hit.
     """
-    scores = np.matmul(item_rows, user_rows[:, :, None])[:, :, 0]
     is_beaten = scores[:, 1:] < scores[:, :1]
     return np.asarray((~is_beaten).sum(axis=1) < TOP)

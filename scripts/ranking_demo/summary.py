@@ -18,10 +18,10 @@ __all__ = ["COPIES", "DemoReport", "HitLog", "make_plot", "make_table"]
 COPIES = ("live", "streamed", "frozen")
 # Points a part in the plot: enough to see the frozen copy decay, few enough to average out chance.
 _POINTS_PER_PART = 5
-# Okabe and Ito's colors, for any color vision. The trainer's curve is broad: a streamed copy that keeps up lies inside.
+# Okabe and Ito's colors, for any color vision. The trainer's curve is broad: a served model that keeps up lies inside.
 _CURVES = {
-    "live": ("trainer's own tables", "#999999", 5.0),
-    "streamed": ("streamed copy", "#0072B2", 2.0),
+    "live": ("trainer's own model", "#999999", 5.0),
+    "streamed": ("served model", "#0072B2", 2.0),
     "frozen": ("frozen copy", "#D55E00", 2.0),
 }
 
@@ -75,7 +75,7 @@ class DemoReport:
     seed: int
     num_rows_compared: int  # between trainer and server, weights and optimizer state
     num_rows_different: int  # not equal bit for bit
-    num_replica_rows_different: int  # served with other bits than the trainer's weights
+    num_replica_rows_different: int  # served with other bits than the trainer's weights; the dense part is one more row
     num_rows_streamed: int  # acked, each as often as it was sent
     streaming_s: float  # from the first update to the last ack
     # From the update to durable on the server, and to visible in the replica: `p50_ms`, `p99_ms` and their `count`.
@@ -106,15 +106,15 @@ def make_table(report: DemoReport) -> Table:
 
     rates, num_rows = report.hit_rate, f"of {report.num_rows_compared:,}"
     table.add_row("trainer = server", verdict(report.num_rows_different), f"{num_rows}: weights and states")
-    table.add_row("trainer = replica", verdict(report.num_replica_rows_different), f"{num_rows}: weights, as served")
+    table.add_row("trainer = replica", verdict(report.num_replica_rows_different), f"{num_rows} and the dense part")
     table.add_row("rows streamed", f"{report.num_rows_streamed:,}", "acked when durable on disk")
     table.add_row("rows/s", f"{report.to_json()['rows_per_s']:,.0f}", "as this small model makes them")
     table.add_row("lag p50 / p99", show(report.ack_lag), "update → durable on the server")
     table.add_row("lag p50 / p99", show(report.arrival_lag), "update → visible in the replica")
     table.add_section()
-    table.add_row(f"hit@{TOP}, streamed copy", f"{rates['streamed']:.1%}", "from the replica, batch by batch")
+    table.add_row(f"hit@{TOP}, served model", f"{rates['streamed']:.1%}", "from the replica, batch by batch")
     table.add_row(f"hit@{TOP}, frozen copy", f"{rates['frozen']:.1%}", f"read at {NUM_PARTS - 1} moments of the log")
-    table.add_row(f"hit@{TOP}, live tables", f"{rates['live']:.1%}", "in the trainer, to compare")
+    table.add_row(f"hit@{TOP}, live model", f"{rates['live']:.1%}", "in the trainer, to compare")
     return table
 
 
@@ -134,8 +134,8 @@ def make_plot(hits: HitLog, report: DemoReport, replay: Replay) -> Any:
     axes.set(xlim=(0, replay.log.users.size / 1000), ylim=(0, 100), xlabel="events so far (thousands)")
     axes.set_ylabel(f"hit@{TOP} (% of events)")
     axes.grid(axis="y", color="#EEEEEE", linewidth=0.8)
-    streamed = f"Read from the streamed copy, {rates['streamed']:.0%} of events are hits"
-    figure.suptitle(f"{streamed}; from a frozen one, {rates['frozen']:.0%}", fontweight="bold")
+    streamed = f"With the served model, {rates['streamed']:.0%} of events are hits"
+    figure.suptitle(f"{streamed}; with a frozen copy, {rates['frozen']:.0%}", fontweight="bold")
     title = f"Hit: the event's item ranks in the top {TOP} among {NUM_RIVALS} random ones before it is trained on."
     axes.set_title(f"{title} Percentages leave out the first tenth.", fontsize=9.5, color="#555555")
     return figure

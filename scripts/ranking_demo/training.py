@@ -1,12 +1,13 @@
-"""The demo's trainer: a model that streams to a server, with a reader beside it, and the comparison at the end.
+"""The demo: a model that trains and streams to a server, and its served model, in another process, which ranks.
 
-The model is a factorization with one embedding row for each user and one for each item. The score of a user and an item
-is the dot product of their rows; training tells each event's item from random ones. FBGEMM's fused rowwise Adagrad
-updates the TorchRec tables in the backward pass, as in production, but small.
+The model has one embedding row for each user and one for each item. The score of a user and an item is the sum of the
+products of their rows, each weighted by a dense layer; training tells each event's item from random ones. FBGEMM's
+fused rowwise Adagrad updates the TorchRec tables in the backward pass, as in production, but small.
 
-For each batch of events, in time order: the reader scores it with what its replica holds at that moment, the trainer's
-own tables score it too, and then the trainer trains on it. The trainer never waits for its updates to arrive, only for
-the reader's answer, so the streamed copy is as old as it really is.
+For each batch of events, in time order: the reader ranks it with the served model as it is at that moment, the trainer
+ranks it too, and then trains on it. The trainer never waits for its updates to arrive, only for the reader's answer, so
+the served model is as old as it really is: its rows a few milliseconds, its dense part half a second or a little more.
+No order to the reader carries rows, weights or gradients.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 
+from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.scripts.benches.child import Child
+from headrace.scripts.benches.child import Child, Worker
 from headrace.scripts.benches.harness import OnStage, one_torch_thread
-from headrace.scripts.benches.observer import delays_of
-from headrace.scripts.ranking_demo.events import TABLES, Replay, draw, is_hit
+from headrace.scripts.benches.observer import Observer, delays_of
+from headrace.scripts.ranking_demo.events import TABLES, EventLog, Replay, draw, is_hit
 from headrace.scripts.ranking_demo.summary import DemoReport, HitLog
 from headrace.streamer import RawEmbeddingStreamer, StreamerConfig
 from headrace.streamer.compare import compare_with_store
 
-__all__ = ["DemoModel", "process_group", "run"]
+__all__ = ["DemoModel", "Reader", "make_ranker", "process_group", "rank", "read", "run"]
 
 _ANSWER_TIMEOUT_S = 90.0  # longer than any deadline in the reader, whose own error says more
 # Tuned on the sample log, for the hit rate of the live tables. A row that was not trained on yet scores by its first
 # values, from a normal distribution with this standard deviation.
 _DIM, _LEARNING_RATE, _INIT_STD = 32, 0.3, 0.1
+_DENSE_LEARNING_RATE = 0.01
 _NUM_RANDOM_ITEMS, _NUM_PASSES = 32, 2  # each pass over a batch is an optimizer step with other random items
 _TRAINING_STREAM = 2  # first word of a generator's seed, different from that of ranking
 
@@ -71,30 +74,32 @@ def process_group() -> Iterator[None]:
 class DemoModel:
     """The model under `DistributedModelParallel`, `dmp`, and its training step.
 
-    `tables` are the live rows by fqn, float32[num_rows, dim]: views of the trainer's memory, not copies.
+    `tables` are the live rows by fqn, float32[num_rows, dim]: views of the trainer's memory, not copies. The fused
+    optimizer has them, `optimizer` the dense layer.
     """
 
     def __init__(self, *, num_users: int, num_items: int, seed: int) -> None:
         """Build and shard the model. REQUIRES: a process group of one, as `process_group` makes it."""
         self._seed = seed
         torch.manual_seed(seed)
-        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of how TorchRec uses torch
-        ebc = EmbeddingBagCollection(
-            device=torch.device("cpu"), tables=[_make_table("user", num_users), _make_table("item", num_items)]
-        )
+        ranker = make_ranker(num_users, num_items)
         fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": _LEARNING_RATE}
         sharder = EmbeddingBagCollectionSharder(fused_params=fused)
         # Without a kernel's name the plan takes the dense one, which has no fused optimizer.
         placement = {name: table_wise(rank=0, compute_kernel="fused") for name in ("user", "item")}
         plan = construct_module_sharding_plan(
-            ebc, placement, sharder=sharder, world_size=1, local_size=1, device_type="cpu"
+            ranker.ebc, placement, sharder=sharder, world_size=1, local_size=1, device_type="cpu"
         )
         self.dmp = DistributedModelParallel(
-            _Factorization(ebc), device=torch.device("cpu"), plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
+            ranker,
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"ebc": plan}),
+            sharders=[sharder],
+            init_data_parallel=False,  # one process
         )
         states = self.dmp.state_dict()
-        self.tables = {fqn: parameter.local_shards()[0].tensor.numpy() for fqn, parameter in states.items()}
-        assert set(self.tables) == set(TABLES), sorted(self.tables)
+        self.tables = {fqn: states[fqn].local_shards()[0].tensor.numpy() for fqn in TABLES}
+        self.optimizer = torch.optim.Adagrad(ranker.top.parameters(), lr=_DENSE_LEARNING_RATE)
 
     def train(self, batch: int, users: _Ids, items: _Ids, num_items_seen: _Ids) -> float:
         """Train on one batch, int64[b] each, and return the loss of its first pass, a mean over the events."""
@@ -102,32 +107,97 @@ class DemoModel:
         losses = []
         for _ in range(_NUM_PASSES):
             pairs = draw(rng, items, num_items_seen, _NUM_RANDOM_ITEMS)
-            values = np.concatenate([np.repeat(users, pairs.shape[1]), pairs.ravel()])
-            lengths = torch.ones(values.size, dtype=torch.int32)  # bags of one id: each user against each of its items
-            features = KeyedJaggedTensor(keys=["user", "item"], values=torch.from_numpy(values), lengths=lengths)
-            logits = self.dmp(features).view(pairs.shape)
+            logits = self.dmp(_features(users, pairs)).view(pairs.shape)
             # A sum, not a mean: a row's step does not depend on how many others share its batch.
             loss = nn.functional.softplus(-logits[:, 0]).sum() + nn.functional.softplus(logits[:, 1:]).sum()
+            self.optimizer.zero_grad()
             torch.autograd.backward(loss)  # the fused optimizer updates the rows here
+            self.optimizer.step()
             losses.append(loss.item() / users.size)
         return losses[0]
 
 
-class _Factorization(nn.Module):
+class _Ranker(nn.Module):
     def __init__(self, ebc: EmbeddingBagCollection) -> None:
         super().__init__()
         self.ebc = ebc
+        self.top = nn.Linear(_DIM, 1, bias=False)
+        nn.init.ones_(self.top.weight)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         rows = self.ebc(features).to_dict()
-        scores: torch.Tensor = (rows["user"] * rows["item"]).sum(dim=1)
+        scores: torch.Tensor = self.top(rows["user"] * rows["item"])
         return scores
+
+
+def make_ranker(num_users: int, num_items: int, *, device: str = "cpu") -> _Ranker:
+    """Return the plain model, untrained; its tables on a device, without memory if that is `meta`."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # warns of how TorchRec uses torch
+    tables = [_make_table("user", num_users), _make_table("item", num_items)]
+    return _Ranker(EmbeddingBagCollection(device=torch.device(device), tables=tables))
+
+
+def _features(users: _Ids, pairs: _Ids) -> KeyedJaggedTensor:
+    """Return int64[b] users against int64[b, n] items, as bags of one id."""
+    values = np.concatenate([np.repeat(users, pairs.shape[1]), pairs.ravel()])
+    lengths = torch.ones(values.size, dtype=torch.int32)
+    return KeyedJaggedTensor(keys=["user", "item"], values=torch.from_numpy(values), lengths=lengths)
+
+
+@torch.no_grad()
+def rank(model: nn.Module, replay: Replay, batch: int) -> int:
+    """Return how many events of a batch a model ranks as hits."""
+    candidates = replay.candidates(batch)
+    scores = model(_features(replay.log.users[replay.events_of(batch)], candidates))
+    return int(is_hit(scores.view(candidates.shape).numpy()).sum())
 
 
 def _make_table(name: str, num_rows: int) -> EmbeddingBagConfig:
     init = functools.partial(nn.init.normal_, std=_INIT_STD)
     sizes = {"num_embeddings": num_rows, "embedding_dim": _DIM}
     return EmbeddingBagConfig(name=name, feature_names=[name], init_fn=init, **sizes)
+
+
+class Reader:
+    """Ranks with the served model, and with a copy of it that is frozen at the start of each part of the log."""
+
+    def __init__(self, replica: EmbeddingReplica, replay: Replay) -> None:
+        """Build the served model. The frozen one is untrained until batch 0. Raises: as `serve_model`."""
+        self._replica, self._replay = replica, replay
+        sizes = self._sizes = replay.log.user_ids.size, replay.log.item_ids.size
+        self._served = serve_model(make_ranker(*sizes, device="meta"), replica)
+        self._frozen = make_ranker(*sizes)
+
+    def rank(self, batch: int) -> dict[str, int]:
+        """Return the hits of the `streamed` and the `frozen` model, and the `missing` rows, which count as zeros."""
+        if batch in self._replay.part_starts:
+            self._frozen.load_state_dict(self.state())
+        num_missing = sum(self._replica.num_missing.values())
+        streamed = rank(self._served, self._replay, batch)
+        missing = sum(self._replica.num_missing.values()) - num_missing
+        return {"streamed": streamed, "frozen": rank(self._frozen, self._replay, batch), "missing": missing}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all rows and the dense part of one moment, as the model's `state_dict` names them."""
+        ids = {fqn: torch.arange(size) for fqn, size in zip(TABLES, self._sizes, strict=True)}
+        return self._replica.at_one_moment(lambda: {**self._replica.lookup_many(ids), **self._replica.dense().tensors})
+
+
+def read(address: str, log_path: str, batch_events: int, seed: int) -> Worker:
+    """Follow the server at an address; an order is a `batch` to rank, or the last `step` and a `path` to save to."""
+    torch.set_num_threads(1)  # for tables this small a second thread costs more than it helps
+    replay = Replay(log=EventLog(**np.load(log_path)), batch_events=batch_events, seed=seed)
+    with EmbeddingReplica(address) as replica, Observer(replica) as observer:
+        reader = Reader(replica, replay)
+        answer: dict[str, Any] = {}
+        while True:
+            order = yield answer
+            if "batch" in order:
+                answer = reader.rank(order["batch"])
+            else:
+                answer = {"seen": observer.wait_for(order["step"])}
+                state: dict[str, Any] = {name: tensor.numpy() for name, tensor in reader.state().items()}
+                np.savez(order["path"], **state)
 
 
 def run(
@@ -143,18 +213,19 @@ def run(
         stack.enter_context(one_torch_thread())  # for tables this small a second thread costs more than it helps
         on_stage(f"starting a parameter server of {num_shards} shard{'s' * (num_shards > 1)}")
         server = stack.enter_context(ServerProcess.start(folder / "server", shards=num_shards))
-        on_stage("publishing the untrained tables")
+        on_stage("publishing the untrained model")
         stack.enter_context(process_group())
         model = DemoModel(num_users=log.user_ids.size, num_items=log.item_ids.size, seed=replay.seed)
-        # Without the environment's settings, which are for another server. Rows are as fresh as they can be.
-        config = StreamerConfig(flush_percent=100)
+        # Without the environment's settings, which are for another server. Rows are as fresh as
+        # they can be. The dense part changes slowly: every half second is soon enough.
+        config = StreamerConfig(flush_percent=100, dense_interval_s=0.5)
         streamer = stack.enter_context(RawEmbeddingStreamer(server.address, run="demo", config=config))
-        streamer.attach(model.dmp, publish="all")
+        streamer.attach(model.dmp, publish="all", dense=True)
         streamer.flush()  # a server that does not know a model needs its tables once; no further flush before the end
         np.savez(folder / "log.npz", **asdict(log))
         order: dict[str, Any] = {"address": server.address, "log_path": str(folder / "log.npz")}
         order |= {"batch_events": replay.batch_events, "seed": replay.seed}
-        reader = stack.enter_context(Child("headrace.scripts.ranking_demo.reader:read", "the demo's reader", **order))
+        reader = stack.enter_context(Child("headrace.scripts.ranking_demo.training:read", "the demo's reader", **order))
         num_published = streamer.stats().num_rows_sent
         on_stage("training, streaming and serving")
         training_s, num_missing = time.monotonic(), 0
@@ -163,10 +234,8 @@ def run(
             events = replay.events_of(batch)
             users, items = log.users[events], log.items[events]
             score = reader.ask(batch=batch, timeout_s=_ANSWER_TIMEOUT_S)
-            user_rows, item_rows = (model.tables[fqn] for fqn in TABLES)
-            live = is_hit(user_rows[users], item_rows[replay.candidates(batch)])
-            hits.add(live=int(live.sum()), **score)
-            num_missing += score["missing"]
+            num_missing += score.pop("missing")
+            hits.add(live=rank(model.dmp, replay, batch), **score)
             model.train(batch, users, items, replay.num_items_seen[events])
             trained_ns.append(time.monotonic_ns())
             streamer.step()  # ends the step now; otherwise it would end when the next one begins
@@ -179,7 +248,9 @@ def run(
         seen = reader.ask(step=steps[-1], path=str(folder / "served.npz"), timeout_s=_ANSWER_TIMEOUT_S)["seen"]
         comparison = compare_with_store(streamer.tables, server.address)
         served = np.load(folder / "served.npz")
-        is_different = [(rows.view("i4") != served[fqn].view("i4")).any(axis=1) for fqn, rows in model.tables.items()]
+        weights = {**model.tables, "top.weight": model.dmp.state_dict()["top.weight"].numpy()}
+        assert set(served) == set(weights), sorted(served)
+        is_different = [(rows.view("i4") != served[name].view("i4")).any(axis=1) for name, rows in weights.items()]
     lags_ms = delays_of(steps, trained_ns, seen)
     p50_ms, p99_ms = np.percentile(lags_ms, [50, 99]).tolist()
     assert stats.lag_p50_s is not None and stats.lag_p99_s is not None  # there was a flush

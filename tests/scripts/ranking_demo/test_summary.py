@@ -85,14 +85,14 @@ def test_table_says_everything_within_eighty_columns() -> None:
     """Each figure stands on one line of a usual terminal."""
     for line in (
         "trainer = server 0 different of 3,309: weights and states",
-        "trainer = replica 0 different of 3,309: weights, as served",
+        "trainer = replica 0 different of 3,309 and the dense part",
         "rows streamed 868,478 acked when durable on disk",
         "rows/s 43,424 as this small model makes them",
         "lag p50 / p99 4.6 ms / 12.3 ms update → durable on the server",
         "lag p50 / p99 10.0 ms / 50.0 ms update → visible in the replica",
-        "hit@10, streamed copy 56.1% from the replica, batch by batch",
+        "hit@10, served model 56.1% from the replica, batch by batch",
         "hit@10, frozen copy 30.1% read at 9 moments of the log",
-        "hit@10, live tables 57.2% in the trainer, to compare",
+        "hit@10, live model 57.2% in the trainer, to compare",
     ):
         assert line in shown(make_report())
 

@@ -1,15 +1,22 @@
-"""The demo's model: TorchRec tables that a fused optimizer updates, seen live, and that learn."""
+"""The demo's model, which learns, and its reader, whose served model ranks as the trainer does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import HeadraceError
+from headrace.scripts.benches.child import Child
 from headrace.scripts.benches.harness import one_torch_thread
-from headrace.scripts.ranking_demo.events import SAMPLE, TABLES, Replay, is_hit, read_events
+from headrace.scripts.ranking_demo.events import SAMPLE, TABLES, Replay, read_events
+from headrace.streamer import RawEmbeddingStreamer
 
 pytestmark = pytest.mark.torchrec
 USER, ITEM = TABLES
@@ -39,7 +46,7 @@ def train(model: Any, replay: Replay, batch: int) -> float:
 def test_tables_are_live_and_named_as_in_the_state_dict(make_model: Callable[..., Any], replay: Replay) -> None:
     """The tables show every update without being asked for again, and only rows of the batch change."""
     model = make_model()
-    assert set(model.tables) == set(model.dmp.state_dict()) == set(TABLES)
+    assert set(model.dmp.state_dict()) == {*TABLES, "top.weight"}
     assert model.tables[USER].shape == (replay.log.user_ids.size, 32)
     before = {fqn: rows.copy() for fqn, rows in model.tables.items()}
     train(model, replay, 100)
@@ -66,14 +73,14 @@ def test_optimizer_is_fused_rowwise_adagrad(make_model: Callable[..., Any], repl
 
 def test_training_learns_to_rank(make_model: Callable[..., Any], replay: Replay) -> None:
     """The loss falls, and events are ranked far better than by chance, one in ten, before they are trained on."""
+    from headrace.scripts.ranking_demo.training import rank
+
     model = make_model()
     losses, num_hits, num_events = [], 0, 0
     for batch in range(replay.num_batches):
-        events = replay.events_of(batch)
-        users = model.tables[USER][replay.log.users[events]]
-        hits = is_hit(users, model.tables[ITEM][replay.candidates(batch)])
         if batch >= replay.part_starts[1]:
-            num_hits, num_events = num_hits + int(hits.sum()), num_events + hits.size
+            events = replay.events_of(batch)
+            num_hits, num_events = num_hits + rank(model.dmp, replay, batch), num_events + events.stop - events.start
         losses.append(train(model, replay, batch))
     assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:5])
     assert num_hits / num_events > 0.35
@@ -89,3 +96,56 @@ def test_same_seed_trains_alike(make_model: Callable[..., Any], replay: Replay) 
         ends.append({fqn: rows.tobytes() for fqn, rows in model.tables.items()})
     assert ends[0] == ends[1]
     assert ends[0][ITEM] != ends[2][ITEM]
+
+
+def test_served_model_ranks_as_the_trainer_does_and_the_frozen_one_as_it_did(
+    make_model: Callable[..., Any], replay: Replay, tmp_path: Path
+) -> None:
+    """After a flush the reader's served model has the trainer's hits, and its frozen one those of the part's start."""
+    from headrace.scripts.ranking_demo.training import Reader, rank
+
+    model, differs = make_model(), False
+    with ServerProcess.start(tmp_path) as server, RawEmbeddingStreamer(server.address, run="demo") as streamer:
+        streamer.attach(model.dmp, publish="all", dense=True)
+        streamer.flush()
+        with EmbeddingReplica(server.address) as replica:
+            reader = Reader(replica, replay)
+            frozen = {fqn: rows.copy() for fqn, rows in model.tables.items()}
+            for batch in range(replay.part_starts[1]):
+                hits = reader.rank(batch)
+                assert (hits["streamed"], hits["missing"]) == (rank(model.dmp, replay, batch), 0)
+                differs |= hits["streamed"] != hits["frozen"]
+                train(model, replay, batch)
+                streamer.flush()
+                replica.wait_for(streamer.stats().step, 60, epoch=streamer.epoch)
+            state = reader.state()
+            assert set(state) == set(model.dmp.state_dict())
+            assert all(state[fqn].numpy().tobytes() == rows.tobytes() for fqn, rows in model.tables.items())
+            assert state["top.weight"].equal(model.dmp.state_dict()["top.weight"]) and state["top.weight"].std() > 0
+            for fqn, rows in model.tables.items():
+                rows[:] = frozen[fqn]
+            model.dmp.module.top.weight.data.fill_(1.0)
+            assert differs and reader.rank(1)["frozen"] == rank(model.dmp, replay, 1)
+
+
+def test_missing_rows_are_counted(make_model: Callable[..., Any], replay: Replay, tmp_path: Path) -> None:
+    """A row that was never sent counts as missing and makes no hit."""
+    from headrace.scripts.ranking_demo.training import Reader
+
+    with ServerProcess.start(tmp_path) as server, RawEmbeddingStreamer(server.address, run="demo") as streamer:
+        streamer.attach(make_model().dmp, dense=True)
+        streamer.flush()
+        with EmbeddingReplica(server.address) as replica:
+            hits = Reader(replica, replay).rank(0)
+            assert hits["missing"] > 0 and hits["streamed"] == 0
+
+
+def test_process_reports_its_error_in_one_line(
+    replay: Replay, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reader that cannot work says why to the trainer, without a traceback."""
+    np.savez(tmp_path / "log.npz", **asdict(replay.log))
+    order: dict[str, Any] = {"log_path": str(tmp_path / "log.npz"), "batch_events": 32, "seed": 5}
+    with pytest.raises(HeadraceError, match=r"the demo's reader: .*'no address' is not"):
+        Child("headrace.scripts.ranking_demo.training:read", "the demo's reader", address="no address", **order)
+    assert capfd.readouterr().err == ""
