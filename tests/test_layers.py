@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 29_100,
+    "paramserver": 29_101,
     "streamer": 11_000,
-    "scripts": 10_890,
-    "tests": 63_570,
+    "scripts": 10_948,
+    "tests": 63_622,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -37,6 +37,7 @@ from headrace.schemas.snapshot_manifest import (
 __all__ = [
     "FileIdentity",
     "SnapshotFiles",
+    "by_age",
     "check_file",
     "hash_file",
     "hash_folder",
@@ -112,7 +113,7 @@ class SnapshotFiles:
                 pass  # removed meanwhile
             except HeadraceError as exc:
                 damage.append(str(exc))
-        return _by_age(manifests), damage
+        return by_age(manifests), damage
 
     def manifest_of(self, name: str) -> SnapshotManifest:
         """Return a published snapshot's manifest; `CorruptionError` if it is damaged."""
@@ -363,7 +364,8 @@ def _is_stale(new_folder: Path) -> bool:
     return all(time.time() - at_s > _STALE_S for at_s in changed_s)
 
 
-def _by_age(manifests: Iterable[SnapshotManifest]) -> list[SnapshotManifest]:
+def by_age(manifests: Iterable[SnapshotManifest]) -> list[SnapshotManifest]:
+    """Return manifests oldest first, as `SnapshotFiles.list` orders them."""
     stores: dict[str, list[SnapshotManifest]] = {}
     for manifest in manifests:
         stores.setdefault(manifest.server_id, []).append(manifest)

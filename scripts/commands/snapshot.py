@@ -19,7 +19,8 @@ from rich.table import Table
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
-from headrace.paramserver.snapshots.directory import SnapshotFiles, verify_snapshot
+from headrace.paramserver.snapshots.directory import SnapshotFiles, by_age, read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.object_store import SnapshotStore
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot
 from headrace.paramserver.system.text import format_size
@@ -51,6 +52,13 @@ _Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory of a server, or one that holds snapshots.", show_default=False)
 ]
 
+_DirectoryOrUrl = Annotated[
+    str, typer.Argument(metavar="DIR|URL", help="As DIR elsewhere, or an object store's URL.", show_default=False)
+]
+_Url = Annotated[
+    str, typer.Argument(metavar="URL", help="s3://, gs://, az:// or file:// and a prefix.", show_default=False)
+]
+
 
 @snapshot.command()
 @with_server_flags
@@ -73,9 +81,9 @@ def create(
 
 
 @snapshot.command("list")
-def list_snapshots(directory: _Directory, *, as_json: AsJson = False) -> None:
+def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> None:
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
-    manifests, damage = _files(directory).list()
+    manifests, damage = (_stored(_store(directory)), []) if _is_url(directory) else _files(Path(directory)).list()
     if as_json:
         print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
     elif manifests:
@@ -110,8 +118,31 @@ def verify(
 
 
 @snapshot.command()
+def upload(
+    directory: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT", help="Directory of one snapshot.", show_default=False)
+    ],
+    url: _Url,
+) -> None:
+    """Send a snapshot to an object store; files that are there already are not sent again."""
+    total = read_manifest(directory).size_bytes
+    with show_bytes(f"Uploading {directory.name}", total) as bar:
+        sent_bytes = _store(url).upload(directory, on_progress=bar.advance)
+    print(f"{directory.name}: {format_size(sent_bytes)} of {format_size(total)} sent.")
+
+
+@snapshot.command()
+def check(url: _Url, name: Annotated[str, typer.Argument(metavar="NAME", help="The snapshot.")]) -> None:
+    """Read every byte of a snapshot in an object store. Exit code 1 when it is damaged."""
+    store = _store(url)
+    with show_bytes(f"Checking {name}", store.manifest_of(name).size_bytes) as bar:
+        manifest = store.check(name, on_progress=bar.advance)
+    print(f"{name}: {len(manifest.files())} files, {format_size(manifest.size_bytes)}: all checksums are right.")
+
+
+@snapshot.command()
 def prune(
-    directory: _Directory,
+    directory: _DirectoryOrUrl,
     *,
     keep: Annotated[int, typer.Option(help="How many of the newest of each store to keep.", min=1, metavar="N")] = 3,
 ) -> None:
@@ -119,8 +150,8 @@ def prune(
 
     The newest are those with the highest positions in the store's log, whatever the clocks said.
     """
-    files = _files(directory)
-    manifests, _ = files.list()
+    files = _store(directory) if _is_url(directory) else _files(Path(directory))
+    manifests = _stored(files) if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
     for manifest in reversed(manifests):
@@ -132,7 +163,10 @@ def prune(
     for name in reversed(old):
         files.remove(name)
         print(f"Removed {name}.")
-    files.prune_abandoned()
+    if isinstance(files, SnapshotStore):
+        files.prune()
+    else:
+        files.prune_abandoned()
     print(f"{len(manifests) - len(old)} left.")
 
 
@@ -145,7 +179,19 @@ def fetch(
     name: Annotated[str, option("Snapshot; the newest by default.", "NAME")] = "",
     access: Access,
 ) -> None:
-    """Copy a snapshot from a server to this machine. After an interruption, it continues where it was."""
+    """Copy a snapshot from a server, or an object store's URL, to this machine.
+
+    After an interruption, it continues where it was; from an object store it starts again.
+    """
+    if _is_url(address):
+        store = _store(address)
+        manifests = [store.manifest_of(name)] if name else _stored(store)
+        if not manifests:
+            raise ConfigError(f"{address}: no snapshots")
+        newest = manifests[-1]
+        with show_bytes("Fetching", newest.size_bytes) as bar:
+            _print(store.fetch(newest.name, SnapshotFiles(to), on_progress=bar.advance), as_json=False)
+        return
     dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial()
     with show_bytes("Fetching") as bar:
         manifest = asyncio.run(fetch_snapshot(address, to, dial=dial, name=name, on_progress=bar.update))
@@ -183,6 +229,20 @@ def restore(
 
 def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _is_url(place: str) -> bool:
+    return place.startswith(("file://", "s3://", "gs://", "az://"))
+
+
+def _store(url: str) -> SnapshotStore:
+    if not _is_url(url):
+        raise ConfigError(f"{url}: not a URL of an object store: file://, s3://, gs:// or az://")
+    return SnapshotStore.of_url(url)
+
+
+def _stored(store: SnapshotStore) -> list[SnapshotManifest]:
+    return by_age(store.manifest_of(name) for name in store.names())
 
 
 def _files(directory: Path) -> SnapshotFiles:
