@@ -324,6 +324,8 @@ struct TableStatus {
   3: optional list<StoredScalar> scalars,
   /** Absent until a trainer names the table. */
   4: optional TableOwner owner,
+  /** Fingerprints that the table had before it got more rows; records of the log may have them. Absent if it has none. */
+  5: optional list<i64> earlier_fingerprints,
 }
 
 struct ClientStatus {

@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_350,
     "kernels": 2_720,
-    "paramserver": 29_101,
+    "paramserver": 29_195,
     "streamer": 11_000,
     "scripts": 10_948,
-    "tests": 63_622,
+    "tests": 63_645,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

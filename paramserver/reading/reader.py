@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -180,8 +181,8 @@ class EmbeddingReader:
         async with self._deadline(what, timeout_s, self._timeout_s) as answered:
             queries: list[tuple[RowQuery, Rows]] = []
             for fqn, row_ids in wanted:
-                spec = await self._spec_of(fqn)
                 ids = row_ids_of(row_ids)
+                spec = await self._spec_of(fqn, last_row=int(ids.max(initial=0)))
                 spec.check_row_ids(ids)
                 query = RowQuery(spec=spec, with_states=with_states, with_versions=with_versions)
                 queries.append((query, query.allocate(ids)))
@@ -322,7 +323,7 @@ class EmbeddingReader:
             HeadraceError: As for `get`.
         """
         async with self._deadline(f"digests of {fqn!r}", timeout_s, None):
-            spec = await self._spec_of(fqn)
+            spec = await self._spec_of(fqn, last_row=0 if end_row is None else end_row - 1)
             columns = spec.whole if columns is None else columns
             digest = TableDigest(spec=spec, columns=columns)
             span = (first_row, 2**63 - 1 if end_row is None else end_row)
@@ -375,9 +376,9 @@ class EmbeddingReader:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _spec_of(self, fqn: str) -> TableSpec:
+    async def _spec_of(self, fqn: str, *, last_row: int = 0) -> TableSpec:
         name = self._names.find(fqn)
-        if name is None:  # it may be new
+        if name is None or last_row >= (self.tables[name].num_rows or math.inf):  # it may be new, or have grown
             await _gather([retry(link.refresh) for link in self._shards])
             self._update_tables()
             name = self._names.find(fqn)
@@ -497,7 +498,9 @@ def _tables_of(links: list[ShardLink]) -> dict[str, TableSpec]:
         for struct in link.hello.tables:
             spec = spec_from_idl(struct)
             other = tables.setdefault(spec.fqn, spec)
-            if other != spec:
+            if spec.is_growth_of(other):
+                tables[spec.fqn] = spec  # it has not grown at every shard yet
+            elif other != spec and not other.is_growth_of(spec):
                 raise ProtocolError(f"table {spec.fqn!r} differs between shards: {other.describe_difference(spec)}")
     return tables
 

@@ -275,6 +275,7 @@ def _table_status(table: Table, num_rows_estimate: int) -> Any:
         num_rows_estimate=num_rows_estimate,
         scalars=scalars,
         owner=owner_to_idl(table),
+        earlier_fingerprints=sorted(table.earlier) or None,
     )
 
 

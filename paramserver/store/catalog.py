@@ -67,6 +67,11 @@ class Table:
     earlier: frozenset[int] = frozenset()
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
+    def is_of(self, spec: TableSpec) -> bool:
+        """Return whether a spec is the table's, or was before it grew. Thread: any."""
+        # In this order: a table that grows meanwhile has the fingerprint among its earlier ones first.
+        return spec.fingerprint == self.spec.fingerprint or spec.fingerprint in self.earlier
+
     def layout_of(self, shard: ColumnShard) -> RecordLayout:
         """Return the record layout of a column shard."""
         return self.layout_at(shard.offset, shard.width)
@@ -172,9 +177,21 @@ class Catalog:
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
-        """Register tables in order, skipping known ones; return the metadata that keeps them."""
-        meta = {}
-        for spec in self.check(specs):
+        """Register tables in order, grow those that got rows, skip known ones; return the metadata that keeps them.
+
+        The specs are those of a log's records or of other shards: one from before a table grew is known.
+
+        Raises:
+            SpecMismatchError: A table of that name has another spec.
+        """
+        meta: dict[bytes, bytes] = {}
+        for spec in specs:
+            known = self._tables.get(spec.fqn)
+            if known is not None and spec.is_growth_of(known.spec):
+                meta |= self.grow(spec)
+                continue
+            if (known is not None and known.is_of(spec)) or not self.check([spec]):
+                continue
             table = self._add(len(self._tables) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
             if spec.has_identities:

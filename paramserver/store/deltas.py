@@ -145,13 +145,14 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         RequestError: Or a subclass, naming the table and the mistake.
     """
     table = catalog.find(delta.fqn)
-    if delta.fingerprint != table.spec.fingerprint and delta.fingerprint not in table.earlier:
+    spec = table.spec  # once: it may grow while this runs in a thread
+    if delta.fingerprint != spec.fingerprint and delta.fingerprint not in table.earlier:
         raise SpecMismatchError(
-            f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {table.spec.fingerprint}; "
+            f"table {delta.fqn!r}: fingerprint {delta.fingerprint} is not the registered {spec.fingerprint}; "
             "the table's dim, dtype, rows or optimizer states have changed"
         )
     layout = table.layout_at(delta.column_offset, delta.width)
-    if table.spec.is_dense and (delta.width != table.spec.dim or delta.deleted_row_ids):
+    if spec.is_dense and (delta.width != spec.dim or delta.deleted_row_ids):
         raise RequestError(f"table {delta.fqn!r} is a dense tensor: its rows have all columns, and none is deleted")
     row_ids = decode_row_ids(table, delta.row_ids)
     deleted = None if delta.deleted_row_ids is None else decode_row_ids(table, delta.deleted_row_ids)
@@ -160,7 +161,7 @@ def decode_delta(catalog: Catalog, delta: Any, *, reject_non_finite: bool = Fals
         _check_finite(table, layout, columns, row_ids)
     return RowDelta(
         table_id=table.table_id,
-        spec=table.spec,
+        spec=spec,
         layout=layout,
         row_ids=row_ids,
         columns=columns,

@@ -23,7 +23,6 @@ class _OfOneTable(ReplicaModule):
         super().__init__(replica)
         spec = spec_in(replica, fqn)
         self.fqn = spec.fqn
-        self.num_embeddings = spec.num_rows
         self.embedding_dim = spec.dim
         self.padding_idx = padding_idx
         if padding_idx is not None and spec.num_rows:
@@ -33,6 +32,11 @@ class _OfOneTable(ReplicaModule):
                 )
             self.padding_idx = padding_idx % spec.num_rows
         self._dtype = TORCH_DTYPES[spec.dtype]
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows, which may grow; 0 for a table of virtual ids."""
+        return self._replica.spec_of(self.fqn).num_rows
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
@@ -62,7 +66,6 @@ class ReplicaEmbedding(_OfOneTable):
 
     Attributes:
         fqn: Whole name of the table.
-        num_embeddings: Number of rows; 0 for a table of virtual ids.
         embedding_dim: Number of columns.
         padding_idx: Row of the padding; None without.
     """
@@ -113,7 +116,6 @@ class ReplicaEmbeddingBag(_OfOneTable):
 
     Attributes:
         fqn: Whole name of the table.
-        num_embeddings: Number of rows; 0 for a table of virtual ids.
         embedding_dim: Number of columns.
         mode: How the rows of a bag are combined.
         include_last_offset: Whether offsets end with the number of ids.

@@ -357,7 +357,7 @@ async def load_live(
     before = await reader.status()
     async with LogLeaseKeeper(reader.links, [status.log_seq + 1 for status in before], lease) as keeper:
         specs_of = [[spec_from_idl(table.spec) for table in status.tables] for status in before]
-        specs = {spec.fqn: spec for of_shard in specs_of for spec in of_shard}
+        specs = _same_specs(spec for of_shard in specs_of for spec in of_shard)
         dense, dense_specs = DenseTensors(), [spec for spec in specs.values() if spec.is_dense and wants(spec.fqn)]
         of_tables = {fqn: spec for fqn, spec in specs.items() if not spec.is_dense}
         tables = {fqn: table for fqn, spec in of_tables.items() if (table := make_table(spec)) is not None}
@@ -396,6 +396,18 @@ async def load_live(
         return table_set
 
 
+def _same_specs(specs: Iterable[TableSpec]) -> dict[str, TableSpec]:
+    """Return the tables of all shards; raise `UnavailableError` if one has not grown at every shard yet."""
+    found: dict[str, TableSpec] = {}
+    for spec in specs:
+        if found.setdefault(spec.fqn, spec) != spec:
+            raise UnavailableError(
+                f"table {spec.fqn!r} has {found[spec.fqn].num_rows} and {spec.num_rows} rows at two shards: it has not "
+                "grown at every shard yet, and does with the next start of its trainer"
+            )
+    return found
+
+
 def _live_parts(specs: Iterable[TableSpec]) -> Iterator[list[_TableRows]]:
     """Yield what to read with each request: some rows of one table, or all rows of several small tables."""
     part: list[_TableRows] = []
@@ -420,6 +432,7 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
     catalog = Catalog({})
     catalog.add(specs)
     for table in before.tables:
+        catalog.find(table.spec.fqn).earlier |= set(table.earlier_fingerprints or ())
         if table.owner is not None:
             catalog.claim([table.owner.fqn], table.owner.run, table.owner.epoch)
     sessions = Sessions({})

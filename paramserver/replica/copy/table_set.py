@@ -74,12 +74,18 @@ class TableSet:
         self.dense.follow([tail.catalog for tail in self.tails], lambda name: self.tails[0].wants(name))
 
     def add_tables(self, specs: Iterable[TableSpec]) -> None:
-        """Create the tables that do not exist yet."""
+        """Create the tables that do not exist yet; grow those that have more rows now."""
         # Replace the dicts: readers may iterate over the old ones. A reader that finds a table finds its identities.
         tables, identities = dict(self.tables), dict(self.identities)
         try:
             for spec in specs:
-                if spec.fqn not in tables and spec.fqn not in self._unwanted and not spec.is_dense:
+                known = tables.get(spec.fqn)
+                if known is not None and spec.is_growth_of(known.spec):
+                    with self.seqlock.write():
+                        if spec.has_identities:
+                            identities[spec.fqn].grow(spec)
+                        known.grow(spec)
+                elif known is None and spec.fqn not in self._unwanted and not spec.is_dense:
                     table = self._make_table(spec)
                     if table is None:
                         self._unwanted.add(spec.fqn)

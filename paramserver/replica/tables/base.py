@@ -72,6 +72,9 @@ class ReplicaTable(Protocol):
         `weights` are contiguous bytes of the shard's columns. Rows whose presence (uint8[n]) is missing are skipped.
         """
 
+    def grow(self, spec: TableSpec) -> None:
+        """Take a spec with more rows (`TableSpec.is_growth_of`); the new rows are missing. Enter the seqlock before."""
+
     def close(self) -> None:
         """Free files and threads; no lookup may follow. Idempotent."""
 

@@ -161,9 +161,9 @@ class HotRows:
         rows. `is_pinned` pins the rows that enter.
         """
         hashes = _hash(ids)
-        sets, cells, tickets = self._sets_of(hashes), _scale(hashes & _LOW, self._seen.size), _tickets_of(hashes)
-        entered = np.zeros(ids.size, bool)
+        tickets, entered = _tickets_of(hashes), np.zeros(ids.size, bool)
         with self._seqlock.write():
+            sets, cells = self._sets_of(hashes), _scale(hashes & _LOW, self._seen.size)
             is_known = self._seen[cells] == ids
             self._seen[cells] = ids
             if is_wanted:
@@ -227,6 +227,31 @@ class HotRows:
             self._pins[slots] -= 1
 
     # The writer.
+
+    def grow(self, factor: int) -> None:
+        """Multiply the capacity; all rows stay, with their pins. The doorkeeper begins anew."""
+        if factor <= 1:
+            return
+        with self._seqlock.write():
+            old = np.flatnonzero(self._keys.reshape(-1) != _NO_ID)
+            ids = self._keys.reshape(-1)[old]
+            # A set's rows share `factor` sets now and keep their ways, so no two want one slot.
+            slots = _scale(_hash(ids) >> _HALF, self._num_sets * factor) * _WAYS + old % _WAYS
+            shape = self._num_sets * factor, _WAYS
+
+            def moved(array: _Array, fill: Any) -> _Array:
+                grown = np.full(shape, fill, array.dtype)
+                grown.reshape(-1)[slots] = array.reshape(-1)[old]
+                return grown
+
+            keys, used, pins = moved(self._keys, _NO_ID), moved(self._used, _FREE_SINCE), moved(self._pins, 0)
+            is_present, rows = moved(self._is_present, False), np.empty(self.capacity * factor, self._rows.dtype)
+            rows[slots] = self._rows[old]
+            self._seen = np.full(2 * self.capacity * factor, _NO_ID, np.int64)
+            self._keys, self._used, self._pins, self._rows = keys, used, pins.reshape(-1), rows
+            self._is_present = is_present.reshape(-1)
+            self._num_free = np.count_nonzero(keys == _NO_ID, axis=1).astype(np.uint8)
+            self._num_sets, self.capacity = self._num_sets * factor, self.capacity * factor
 
     def begin_write(self, ids: Ids) -> None:
         """Announce that int64[n] rows will change on the disk: from now on nothing read before is admitted."""

@@ -79,6 +79,12 @@ class IdentityMap:
         found[known[agrees]] = rows[agrees]
         return found
 
+    def grow(self, spec: TableSpec) -> None:
+        """Take a spec with more rows, which have no identities yet. Enter the seqlock before."""
+        assert self._slot_of_row is None, "virtual ids have no number of rows"
+        self._row_of_slot = np.arange(spec.num_rows, dtype=np.int64)
+        self._resize(spec.num_rows)
+
     def apply(self, delta: RowDelta, *, epoch: int, step: int, is_conditional: bool) -> None:
         """Apply a delta's identities and deletions: the last write wins, a conditional one if it is not older."""
         if delta.identities is not None:
@@ -160,6 +166,10 @@ class IdentityMap:
             stamps = self._stamps[shard] = np.full(self._identity.size, _no_stamp())
         return stamps
 
+    def _resize(self, num_slots: int) -> None:
+        self._stamps = {shard: _grown(old, num_slots, _no_stamp()) for shard, old in self._stamps.items()}
+        self._identity = _grown(self._identity, num_slots, np.int64(NO_IDENTITY))
+
     def _slots_for(self, row_ids: Ids) -> Ids:
         if self._slot_of_row is None:
             return row_ids
@@ -167,9 +177,8 @@ class IdentityMap:
         slots = self._slot_of_row.insert(row_ids) - 1
         num_slots = len(self._slot_of_row)
         if num_slots > self._identity.size:
-            self._identity = _grown(self._identity, 2 * num_slots, np.int64(NO_IDENTITY))
             self._row_of_slot = _grown(self._row_of_slot, 2 * num_slots, np.int64(0))
-            self._stamps = {shard: _grown(old, 2 * num_slots, _no_stamp()) for shard, old in self._stamps.items()}
+            self._resize(2 * num_slots)
         is_new = slots >= num_known
         self._row_of_slot[slots[is_new]] = row_ids[is_new]
         return slots

@@ -85,6 +85,13 @@ class MemoryTable:
         slots = self._slots_of(ids)
         return self._rows.pool(slots, offsets, mode, weights), self._missing(slots)
 
+    def grow(self, spec: TableSpec) -> None:
+        """Make room for more rows; after an error the table is as before. See `ReplicaTable.grow`."""
+        assert spec.is_growth_of(self.spec), "callers compare"
+        self._rows.grow(spec.num_rows)
+        self._versions.grow(spec.num_rows)
+        self.spec = spec
+
     def close(self) -> None:
         """Do nothing: memory is freed with the last reference, which a lookup may hold."""
 

@@ -74,6 +74,7 @@ class DiskTable:
         self._whole = RecordLayout(self._spec, spec.whole)
         self._default = default_row(spec, default)
         self._row_bytes = spec.dim * spec.dtype.size_bytes
+        self._hot_bytes = hot_bytes
         self._hot = HotRows(capacity_for(hot_bytes, self._row_bytes, spec.num_rows), self._row_bytes)
         self._cache_bytes = cache_bytes
         self._counting = threading.Lock()
@@ -190,6 +191,12 @@ class DiskTable:
         records["flags"][presence[at] == DELETED] = FLAG_DELETED
         records["weights"] = np.frombuffer(weights, layout.dtype["weights"])[at]
         self._write(SortedRun(0, layout, row_ids[at], records, None))
+
+    def grow(self, spec: TableSpec) -> None:
+        """Take a spec with more rows, and room for them in memory within `hot_bytes`; see `ReplicaTable.grow`."""
+        assert spec.is_growth_of(self.spec), "callers compare"
+        self._hot.grow(capacity_for(self._hot_bytes, self._row_bytes, spec.num_rows) // self._hot.capacity)
+        self.spec, self._spec = spec, dataclasses.replace(self._spec, num_rows=spec.num_rows)
 
     def close(self) -> None:
         """Close the copy's stores and remove them; raise `StorageError` if a file stays. Idempotent."""

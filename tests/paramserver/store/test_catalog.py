@@ -160,3 +160,16 @@ def test_a_bad_earlier_fingerprint_is_corruption(entry: tuple[bytes, bytes]) -> 
     """An entry that is no fingerprint, or names no table, is reported with its key."""
     with pytest.raises(CorruptionError, match="is not an earlier fingerprint"):
         Catalog(Catalog({}).add([ITEMS]) | dict([entry]))
+
+
+def test_what_a_log_says_again_changes_nothing() -> None:
+    """Records register, grow and repeat: the catalog ends with the most rows, and takes rows of every fingerprint."""
+    catalog, larger = Catalog({}), dataclasses.replace(ITEMS, num_rows=200)
+    meta = catalog.add([ITEMS]) | catalog.add([larger])
+    assert not catalog.add([ITEMS, larger])
+    for known in (catalog, Catalog(meta)):
+        table = known.find(ITEMS.fqn)
+        assert table.spec == larger and table.is_of(ITEMS) and table.is_of(larger)
+        assert not table.is_of(dataclasses.replace(ITEMS, num_rows=150))
+    with pytest.raises(SpecMismatchError, match="registered with another spec"):
+        catalog.add([dataclasses.replace(ITEMS, num_rows=150)])

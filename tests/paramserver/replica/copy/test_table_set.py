@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -410,3 +411,17 @@ def test_a_gap_ends_it() -> None:
         copy.take(0, updates[1:])
     with pytest.raises(CorruptionError, match="record 1 cannot be applied"):
         copy.take(0, [Update(1, 1, idl.UpdateKind.BATCH, {}, memoryview(b"nonsense"))])
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_a_table_grows_with_the_hello_that_says_so(is_by_step: bool) -> None:
+    """The same table object has more rows, once; records from before the growth still count, and nothing shrinks."""
+    small = TableSpec(fqn="t", num_rows=3, dim=1, dtype=DType.FLOAT32, has_identities=True)
+    larger = dataclasses.replace(small, num_rows=5)
+    copy = Copy(2, is_by_step=is_by_step)
+    copy.table_set.add_tables([small])
+    table, identities = copy.table_set.tables["t"], copy.table_set.identities["t"]
+    copy.table_set.add_tables([larger, small, larger])
+    assert copy.table_set.tables["t"] is table and copy.table_set.identities["t"] is identities
+    assert table.spec == larger and table.gather(np.array([4]))[1].all()
+    assert identities.find(np.array([4])).tolist() == [-1]

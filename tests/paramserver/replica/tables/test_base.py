@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -317,3 +318,20 @@ def test_an_error_of_a_look_counts_when_nobody_wrote() -> None:
     with pytest.raises(KeyError):
         seqlock.read(seen.look)
     assert (seen.num_looks, seqlock.num_retries) == (3, 1)
+
+
+def test_tables_grow_under_a_larger_spec(make_table: MakeTable) -> None:
+    """Rows stay, new rows read as the default until they are written, whatever columns were written before."""
+    table, larger = make_table(DENSE, torch.full((4,), 7.0)), dataclasses.replace(DENSE, num_rows=5000)
+    table.apply(make_delta([0, 39], 3, spec=DENSE), epoch=1, step=1, is_conditional=False)
+    left = make_delta([5], 4, spec=DENSE, shard=ColumnShard(offset=0, width=2))
+    table.apply(left, epoch=1, step=1, is_conditional=False)
+    before = _rows(table, [0, 5, 39])
+    table.grow(larger)
+    assert table.spec == larger
+    found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
+    assert torch.equal(found, torch.cat([before, torch.full((2, 4), 7.0)])) and missing.tolist() == [0, 0, 0, 1, 1]
+    table.apply(make_delta([4999, 40], 5, spec=larger), epoch=1, step=2, is_conditional=False)
+    table.apply(make_delta([39], 6, spec=larger), epoch=1, step=0, is_conditional=True)  # older than what is there
+    found, missing = table.gather(np.array([0, 5, 39, 40, 4999]))
+    assert torch.equal(found[:3], before) and not missing.any() and not (found[3:] == 7.0).all()

@@ -167,3 +167,22 @@ def test_memory_is_as_planned() -> None:
     hot = HotRows(capacity, 256)
     arrays = [value for value in vars(hot).values() if isinstance(value, np.ndarray)]
     assert hot.size_bytes == size_of_hot_rows(capacity, 256) == sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("factor", [1, 2, 7])
+def test_a_larger_cache_has_all_rows_and_pins(factor: int) -> None:
+    """Growing keeps rows, pins and tickets, and makes room."""
+    hot, ids = HotRows(64, ROW_BYTES), np.arange(200)
+    _admit(hot, ids)
+    here, gone = ids[hot.has(ids)], ids[~hot.has(ids)]
+    before_write = hot.ticket(gone)
+    hot.begin_write(gone)
+    hot.end_write(gone, _rows([77]), here[:1], np.array([True]))
+    assert hot.pin(here).all()
+    hot.grow(factor)
+    assert hot.capacity == 64 * factor
+    assert _look(hot, here) == [77, *(here[1:] * 10).tolist()]
+    assert not hot.admit(gone, _rows(gone), np.ones(gone.size, bool), before_write, is_wanted=True).any()
+    assert sum(_admit(hot, gone, is_wanted=True)) >= (0, 0, 32, 0, 0, 0, 0, gone.size // 2)[factor]
+    assert hot.has(here).all()
+    hot.unpin(here)

@@ -13,7 +13,7 @@ from row_batches import SPEC, make_delta
 
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, size_of_identity_map
 from headrace.paramserver.store.deltas import RowDelta
-from headrace.schemas.row_records import NO_IDENTITY
+from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.tables import ColumnShard, TableSpec
 
 VIRTUAL = SPEC
@@ -144,3 +144,15 @@ def test_its_size_is_foreseen() -> None:
         identities.load(rows[some], rows[some] * 7, ones[some], ones[some], steps[some], spec.whole)
     assert identities.size_bytes <= size_of_identity_map(spec)
     assert size_of_identity_map(dataclasses.replace(spec, has_identities=False)) == 0
+
+
+def test_a_table_with_a_number_of_rows_grows() -> None:
+    """Identities stay, and rows beyond the old end take some."""
+    target, larger = IdentityMap(DENSE), dataclasses.replace(DENSE, num_rows=9)
+    zeros = np.zeros(1, np.int64)
+    for row in (3, 8):
+        target.load(np.array([row]), np.array([row * 100]), np.array([PRESENT]), zeros, zeros, larger.whole)
+        if row == 3:
+            target.grow(larger)
+    assert target.find(np.array([300, 800, 5])).tolist() == [3, 8, -1]
+    assert target.size_bytes <= size_of_identity_map(larger) + (1 << 20)
