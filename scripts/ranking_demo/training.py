@@ -37,6 +37,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import UnavailableError
 from headrace.scripts.benches.child import Child, Worker
 from headrace.scripts.benches.harness import OnStage, one_torch_thread
 from headrace.scripts.benches.observer import Observer, delays_of
@@ -196,8 +197,18 @@ def read(address: str, log_path: str, batch_events: int, seed: int) -> Worker:
                 answer = reader.rank(order["batch"])
             else:
                 answer = {"seen": observer.wait_for(order["step"])}
+                _wait_for_dense(replica, order["step"])
                 state: dict[str, Any] = {name: tensor.numpy() for name, tensor in reader.state().items()}
                 np.savez(order["path"], **state)
+
+
+def _wait_for_dense(replica: EmbeddingReplica, step: int) -> None:
+    """Return when the dense part of a step is visible: the trainer's flush sends it after the step's rows."""
+    deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S / 2
+    while (seen := replica.dense().step) < step:
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"the dense part of step {step} has not become visible, that of step {seen} is")
+        time.sleep(0.005)
 
 
 def run(
