@@ -201,8 +201,9 @@ class SnapshotManifest:
 
     @property
     def tables(self) -> dict[str, TableSpec]:
-        """All tables of all shards, by fqn."""
-        return {spec.fqn: spec for part in self.parts for spec in part.tables}
+        """All tables of all shards, by fqn; the larger spec of one that has not grown at every shard."""
+        specs = sorted((spec for part in self.parts for spec in part.tables), key=lambda spec: spec.num_rows)
+        return {spec.fqn: spec for spec in specs}
 
     def files(self) -> dict[str, SnapshotFile]:
         """Return all files by their paths in the snapshot, such as `shard-0000/CURRENT`."""

@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_350,
+    "schemas": 2_355,
     "kernels": 2_720,
-    "paramserver": 29_195,
+    "paramserver": 29_215,
     "streamer": 11_000,
     "scripts": 10_953,
-    "tests": 63_645,
+    "tests": 63_675,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -23,6 +23,7 @@ import contextlib
 import os
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Self
 
@@ -62,8 +63,13 @@ class FrequencyFile:
         damage: Why the old file was ignored; None when it was used or did not exist.
     """
 
-    def __init__(self, path: Path, fingerprint: int, *, decay: float, is_written: bool) -> None:
-        """Open the old file and, if `is_written`, begin a new one; a pass leaves `decay` of each frequency."""
+    def __init__(
+        self, path: Path, fingerprint: int, *, decay: float, is_written: bool, earlier: Iterable[int] = ()
+    ) -> None:
+        """Open the old file and, if `is_written`, begin a new one; a pass leaves `decay` of each frequency.
+
+        The old file may have one of the fingerprints that the table had `earlier`, before it grew.
+        """
         self.damage: str | None = None
         self._path, self._new_path = path, path.with_suffix(".new")
         self._decay = np.float32(decay)
@@ -73,7 +79,7 @@ class FrequencyFile:
         try:
             if path.exists():
                 self._old = open(path, "rb")  # noqa: SIM115 (`close` does)
-                if self._old.read(_HEADER.size) != _HEADER.pack(_MAGIC, fingerprint):
+                if self._old.read(_HEADER.size) not in {_HEADER.pack(_MAGIC, f) for f in (fingerprint, *earlier)}:
                     self._ignore_old("it is of another table or format")
             if is_written:
                 path.parent.mkdir(exist_ok=True)

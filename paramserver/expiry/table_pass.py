@@ -240,7 +240,9 @@ class TablePass:
         decay, fingerprint = self._policy.decay, self._table.spec.fingerprint
 
         def open_file() -> None:  # a cancellation would lose a returned file
-            self._frequencies = FrequencyFile(path, fingerprint, decay=decay, is_written=is_written)
+            self._frequencies = FrequencyFile(
+                path, fingerprint, decay=decay, is_written=is_written, earlier=self._table.earlier
+            )
 
         await run_in_thread_to_end(open_file)
 

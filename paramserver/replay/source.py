@@ -249,7 +249,12 @@ class ReplaySource:
 
     def _add_specs(self, header: dict[str, Any]) -> None:
         for spec in map(unpack_spec, header["tables"]):
-            self.specs.setdefault(spec.fqn, spec)
+            self._add_spec(spec)
+
+    def _add_spec(self, spec: TableSpec) -> None:
+        known = self.specs.setdefault(spec.fqn, spec)
+        if spec.is_growth_of(known):
+            self.specs[spec.fqn] = spec
 
     def _called(self) -> set[str]:
         """Return the names and paths of the tables found."""
@@ -269,7 +274,7 @@ class ReplaySource:
                 store = RowStore.open_read_only(log.path.parent / "store")
                 try:
                     for table in Catalog(store.read_meta()):
-                        self.specs.setdefault(table.spec.fqn, table.spec)
+                        self._add_spec(table.spec)
                 finally:
                     store.close()
             if is_complete():

@@ -40,7 +40,7 @@ from headrace.schemas.errors import (
     SequenceGapError,
     UnavailableError,
 )
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.tables import TableSpec
 
@@ -139,7 +139,12 @@ class Replay:
         """
         target, wanted = self._target, self._source.wanted
         reply = await target.ask()
-        self._specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
+        specs = {fqn: spec for fqn, spec in self._source.specs.items() if wanted.takes_table(fqn)}
+        # A table that has grown there since keeps its rows.
+        grown = {spec.fqn: spec for spec in map(spec_from_idl, reply.tables)}
+        self._specs = {
+            fqn: grown[fqn] if fqn in grown and grown[fqn].is_growth_of(spec) else spec for fqn, spec in specs.items()
+        }
         if not self._mixes_runs:
             self._check_owners(reply)
         shards = shard_map(reply, target.host, target.port)
@@ -185,6 +190,7 @@ class Replay:
         """Return (shard, request without a number, rows) of each message of a batch. Deterministic."""
         by_shard: list[list[Any]] = [[] for _ in range(num_shards)]
         for delta in batch.deltas:
+            delta.fingerprint = self._specs[delta.fqn].fingerprint  # the table may have grown after the record
             for shard, part in enumerate(route_delta(delta, self._specs[delta.fqn], num_shards)):
                 if part is not None:
                     by_shard[shard].append(part)

@@ -78,7 +78,9 @@ class SnapshotReader:
                 self.stores.append(store)
                 for table in Catalog(store.read_meta()):
                     spec = self.tables.setdefault(table.spec.fqn, table.spec)
-                    if spec != table.spec:
+                    if table.spec.is_growth_of(spec):  # it had not grown at every shard yet
+                        self.tables[spec.fqn] = table.spec
+                    elif spec != table.spec and not spec.is_growth_of(table.spec):
                         raise SpecMismatchError(f"{store.path}: table {spec.fqn!r} differs from that of other shards")
                     self._parts.setdefault(spec.fqn, []).append((store, table))
         except BaseException:

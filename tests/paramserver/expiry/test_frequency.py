@@ -52,6 +52,16 @@ def test_counts_as_a_dict_would(tmp_path: Path, runs: list[_Versions], piece: in
         assert found == pytest.approx({row: frequency for row, (_, frequency) in known.items()})
 
 
+def test_a_table_that_has_grown_keeps_its_frequencies(tmp_path: Path) -> None:
+    """A file of an earlier fingerprint counts, one of another table does not."""
+    path = tmp_path / "1.frequencies"
+    _pass(path, {1: 1}, fingerprint=7)
+    ids, ones = np.array([1]), np.ones(1, np.int64)
+    for earlier, frequency in (([5, 7], 1.5), ([5], 1.0)):
+        with FrequencyFile(path, 9, decay=0.5, is_written=False, earlier=earlier) as file:
+            assert file.frequencies_of(ids, ones, 2 * ones).tolist() == [frequency]
+
+
 def test_an_interrupted_run_counts_nothing(tmp_path: Path) -> None:
     """Without `save` the old frequencies stay, and no other file is left."""
     path = tmp_path / "1.frequencies"

@@ -166,6 +166,20 @@ def test_shards_that_differ_in_a_table_are_refused(tmp_path: Path) -> None:
         SnapshotReader(folder)
 
 
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_table_that_one_shard_has_grown_has_the_larger_spec(tmp_path: Path, shard: int) -> None:
+    """A snapshot between the shards' growths is read: all rows, under the larger spec."""
+    data = build(tmp_path / "data", {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=2)
+    larger = dataclasses.replace(ITEMS, num_rows=ITEMS.num_rows + 5)
+    store = RowStore.open(data / f"shard-000{shard}" / "store", config=StoreConfig(block_cache_bytes=4 << 20))
+    store.write([], [], meta=Catalog(store.read_meta()).grow(larger), applied_seq=store.applied_seq)
+    store.close()
+    with SnapshotReader(snapshot_of(data, tmp_path / "snapshots")) as reader:
+        assert reader.tables == {ITEMS.fqn: larger}
+        assert sum(ids.size for ids, _ in reader.rows(ITEMS.fqn)) == 10
+        assert reader.manifest.tables == reader.tables
+
+
 def test_rows_of_another_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of an unknown version is refused."""
     folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, np.arange(10))}, num_shards=1)
