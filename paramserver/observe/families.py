@@ -15,6 +15,7 @@ from headrace.paramserver.observe.sample import (
     ShardSample,
     ShardState,
     SnapshotSample,
+    merge_dense,
     merge_writers,
 )
 
@@ -148,8 +149,13 @@ def _parts(samples: Sequence[ShardSample], details: Sequence[tuple[ShardSample, 
     rows = _family("table_rows", "Estimated rows of a table on the shard.", "table")
     for sample in samples:
         for table in sample.tables:
-            rows.add_metric([str(sample.shard), table.spec.fqn], table.num_rows_estimate)
+            if not table.spec.is_dense:
+                rows.add_metric([str(sample.shard), table.spec.fqn], table.num_rows_estimate)
     yield rows
+    dense = GaugeMetricFamily("headrace_dense_bytes", "Size of a model's dense part.", labels=["model"])
+    for part in merge_dense(samples):
+        dense.add_metric([part.model], part.size_bytes)
+    yield dense
     refused = _family("refused_total", "Refused requests and connections.", "reason")
     for sample, detail in details:
         for reason, count in detail.refused.items():

@@ -27,6 +27,7 @@ from headrace.paramserver.observe.sample import (
     SampleReceiver,
     ShardState,
     TableSample,
+    merge_dense,
     merge_tables,
     merge_writers,
     receive_samples,
@@ -186,6 +187,7 @@ def _status(states: Sequence[ShardState]) -> dict[str, Any]:
         "version": samples[0].version if samples else None,
         "shards": [_shard(state) for state in states],
         "tables": [_table(table) for table in merge_tables(samples)],
+        "dense": [dataclasses.asdict(part) for part in merge_dense(samples)],
         "writers": [dataclasses.asdict(writer) for writer in merge_writers(samples)],
         "snapshot": dataclasses.asdict(detail.snapshot) if detail is not None and detail.snapshot is not None else None,
     }

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from headrace.paramserver.reading.dense_parts import dense_sets, part_bytes
 from headrace.paramserver.store.catalog import pack_spec, unpack_spec
 from headrace.paramserver.system.event_loop import background_task
 from headrace.paramserver.system.log_lines import fact
@@ -28,6 +29,7 @@ from headrace.schemas.tables import TableSpec
 
 __all__ = [
     "CacheSample",
+    "DenseSample",
     "ExpirySample",
     "HistogramSample",
     "SampleReceiver",
@@ -37,6 +39,7 @@ __all__ = [
     "SnapshotSample",
     "TableSample",
     "WriterSample",
+    "merge_dense",
     "merge_tables",
     "merge_writers",
     "receive_samples",
@@ -52,14 +55,15 @@ _MAX_SAMPLE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TableSample:
-    """A table, the approximate number of its rows on a shard, and the run that owns it; empty if none does.
+    """A table or dense tensor, the approximate number of its rows on a shard, and the run that owns it; empty if none.
 
-    Names are users': escape them for display.
+    `owner_epoch` is that of the ownership, 0 without one. Names are users': escape them for display.
     """
 
     spec: TableSpec
     num_rows_estimate: int
     owner: str = ""
+    owner_epoch: int = 0
 
     @property
     def states(self) -> str:
@@ -71,6 +75,16 @@ class TableSample:
     def dtype(self) -> str:
         """The weights' type, such as `float32`."""
         return self.spec.dtype.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseSample:
+    """The dense part of a model: its current tensors, the size of their weights, and the run that owns them."""
+
+    model: str
+    num_tensors: int
+    size_bytes: int
+    owner: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +234,11 @@ class ShardSample:
             **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name != "worst_loop_pause_s"},
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
-                TableSample(spec_from_idl(table.spec), table.num_rows_estimate, table.owner.run if table.owner else "")
+                TableSample(
+                    spec_from_idl(table.spec),
+                    table.num_rows_estimate,
+                    *((table.owner.run, table.owner.epoch) if table.owner else ()),
+                )
                 for table in reply.tables
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
@@ -240,7 +258,7 @@ class ShardSample:
         """Return a server's sample in a form for `json`; see `from_json`."""
         # `asdict` takes eight times as long for a writer, and there may be thousands.
         writers = [[getattr(writer, name) for name in _WRITER_FIELDS] for writer in self.writers]
-        tables = [(pack_spec(table.spec), table.num_rows_estimate, table.owner) for table in self.tables]
+        tables = [(pack_spec(t.spec), t.num_rows_estimate, t.owner, t.owner_epoch) for t in self.tables]
         return {**self.plain_json(), "tables": tables, "writers": writers}
 
     @classmethod
@@ -279,15 +297,30 @@ class ShardState:
 
 
 def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:
-    """Return each table with its rows on all shards, by name; an estimate never exceeds the table."""
+    """Return each embedding table with its rows on all shards, by name; an estimate never exceeds the table."""
     merged: dict[TableSpec, TableSample] = {}
-    for table in (table for sample in samples for table in sample.tables):
+    for table in (table for sample in samples for table in sample.tables if not table.spec.is_dense):
         known = merged.get(table.spec)
         num_rows = table.num_rows_estimate + (known.num_rows_estimate if known else 0)
         # A row that was written again may count twice until the store has merged its files.
         num_rows = min(num_rows, table.spec.num_rows or num_rows)
         merged[table.spec] = TableSample(table.spec, num_rows, (known.owner if known else "") or table.owner)
     return sorted(merged.values(), key=lambda table: table.spec.fqn)
+
+
+def merge_dense(samples: Iterable[ShardSample]) -> list[DenseSample]:
+    """Return the dense part of each model that has one, by model. Tensors of an older architecture are left out."""
+    tables = [table for sample in samples for table in sample.tables]
+    owners = {table.spec.fqn: table.owner for table in tables if table.owner}
+    return [
+        DenseSample(
+            model=model,
+            num_tensors=len(specs),
+            size_bytes=part_bytes(specs.values()),
+            owner=next((owners[name] for name in specs if name in owners), ""),
+        )
+        for model, specs in sorted(dense_sets((table.spec, table.owner_epoch) for table in tables).items())
+    ]
 
 
 def merge_writers(samples: Iterable[ShardSample]) -> list[WriterSample]:

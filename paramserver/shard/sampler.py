@@ -224,7 +224,11 @@ class ShardSampler:
             **self._figures(),
             worst_loop_pause_s=parts.probe.worst_pause_s,
             tables=tuple(
-                TableSample(table.spec, self._rows.get(table.table_id, 0), table.owner.run if table.owner else "")
+                TableSample(
+                    table.spec,
+                    self._rows.get(table.table_id, 0),
+                    *((table.owner.run, table.owner.epoch) if table.owner else ()),
+                )
                 for table in tables
             ),
             writers=_writers_of(parts.ingest),

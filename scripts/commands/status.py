@@ -15,10 +15,12 @@ from rich.table import Table
 
 from headrace.paramserver.observe.problems import Problem, Severity, find_problems
 from headrace.paramserver.observe.sample import (
+    DenseSample,
     ShardSample,
     ShardState,
     TableSample,
     WriterSample,
+    merge_dense,
     merge_tables,
     merge_writers,
 )
@@ -27,7 +29,7 @@ from headrace.paramserver.system.text import format_size
 from headrace.schemas.table_names import model_of, path_of
 from headrace.scripts.commands.terminal import Access, AsJson, with_server_flags
 
-__all__ = ["number_table", "show_duration", "show_problem", "show_writer", "status"]
+__all__ = ["number_table", "show_dense", "show_duration", "show_problem", "show_writer", "status"]
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
@@ -62,6 +64,7 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
         "version": first and first.version,
         "shards": [_shard_to_json(state) for state in states],
         "tables": [_table_to_json(table) for table in merge_tables(samples)],
+        "dense": [dataclasses.asdict(part) for part in merge_dense(samples)],
         "writers": [dataclasses.asdict(writer) for writer in merge_writers(samples)],
         "problems": [problem.to_json() for problem in find_problems(states)],
         "replica": _replica_to_json(first.replica) if first and first.replica else None,
@@ -116,6 +119,8 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(_shards_table(states))
     tables, writers = merge_tables(samples), merge_writers(samples)
     console.print(_tables_table(tables) if tables else "No tables yet.")
+    for part in merge_dense(samples):
+        console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
         console.print(_writers_table(writers) if writers else "No writers yet.")
         if text := _describe_expiry(samples):
@@ -240,6 +245,12 @@ def show_writer(writer: WriterSample) -> tuple[str, ...]:
     step = f"{writer.step:,}" if writer.step >= 0 else "none"
     where = "connected" if writer.is_connected else "away"
     return escape(writer.run), escape(writer.client), str(writer.epoch), step, where
+
+
+def show_dense(part: DenseSample) -> str:
+    """Return a line for a model's dense part in rich's markup."""
+    owner = f", owner {escape(part.owner)}" if part.owner else ""
+    return f"Dense part of {escape(part.model)}: {part.num_tensors} tensors, {format_size(part.size_bytes)}{owner}"
 
 
 def show_duration(seconds: float) -> str:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.paramserver.observe.problems import find_problems
-from headrace.paramserver.observe.sample import ShardSample, ShardState, merge_tables, merge_writers
+from headrace.paramserver.observe.sample import ShardSample, ShardState, merge_dense, merge_tables, merge_writers
 from headrace.paramserver.observe.status_query import (
     DEFAULT_ADDRESS,
     AddressArgument,
@@ -32,7 +32,7 @@ from headrace.paramserver.observe.status_query import (
 )
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.status import number_table, show_duration, show_problem, show_writer
+from headrace.scripts.commands.status import number_table, show_dense, show_duration, show_problem, show_writer
 from headrace.scripts.commands.terminal import Access, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
@@ -179,7 +179,7 @@ def _rate(sample: ShardSample, earlier: ShardSample | None, name: str, elapsed_s
     return f"{(getattr(sample, name) - getattr(earlier, name)) / elapsed_s:,.1f}"
 
 
-def _rest(samples: Sequence[ShardSample]) -> Iterator[Table]:
+def _rest(samples: Sequence[ShardSample]) -> Iterator[RenderableType]:
     if writers := merge_writers(samples):
         table = _table("run", "client", "epoch>", "step>", "")
         # Present writers first: they are what one looks for.
@@ -191,6 +191,8 @@ def _rest(samples: Sequence[ShardSample]) -> Iterator[Table]:
         for known in sorted(tables, key=lambda t: (-t.num_rows_estimate, t.spec.fqn)):
             table.add_row(escape(known.spec.fqn), f"{known.num_rows_estimate:,}", str(known.spec.dim), known.dtype)
         yield table
+    for part in merge_dense(samples):
+        yield Text.from_markup(show_dense(part))
 
 
 def _table(*columns: str) -> Table:

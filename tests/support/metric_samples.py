@@ -20,6 +20,11 @@ from headrace.schemas.tables import DType, TableSpec
 
 HISTOGRAM = HistogramSample(bounds_s=(0.5, 1.0), counts=(3, 0, 2), sum_s=4.5)
 TABLE = TableSample(TableSpec(fqn="user.weight", num_rows=100, dim=8, dtype=DType.FLOAT32), 70)
+# Two tensors of the dense part of `ctr`, and one that its earlier architecture has left behind.
+DENSE = tuple(
+    TableSample(TableSpec.of_tensor(f"ctr:{path}", shape, DType.FLOAT32), 1, "ctr-run", epoch)
+    for path, shape, epoch in (("top.weight", (4, 16), 3), ("top.bias", (4,), 3), ("old.bias", (9,), 2))
+)
 WRITER = WriterSample(run="ctr", client="rank0", epoch=2, step=40, is_connected=True, rank=0, world_size=1)
 DETAIL = ShardDetail(
     apply_lag_s=0.25,
@@ -62,7 +67,7 @@ SAMPLE = ShardSample(
     num_refused=0,
     num_rows_written=500,
     worst_loop_pause_s=0.01,
-    tables=(TABLE,),
+    tables=(TABLE, *DENSE),
     writers=(WRITER,),
     expiry=ExpirySample(),
     detail=DETAIL,

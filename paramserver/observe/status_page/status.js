@@ -96,6 +96,12 @@ function showTables(status) {
     ["dtype", (t) => t.dtype],
     ["states", (t) => t.states],
   ], status.tables, "No tables yet.");
+  fill("dense", [
+    ["dense part of", (d) => d.model],
+    ["tensors", (d) => count(d.num_tensors), true],
+    ["size", (d) => bytes(d.size_bytes), true],
+    ["owner", (d) => d.owner],
+  ], status.dense, "No dense parts.");
   fill("writers", [
     ["run", (w) => w.run],
     ["client", (w) => w.client],

@@ -30,6 +30,10 @@ def test_values() -> None:
     assert values["shard_restarts_total", shard] == 2
     assert values["block_cache_hits_total", shard] == 9
     assert values["table_rows", (("shard", "0"), ("table", "user.weight"))] == 70
+    assert [labels for name, labels in values if name == "table_rows"] == [(("shard", "0"), ("table", "user.weight"))]
+    assert {labels: size for (name, labels), size in values.items() if name == "dense_bytes"} == {
+        (("model", "ctr"),): (64 + 4) * 4
+    }
     buckets = [values["log_fsync_seconds_bucket", (("le", le), ("shard", "0"))] for le in ("0.5", "1", "+Inf")]
     assert buckets == [3, 3, 5]
     assert values["log_fsync_seconds_sum", shard] == 4.5

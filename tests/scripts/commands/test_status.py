@@ -12,6 +12,7 @@ import psutil
 import pytest
 from command_line import CommandLine
 from hellos import hello_of_writer
+from watched_server import say_hello
 
 from headrace.paramserver.observe.sample import ShardSample, WriterSample, merge_tables
 from headrace.paramserver.reading.link import Dial
@@ -75,6 +76,21 @@ def test_json(server: ServerProcess, run: CommandLine) -> None:
     (writer,) = status["writers"]
     assert (writer["run"], writer["client"], writer["epoch"], writer["step"]) == ("ctr-v7", "rank0", 3, -1)
     assert writer.keys() == {field.name for field in dataclasses.fields(WriterSample)}  # as on the status page
+
+
+def test_dense_part_is_one_line(tmp_path: Path, run: CommandLine) -> None:
+    """All dense tensors of a model are one line and one JSON object, on however many shards; tables stand alone."""
+    tensors = [TableSpec.of_tensor(f"ctr:top.{n}.weight", (n, 600), DType.FLOAT32) for n in (1, 2, 3)]
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        asyncio.run(say_hello(server.address, [SPEC, *tensors], run="[b]ctr"))
+        status = run.json("status", server.address)
+        size_bytes = (600 + 2 * 1024 + 2 * 1024) * 4
+        assert status["dense"] == [{"model": "ctr", "num_tensors": 3, "size_bytes": size_bytes, "owner": "[b]ctr"}]
+        assert [table["fqn"] for table in status["tables"]] == [SPEC.fqn]
+        for command in ("status", "top"):
+            text = run(command, server.address)
+            assert "Dense part of ctr: 3 tensors, 18.3 KiB, owner [b]ctr\n" in text
+            assert "top.1.weight" not in text
 
 
 def test_screen(server: ServerProcess, run: CommandLine) -> None:
