@@ -150,9 +150,10 @@ def restore(
     ended with a flush, training goes on as if it had never stopped, on any number of ranks and in any sharding. If it
     was killed, rows are of different steps: to go on from one step exactly, give a snapshot.
 
-    Rows that the store lacks keep the model's values: build the model with the seed of the first run, or have that run
-    attach with `publish="all"`. Only tables that are trained are restored. Everything else comes from the trainer's own
-    checkpoint: learning rates and their schedules, random generators, and the place in the data.
+    Rows that the store lacks keep the model's values, as do those by which a table has grown: build the model with the
+    seed of the first run, or have that run attach with `publish="all"`. Only tables that are trained are restored.
+    Everything else comes from the trainer's own checkpoint: learning rates and their schedules, random generators, and
+    the place in the data.
 
     With `torch.distributed` initialized, all ranks must call it together. Each reads only the rows that it streams, and
     sends them to the ranks that hold replicas. Rank 0 reads dense tensors, all of one step, for all ranks. It streams
@@ -331,7 +332,8 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
     here, stored = dataclasses.replace(table.spec, fqn=name), specs[name]
     if not with_states:
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
-    if difference := here.describe_difference(stored):
+    # A table that has got rows since keeps the values that those have.
+    if not here.is_growth_of(stored) and (difference := here.describe_difference(stored)):
         return f"differs (model ≠ stored): {difference}"
     if table.weights().is_meta:
         return "is on the meta device: materialize the model first"

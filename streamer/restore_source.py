@@ -167,6 +167,8 @@ class _Server:
             for name, table in wanted:
                 num_rows = rows_at_once(reader.tables[name])
                 end_row = table.row_offset + table.num_local_rows
+                if stored_rows := stored.specs[name].num_rows:  # the model's table may have more
+                    end_row = min(end_row, stored_rows)
                 for first in range(table.row_offset, end_row, num_rows):
                     row_ids = np.arange(first, min(first + num_rows, end_row))
                     rows = await reader.get(name, row_ids, with_states=True, with_versions=True)

@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_355,
     "kernels": 2_720,
-    "paramserver": 29_260,
+    "paramserver": 29_270,
     "streamer": 11_000,
     "scripts": 10_970,
-    "tests": 63_700,
+    "tests": 63_850,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -224,13 +224,14 @@ class Ingest:
         claims_epoch: bool = False,
         takes_over: bool = False,
     ) -> tuple[Session, int]:
-        """Register tables and open or resume a writer's session; return it with the client's last durable batch.
+        """Register or grow tables and open or resume a writer's session; return it with the last durable batch.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
 
         Raises:
-            SpecMismatchError: A table is registered with another spec; nothing is changed.
+            SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
+                changed. A spec that the table had before it grew is accepted, except from a trainer that starts.
             OwnedError: A trainer names a table of another run, and does not take it over.
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
@@ -248,11 +249,13 @@ class Ingest:
         self.sessions.check_epoch(epoch)
         if claims_epoch:
             self.sessions.check_free(epoch)
-        new_specs, owned = self.catalog.check(specs), []
+        is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
+        outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
+        new_specs = self.catalog.check(specs, knows_outgrown=outgrown)
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
-        if new_specs or owned or not self.sessions.is_open(run, client, epoch, rank, world_size):
+        if new_specs or owned or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             append = self._append(epoch, header, [])
@@ -361,7 +364,7 @@ class Ingest:
         return await asyncio.shield(checking)
 
     def _check(self, request: Any) -> _Deltas:
-        """Return the rows of a batch, checked. Thread: any; tables are only ever added."""
+        """Return the rows of a batch, checked. Thread: any; tables are added and grow meanwhile."""
         deltas = self._decode(request, reject_non_finite=self._reject_non_finite)
         for delta in deltas:
             check_rows(delta, shard=self._shard, num_shards=self._num_shards)

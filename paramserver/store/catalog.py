@@ -142,26 +142,30 @@ class Catalog:
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
 
-    def check(self, specs: Iterable[TableSpec]) -> list[TableSpec]:
-        """Return the specs that are not registered yet, each once.
+    def check(self, specs: Iterable[TableSpec], *, knows_outgrown: bool = False) -> list[TableSpec]:
+        """Return the specs that are not registered yet and those that give a table more rows, each once.
+
+        `knows_outgrown` accepts a spec that a table had before it grew.
 
         Raises:
             SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
         for spec in specs:
-            table = self._tables.get(spec.fqn)
-            if table is None:
-                other = new.setdefault(spec.fqn, spec)
-                if other != spec:
+            known = self._tables.get(spec.fqn)
+            if known is not None:
+                if known.spec == spec or (knows_outgrown and known.is_of(spec)):
+                    continue
+                if not spec.is_growth_of(known.spec):
                     raise SpecMismatchError(
-                        f"table {spec.fqn!r} is given twice with different specs: {other.describe_difference(spec)}"
+                        f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
+                        f"{known.spec.describe_difference(spec)}; a table can get more rows and changes in nothing "
+                        "else: give your model another name (model=…), or serve another directory"
                     )
-            elif table.spec != spec:
+            other = new.setdefault(spec.fqn, spec)
+            if other != spec:
                 raise SpecMismatchError(
-                    f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
-                    f"{table.spec.describe_difference(spec)}; a table's spec cannot change: give your model another "
-                    "name (model=…), or serve another directory"
+                    f"table {spec.fqn!r} is given twice with different specs: {other.describe_difference(spec)}"
                 )
         return list(new.values())
 
@@ -186,11 +190,10 @@ class Catalog:
         """
         meta: dict[bytes, bytes] = {}
         for spec in specs:
-            known = self._tables.get(spec.fqn)
-            if known is not None and spec.is_growth_of(known.spec):
-                meta |= self.grow(spec)
+            if not self.check([spec], knows_outgrown=True):
                 continue
-            if (known is not None and known.is_of(spec)) or not self.check([spec]):
+            if spec.fqn in self._tables:
+                meta |= self.grow(spec)
                 continue
             table = self._add(len(self._tables) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
@@ -224,6 +227,10 @@ class Catalog:
         """Return a table's owner; None if it has none or does not exist."""
         table = self._tables.get(name)
         return None if table is None else table.owner
+
+    def are_owned(self, specs: Iterable[TableSpec], run: str, epoch: int) -> bool:
+        """Return whether a trainer's run owns all tables of these names, since this epoch of it."""
+        return all(self.owner_of(spec.fqn) == Owner(run, epoch) for spec in specs)
 
     def claim(self, names: Iterable[str], run: str, epoch: int) -> dict[bytes, bytes]:
         """Make a run the owner of tables; return the metadata that keeps it."""

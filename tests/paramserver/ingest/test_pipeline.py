@@ -34,11 +34,12 @@ from headrace.schemas.errors import (
     OverloadedError,
     RequestError,
     SequenceGapError,
+    SpecMismatchError,
     StorageError,
     UnavailableError,
 )
 from headrace.schemas.idl import idl
-from headrace.schemas.messages import CALL, encode_message
+from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
 from headrace.schemas.tables import DType, TableSpec
 
 SPEC = TableSpec(fqn="t", num_rows=0, dim=4, dtype=DType.FLOAT32)
@@ -148,6 +149,37 @@ async def _in_memory(path: Path, config: UpdateLogConfig) -> AsyncIterator[tuple
         await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
         yield ingest, log
         await log.close()
+
+
+async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) -> None:
+    """An open session may repeat its hello and send rows as before the growth; a trainer that starts may not."""
+    few, many = dataclasses.replace(SPEC, num_rows=50), dataclasses.replace(SPEC, num_rows=60)
+
+    async def write(ingest: Ingest, client_seq: int, row: int, spec: TableSpec) -> None:
+        request = request_of(delta_of(spec, [row], 1.0), client_seq=client_seq, step=client_seq)
+        args = idl.ParameterServer.setEmbeddings_args(request=request)
+        frame = memoryview(b"".join(map(bytes, encode_message("setEmbeddings", CALL, 0, args))))
+        offset = decode_header(frame).body_offset
+        await _write(ingest, decode_struct(type(args), frame, offset).request, frame=frame)
+
+    async with _files(tmp_path) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        trainer = ("run", "rank0", 1, 0, 1)
+        await ingest.open_session(*trainer, [few])
+        await write(ingest, 1, 49, few)
+        await ingest.open_session("headrace", "grow", 2, 0, 0, [many])
+        await ingest.open_session(*trainer, [few])
+        await write(ingest, 2, 48, few)
+        await write(ingest, 3, 59, many)
+        for again in (("run", "rank1", 1, 1, 2), ("run", "rank0", 3, 0, 1)):
+            with pytest.raises(SpecMismatchError, match="num_rows 60 ≠ 50"):
+                await ingest.open_session(*again, [few])
+        assert ingest.catalog.find("t").spec == many
+        await ingest.open_session("replay", "log", 1, 0, 0, [few])
+        await applier.wait_applied(ingest.submitted_seq)
+    async with _reopen(tmp_path) as (again, _):
+        table = again.catalog.find("t")
+        assert (table.spec, table.earlier) == (many, {few.fingerprint})
 
 
 async def test_a_stalled_log_refuses_one_batch_and_harms_none(tmp_path: Path) -> None:

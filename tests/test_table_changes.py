@@ -1,0 +1,122 @@
+"""Tables change while trainers, a server and replicas go on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from watched_server import WAIT_S, wait_until
+
+from headrace import cli, restore
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import OwnedError, SpecMismatchError
+from headrace.streamer import RawEmbeddingStreamer
+
+FEW, MANY, DIM = 40, 61, 4
+
+
+class Trainer:
+    """An embedding that Adam trains."""
+
+    def __init__(self, num_rows: int, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Embedding(num_rows, DIM)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+
+    def stream(self, address: str, *, run: str = "ctr", num_steps: int = 2) -> None:
+        """Publish all rows, train, compare with the store, and end."""
+        with RawEmbeddingStreamer(address, run=run, model="ctr") as streamer:
+            streamer.attach(self.model, self.optimizer, publish="all")
+            for _ in range(num_steps):
+                self.step()
+            assert streamer.audit(only_present=False).is_equal
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.weight.pow(2).sum().backward()
+        self.optimizer.step()
+
+    @property
+    def weights(self) -> np.ndarray:
+        return self.model.weight.detach().numpy()
+
+
+def read(address: str, num_rows: int) -> tuple[np.ndarray, int]:
+    """Return the first rows of the table, and how many it has."""
+
+    async def ask() -> tuple[np.ndarray, int]:
+        async with await EmbeddingReader.connect(address) as reader:
+            return (await reader.get("weight", np.arange(num_rows))).weights, reader.tables["ctr:weight"].num_rows
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_a_model_with_more_rows_is_restored_and_trains_on(tmp_path: Path, consistency: str) -> None:
+    """Old rows and Adam's states come back, the replica that runs gets the new rows, and a restart changes nothing."""
+    first, grown = Trainer(FEW), Trainer(MANY, seed=1)
+    built = grown.weights.copy()
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        first.stream(server.address)
+        with EmbeddingReplica(server.address, consistency=consistency) as replica:
+            assert np.array_equal(replica.lookup("weight", np.arange(FEW)).numpy(), first.weights)
+            report = restore(grown.model, grown.optimizer, server.address)
+            assert np.array_equal(grown.weights[:FEW], first.weights)
+            assert np.array_equal(grown.weights[FEW:], built[FEW:])
+            assert (report.tables[0].num_restored, report.tables[0].num_rows) == (FEW, MANY)
+            assert grown.optimizer.state[grown.model.weight]["step"] == 2
+            grown.stream(server.address)
+            replica.wait_for(2, WAIT_S, epoch=2)
+            wait_until(lambda: np.array_equal(replica.lookup("weight", np.arange(MANY)).numpy(), grown.weights))
+            assert replica.tables["ctr:weight"].num_rows == MANY
+        with EmbeddingReplica(server.address, consistency=consistency) as late:
+            assert np.array_equal(late.lookup("weight", np.arange(MANY)).numpy(), grown.weights)
+        server.kill()
+    with ServerProcess.start(tmp_path / "data") as server:
+        weights, num_rows = read(server.address, MANY)
+        assert np.array_equal(weights, grown.weights) and num_rows == MANY
+        grown.stream(server.address)
+        assert np.array_equal(read(server.address, MANY)[0], grown.weights)
+
+
+def test_a_table_never_loses_rows(tmp_path: Path) -> None:
+    """A trainer or a restore with fewer rows is told both numbers; another run does not grow it; nothing changes."""
+    trainer = Trainer(MANY)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trainer.stream(server.address)
+        smaller = Trainer(FEW)
+        with pytest.raises(SpecMismatchError, match=rf"num_rows {MANY} ≠ {FEW}; a table can get more rows"):
+            smaller.stream(server.address)
+        with pytest.raises(SpecMismatchError, match=rf"\(model ≠ stored\): num_rows {FEW} ≠ {MANY}"):
+            restore(smaller.model, smaller.optimizer, server.address)
+        with pytest.raises(OwnedError, match="'ctr:weight' belongs to run 'ctr'"):
+            Trainer(MANY + 1).stream(server.address, run="other")
+        weights, num_rows = read(server.address, MANY)
+        assert np.array_equal(weights, trainer.weights) and num_rows == MANY
+
+
+def test_logs_from_before_and_after_the_growth_are_replayed(tmp_path: Path) -> None:
+    """An old log goes to a table that has grown; a log with the growth in it makes the grown table."""
+    first, grown = Trainer(FEW), Trainer(MANY)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        first.stream(server.address)
+    shutil.copytree(tmp_path / "data", tmp_path / "before")
+    with ServerProcess.start(tmp_path / "data") as server:
+        grown.stream(server.address)
+    with ServerProcess.start(tmp_path / "target", shards=3) as server:
+        assert cli.main(["replay", str(tmp_path / "data"), "--server", server.address]) == 0
+        weights, num_rows = read(server.address, MANY)
+        assert np.array_equal(weights, grown.weights) and num_rows == MANY
+        assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 0
+        assert np.array_equal(read(server.address, MANY)[0], grown.weights), "older rows change nothing"
+    with ServerProcess.start(tmp_path / "empty", shards=2) as server:
+        assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 0
+        assert cli.main(["replay", str(tmp_path / "data"), "--server", server.address]) == 0
+        assert np.array_equal(read(server.address, MANY)[0], grown.weights)
