@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import psutil
 import pytest
+from watched_server import wait_until
 
 from headrace.schemas.errors import ConfigError
 from headrace.scripts.benches import overhead
@@ -55,8 +56,10 @@ def test_a_server_that_is_stopped_ends_with_the_bench(monkeypatch: pytest.Monkey
     class Interrupted(contextlib.nullcontext[Any]):
         def ask(self, **order: Any) -> dict[str, Any]:
             children = psutil.Process().children(recursive=True)
-            stopped.extend(child.pid for child in children if child.status() == psutil.STATUS_STOPPED)
-            if stopped:
+            if any(_is_stopped(child.pid) for child in children):
+                server = [child.pid for child in children if "serve" in child.cmdline() or _is_stopped(child.pid)]
+                wait_until(lambda: all(map(_is_stopped, server)), "the stop of each process")
+                stopped.extend(server)
                 raise KeyboardInterrupt
             return {}
 
