@@ -15,8 +15,9 @@ from watched_server import WAIT_S, wait_until
 from headrace import cli, restore
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import OwnedError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, OwnedError, SpecMismatchError
 from headrace.streamer import RawEmbeddingStreamer
 
 FEW, MANY, DIM = 40, 61, 4
@@ -78,6 +79,11 @@ def test_a_model_with_more_rows_is_restored_and_trains_on(tmp_path: Path, consis
             assert replica.tables["ctr:weight"].num_rows == MANY
         with EmbeddingReplica(server.address, consistency=consistency) as late:
             assert np.array_equal(late.lookup("weight", np.arange(MANY)).numpy(), grown.weights)
+            for num_rows in (FEW, MANY):
+                served = serve_model(nn.Embedding(num_rows, DIM, device="meta"), late)
+                assert np.array_equal(served(torch.arange(num_rows)).numpy(), grown.weights[:num_rows])
+            with pytest.raises(ConfigError, match=r"is 61 × 4 torch.float32 in the replica and 62 × 4"):
+                serve_model(nn.Embedding(MANY + 1, DIM, device="meta"), late)
         server.kill()
     with ServerProcess.start(tmp_path / "data") as server:
         weights, num_rows = read(server.address, MANY)

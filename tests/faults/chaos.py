@@ -26,6 +26,7 @@ from typing import Annotated, Self
 
 import typer
 from chaos_ledger import Findings, Ledger
+from chaos_model import GROWING, MAX_ROWS, TORCH_TABLES
 from chaos_proxy import CALM, FrameProxy, Trouble
 from chaos_served import BREAKAGES as SERVED_BREAKAGES
 from chaos_served import Outputs, ServedCopies
@@ -92,7 +93,7 @@ class Chaos:
         ports = range(self._server.port, self._server.port + _NUM_SHARDS)
         self.proxy = FrameProxy(listen_host=PROXY_HOST, target_host=HOST, ports=ports, seed=seed)
         self._trainer: Trainer | None = None
-        self._num_trainers = 0
+        self._num_trainers = self._num_grown = 0
 
     def __enter__(self) -> Self:
         self.proxy.start()
@@ -144,6 +145,12 @@ class Chaos:
     def kill_trainer(self) -> None:
         """`kill -9` the trainer; the next one takes a higher epoch."""
         self._kill_trainer()
+
+    def grow(self) -> None:
+        """`kill -9` the trainer; the next one has more rows in a table, while the served copies go on."""
+        self._kill_trainer()
+        most = MAX_ROWS - TORCH_TABLES[GROWING][0]
+        self._num_grown = min(self._num_grown + self._random.randrange(1, 30), most)
 
     def kill_both(self) -> None:
         """`kill -9` trainer and one shard."""
@@ -271,6 +278,7 @@ class Chaos:
                 seed=self._seed * 10_007 + self._num_trainers,
                 policy=self._random.choice(_POLICIES),
                 spool_dir=self._spool,
+                num_grown=self._num_grown,
             )
             self._trainer = Trainer(order, self.ledger, self.outputs, self._lock)
             self._trainer.wait_ready()
@@ -318,7 +326,8 @@ class Chaos:
         address = f"{PROXY_HOST}:{self._server.port}"
         async with await EmbeddingReader.connect(address, timeout_s=WAIT_S) as reader:
             for fqn, row_ids in acked.row_ids.items():
-                if fqn in reader.tables:
+                if (spec := reader.tables.get(fqn)) is not None:
+                    row_ids = row_ids[row_ids < (spec.num_rows or 2**63)]
                     stored = await reader.get(fqn, row_ids, with_states=True, with_versions=True)
                     found = acked.compare(fqn, stored, is_final=is_final)
                 else:
@@ -374,6 +383,7 @@ FAULTS: dict[str, Callable[[Chaos], None]] = {
     "kill_server": Chaos.kill_server,
     "kill_trainer": Chaos.kill_trainer,
     "kill_both": Chaos.kill_both,
+    "grow": Chaos.grow,
     "pause_shard": Chaos.pause_shard,
     "kill_served": Chaos.kill_served,
     "kill_trainer_and_served": Chaos.kill_trainer_and_served,

@@ -71,6 +71,14 @@ class _Table:
         self.identities = np.zeros(size, np.int64)
         self.columns: dict[str, npt.NDArray[np.uint8]] = {}
 
+    def first(self, size: int) -> _Table:
+        """Return the first rows, as views."""
+        first = _Table(self.row_ids[:size])
+        first.epochs, first.steps = self.epochs[:size], self.steps[:size]
+        first.is_deleted, first.identities = self.is_deleted[:size], self.identities[:size]
+        first.columns = {name: column[:size] for name, column in self.columns.items()}
+        return first
+
     def take(self, delta: AckedDelta, row_bytes: dict[str, tuple[int, int, int]]) -> None:
         for ids, is_deleted in ((delta.row_ids, False), (delta.deleted_row_ids, True)):
             at = np.searchsorted(self.row_ids, np.frombuffer(ids, np.int64))
@@ -134,10 +142,14 @@ class Ledger:
 
         Args:
             fqn: The table.
-            stored: All rows in order, with states and versions, read after the last batch was noted here.
+            stored: All rows in order, with states and versions, read after the last batch was noted here. Rows beyond
+                them are rows that the stored table has not got yet.
             is_final: All that was ever sent has been acked: the store has nothing newer.
         """
         table, findings = self._tables[fqn], Findings()
+        if num_beyond := int((table.epochs[stored.presence.size :] > 0).sum()):
+            findings.add("lost", num_beyond, f"{fqn}: {num_beyond} acked rows are beyond the stored table")
+        table = table.first(stored.presence.size)
         assert stored.epochs is not None and stored.steps is not None
         acked = table.epochs > 0
         is_older = (stored.epochs < table.epochs) | ((stored.epochs == table.epochs) & (stored.steps < table.steps))

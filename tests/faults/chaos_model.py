@@ -11,19 +11,22 @@ from torch import nn
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.tables import TableSpec
 
-__all__ = ["DENSE_SPECS", "MODELS", "TORCH_TABLES", "Ranker", "compute", "outputs_of"]
+__all__ = ["DENSE_SPECS", "GROWING", "MAX_ROWS", "MODELS", "TORCH_TABLES", "Ranker", "compute", "outputs_of"]
 
 MODELS = ("ctr", "cvr")
 TORCH_TABLES = {"item": (1500, 16), "user": (400, 8), "shop": (50, 32)}
+GROWING, MAX_ROWS = "user", 1000  # the table that gets more rows, and what it may end with
 
 
 class Ranker(nn.Module):
     """Bags of all tables, a norm with buffers, and a small tower: what both models are."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_grown: int = 0) -> None:
+        """Make it with so many rows more in the growing table."""
         super().__init__()
-        for name, (rows, dim) in TORCH_TABLES.items():
-            self.add_module(name, nn.EmbeddingBag(rows, dim, mode="sum", sparse=True))
+        self.sizes = {name: rows + num_grown * (name == GROWING) for name, (rows, _) in TORCH_TABLES.items()}
+        for name, (_, dim) in TORCH_TABLES.items():
+            self.add_module(name, nn.EmbeddingBag(self.sizes[name], dim, mode="sum", sparse=True))
         width = sum(dim for _, dim in TORCH_TABLES.values())
         self.norm = nn.BatchNorm1d(width)
         self.top = nn.Sequential(nn.Linear(width, 40), nn.ReLU(), nn.Linear(40, 1))

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from chaos_ledger import acked_deltas
-from chaos_model import DENSE_SPECS, MODELS, TORCH_TABLES, Ranker, outputs_of
+from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ranker, outputs_of
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
@@ -67,7 +67,7 @@ RAW_ROWS = {
 }
 ROWS: dict[str, npt.NDArray[np.int64]] = {
     **{
-        f"{model}:{name}.weight": np.arange(rows, dtype=np.int64)
+        f"{model}:{name}.weight": np.arange(MAX_ROWS if name == GROWING else rows, dtype=np.int64)
         for model in MODELS
         for name, (rows, _) in TORCH_TABLES.items()
     },
@@ -88,12 +88,16 @@ _DENSE_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOrder:
-    """What a trainer is told when it starts: where the server is, its seed, and a policy with its spool."""
+    """What a trainer is told when it starts: where the server is, its seed, and a policy with its spool.
+
+    `num_grown` rows were added to the growing table of both models.
+    """
 
     address: str
     seed: int
     policy: str
     spool_dir: Path
+    num_grown: int = 0
 
 
 def run_trainer(order: TrainerOrder, commands: Connection, reports: Connection) -> None:
@@ -132,16 +136,14 @@ def _report_acks(report: Callable[..., None]) -> None:
 class _ModelTrainer:
     """One of the two models, and its run."""
 
-    def __init__(
-        self, address: str, model: str, config: StreamerConfig, seed: int, report: Callable[..., None]
-    ) -> None:
+    def __init__(self, order: TrainerOrder, model: str, config: StreamerConfig, report: Callable[..., None]) -> None:
         self._report = report
         self._num_steps = 0
-        self._random = np.random.default_rng(seed)
-        self.name, self._model = model, Ranker()
+        self._random = np.random.default_rng(order.seed)
+        self.name, self._model = model, Ranker(num_grown=order.num_grown)
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.1)
         config = dataclasses.replace(config, model=model, dense_interval_s=_DENSE_INTERVAL_S)
-        self.streamer = RawEmbeddingStreamer(address, run=f"chaos-{model}", config=config)
+        self.streamer = RawEmbeddingStreamer(order.address, run=f"chaos-{model}", config=config)
         # Before the streamer's own hook: what a step computes is known before anything of it is on its way.
         self._optimizer.register_step_post_hook(self._report_outputs)
         self.streamer.attach(self._model, self._optimizer, publish="all", dense=True, dense_states=True)
@@ -151,7 +153,7 @@ class _ModelTrainer:
         # Some rows are hot, and every row comes up now and then.
         ids = {
             name: torch.from_numpy((rows * self._random.random((8, 3)) ** 3).astype(np.int64))
-            for name, (rows, _) in TORCH_TABLES.items()
+            for name, rows in self._model.sizes.items()
         }
         (self._model(ids) - 1).pow(2).mean().backward()
         self._optimizer.step()
@@ -196,7 +198,7 @@ class _Trainer:
             request_timeout_s=10.0,
             connect_timeout_s=_WAIT_S,
         )
-        self._trainers = [_ModelTrainer(order.address, model, config, order.seed, report) for model in MODELS]
+        self._trainers = [_ModelTrainer(order, model, config, report) for model in MODELS]
         self._raw = RawWriter(order.address, config, order.seed)
         self._raw.publish()
 

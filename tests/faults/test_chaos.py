@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import chaos
 import chaos_shard
@@ -94,7 +94,7 @@ def test_a_table_that_is_not_listed_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     """Acked rows of a table that a server does not have any more do not pass."""
 
     class _Reader:
-        tables = ()
+        tables: ClassVar[dict[str, Any]] = {}
 
         async def __aenter__(self) -> _Reader:
             return self

@@ -227,7 +227,8 @@ class _Plan:
             except UnknownTableError:
                 continue
             dtype = TORCH_DTYPES[spec.dtype]
-            if spec.dim != table.dim or spec.num_rows not in (0, table.num_rows) or table.dtype not in (None, dtype):
+            is_smaller = 0 < spec.num_rows < table.num_rows  # one that has grown since the model was written fits
+            if spec.dim != table.dim or is_smaller or table.dtype not in (None, dtype):
                 theirs = f"{spec.num_rows:,} × {spec.dim} {dtype}"
                 ours = f"{table.num_rows:,} × {table.dim} {table.dtype or ''}".rstrip()
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
