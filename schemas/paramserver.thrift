@@ -151,6 +151,13 @@ struct HelloRequest {
   10: optional bool claims_epoch,
   /** A trainer takes `tables` from the runs that own them, and fences those runs. Without it, OWNED. */
   11: optional bool takes_over,
+  /**
+   * Those of `tables` that are later generations (`name#2`) and that this trainer sends whole. Such a generation is complete
+   * on a shard once every rank of the epoch has ended a step after `after_step` there. No effect on a complete one.
+   */
+  12: optional list<string> fills,
+  /** The highest step that any rank had ended, or sent rows of, before it marked all rows of `fills`; -1 for none. */
+  13: optional i64 after_step,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */
@@ -175,6 +182,8 @@ struct HelloReply {
   8: required list<TableSpec> tables,
   /** Owners of `tables`; a table that no trainer has named has none. */
   9: optional list<TableOwner> owners,
+  /** Those of `tables` that are generations not complete on this shard. Absent from a server that knows none. */
+  10: optional list<string> filling,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -317,6 +326,12 @@ struct StoredScalar {
   3: required i64 step,
 }
 
+/** A generation that is not complete on this shard: it is once all ranks of `epoch` have ended a step after `after_step`. */
+struct Filling {
+  1: required i64 epoch,
+  2: required i64 after_step,
+}
+
 struct TableStatus {
   1: required TableSpec spec,
   /** RocksDB's estimate: overwritten rows may count more than once. */
@@ -326,6 +341,8 @@ struct TableStatus {
   4: optional TableOwner owner,
   /** Fingerprints that the table had before it got more rows; records of the log may have them. Absent if it has none. */
   5: optional list<i64> earlier_fingerprints,
+  /** Absent if the table is complete, or has one generation only. */
+  6: optional Filling filling,
 }
 
 struct ClientStatus {

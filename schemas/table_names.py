@@ -2,6 +2,9 @@
 
 The path is the table's name within its model, as in `state_dict`. The whole name is what the wire, the log, the store
 and snapshots call the table's fqn, so releases that know nothing of models read and write tables of the default one.
+
+A table whose dim, dtype or states change gets another generation, a table of its own whose name ends in `#2`, then `#3`
+and so on. Users name the plain name, without the number.
 """
 
 from __future__ import annotations
@@ -11,13 +14,27 @@ from fnmatch import fnmatchcase
 
 from headrace.schemas.errors import ConfigError, RequestError
 
-__all__ = ["DEFAULT_MODEL", "TableNames", "check_model", "is_among", "matches", "model_of", "path_of", "table_name"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "TableNames",
+    "check_model",
+    "check_path",
+    "generation_of",
+    "is_among",
+    "matches",
+    "model_of",
+    "next_generation",
+    "path_of",
+    "plain_name",
+    "table_name",
+]
 
 DEFAULT_MODEL = "default"
 """The model of tables whose name has none."""
 
 # ON THE WIRE and ON DISK: never change it.
 _SEPARATOR = ":"
+_GENERATION = "#"
 _MAX_MODEL_BYTES = 256
 
 
@@ -38,13 +55,47 @@ def path_of(name: str) -> str:
     return path if separator else model
 
 
+def plain_name(name: str) -> str:
+    """Return a table's name without the number of its generation."""
+    return _split_generation(name)[0]
+
+
+def generation_of(name: str) -> int:
+    """Return the number of a table's generation; 1 for a name without one."""
+    return _split_generation(name)[1]
+
+
+def next_generation(name: str, existing: Iterable[str]) -> str:
+    """Return the name of the generation after all that exist of a plain name."""
+    newest = max((generation_of(each) for each in existing if plain_name(each) == name), default=0)
+    return f"{name}{_GENERATION}{newest + 1}" if newest else name
+
+
+def _split_generation(name: str) -> tuple[str, int]:
+    plain, _, digits = name.rpartition(_GENERATION)
+    is_number = bool(plain) and digits.isascii() and digits.isdecimal() and not digits.startswith("0")
+    return (plain, int(digits)) if is_number and digits != "1" else (name, 1)
+
+
+def check_path(path: str) -> None:
+    """Raise ConfigError if a path of a model would be taken for a generation of another table."""
+    plain, _, digits = path.rpartition(_GENERATION)
+    if plain and digits.isascii() and digits.isdecimal():
+        raise ConfigError(
+            f"table {path!r}: {_GENERATION + digits!r} at the end of a name is the number of a table's generation: "
+            "give the module or parameter another name"
+        )
+
+
 def is_among(name: str, wanted: Container[str]) -> bool:
-    """Return whether a table's name or its path is among those that a user wants."""
+    """Return whether a table's plain name or its path is among those that a user wants."""
+    name = plain_name(name)
     return name in wanted or path_of(name) in wanted
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a table is meant by a pattern (`*`, `?`, `[…]`) of names or of paths."""
+    """Return whether a table is meant by a pattern (`*`, `?`, `[…]`) of plain names or of paths."""
+    name = plain_name(name)
     return fnmatchcase(name, pattern) or fnmatchcase(path_of(name), pattern)
 
 

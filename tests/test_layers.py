@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_355,
+    "schemas": 2_402,
     "kernels": 2_720,
-    "paramserver": 29_270,
+    "paramserver": 29_370,
     "streamer": 11_000,
     "scripts": 10_970,
-    "tests": 63_885,
+    "tests": 64_018,
 }
 NUM_PRODUCT_FILES = 271
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -223,15 +223,20 @@ class Ingest:
         *,
         claims_epoch: bool = False,
         takes_over: bool = False,
+        fills: Iterable[str] = (),
+        after_step: int = -1,
     ) -> tuple[Session, int]:
         """Register or grow tables and open or resume a writer's session; return it with the last durable batch.
+
+        A trainer sends the generations `fills` whole: it has once all its ranks have ended a step after `after_step`.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
 
         Raises:
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
-                changed. A spec that the table had before it grew is accepted, except from a trainer that starts.
+                changed. A spec that the table had before it grew is accepted, except from a trainer that starts. Or
+                the run trains another generation of the table in this epoch.
             OwnedError: A trainer names a table of another run, and does not take it over.
             FencedError: A newer epoch holds the run or a table; or with `claims_epoch`, this one is not above all
                 others.
@@ -251,13 +256,16 @@ class Ingest:
             self.sessions.check_free(epoch)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
-        new_specs = self.catalog.check(specs, knows_outgrown=outgrown)
+        new_specs, filling = self.catalog.check(specs, knows_outgrown=outgrown), {}
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
-        if new_specs or owned or not is_open:
+            named = {spec.fqn for spec in specs}
+            filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step)
+        if new_specs or owned or filling or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
+            header |= {"fills": filling} if filling else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -390,6 +398,7 @@ class Ingest:
             ends_step=request.ends_step and not is_conditional,
             is_exact_cut=request.is_exact_cut,
         )
+        meta |= self.catalog.end_filling(self.sessions.watermark_of)[1] if request.ends_step else {}
         return Batch(
             seq=seq,
             epoch=epoch,

@@ -274,12 +274,14 @@ def _table_status(table: Table, num_rows_estimate: int) -> Any:
         )
         for scalar in table.scalars.values()
     ]
+    filling = table.filling
     return idl.TableStatus(
         spec=spec_to_idl(table.spec),
         num_rows_estimate=num_rows_estimate,
         scalars=scalars,
         owner=owner_to_idl(table),
         earlier_fingerprints=sorted(table.earlier) or None,
+        filling=None if filling is None else idl.Filling(epoch=filling.epoch, after_step=filling.after_step),
     )
 
 

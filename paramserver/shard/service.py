@@ -119,6 +119,8 @@ class Shard:
                 specs,
                 claims_epoch=bool(request.claims_epoch),
                 takes_over=bool(request.takes_over),
+                fills=request.fills or (),
+                after_step=-1 if request.after_step is None else request.after_step,
             )
             self._bind(call.peer, session)
         config = self._config
@@ -132,6 +134,7 @@ class Shard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
+            filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:

@@ -29,7 +29,7 @@ from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session, Sessions
-from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Owner, Scalar, Table, pack_spec
+from headrace.paramserver.store.catalog import INDEXED_PREFIX, Catalog, Filling, Owner, Scalar, Table, pack_spec
 from headrace.paramserver.store.coalescing import SortedRun
 from headrace.paramserver.store.rocksdb import StoreConfig, rocks_options
 from headrace.paramserver.store.row_chunk import RowChunk
@@ -244,9 +244,13 @@ class StoreBuilder:
 
     def claim(self, fqn: str, owner: Owner) -> None:
         """Keep the owner of a table on every shard; of several, the one with the highest epoch."""
-        known = self._catalog.owner_of(fqn)
+        known = self._catalog.find(fqn).owner
         if known is None or known.epoch < owner.epoch:
             self._meta |= self._catalog.claim([fqn], owner.run, owner.epoch)
+
+    def begin_filling(self, fqn: str, filling: Filling) -> None:
+        """Note on every shard that a generation lacks rows, as it did on one."""
+        self._meta |= self._catalog.begin_filling({fqn: filling.after_step}, filling.epoch)
 
     def raise_floor(self, fqn: str, floor: Version) -> None:
         """Keep the floor of a table on every shard; of several, the highest: a tombstone of that shard may be gone."""

@@ -118,6 +118,8 @@ def _distribute_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Cal
             for table in (table for store in reader.stores for table in Catalog(store.read_meta())):
                 if table.owner is not None:
                     builder.claim(table.spec.fqn, table.owner)
+                if table.filling is not None:
+                    builder.begin_filling(table.spec.fqn, table.filling)
                 builder.raise_floor(table.spec.fqn, table.floor)
             for spec in specs:
                 builder.set_scalars(spec.fqn, reader.scalars(spec.fqn).values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ import msgpack
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.row_records import RecordLayout
+from headrace.schemas.table_names import generation_of, plain_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import NO_FLOOR, Version, needs_present_row
 
-__all__ = ["INDEXED_PREFIX", "Catalog", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
+__all__ = ["INDEXED_PREFIX", "Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
 # ON DISK: never rename.
 _META_PREFIX = b"table/"
@@ -23,6 +24,10 @@ _OWNER_PREFIX = b"owner/"
 _FLOOR_PREFIX = b"floor/"
 # Followed by a fingerprint that a table had before it grew; the value is the table's number.
 _EARLIER_PREFIX = b"earlier/"
+# Of a generation that is being filled.
+_FILLING_PREFIX = b"generation/"
+# The store deletes keys with this value.
+_REMOVED = b""
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -46,6 +51,14 @@ class Owner:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A generation lacks rows until every rank of an epoch has ended a step after this one."""
+
+    epoch: int
+    after_step: int
+
+
 @dataclass(slots=True)
 class Table:
     """A registered table.
@@ -57,6 +70,7 @@ class Table:
         owner: None until a trainer names it; a release before owners recorded none.
         floor: Tombstones at or below it may be dropped; see `schemas/version.py`. It only rises.
         earlier: Fingerprints from before the table grew. Old records of the log, and ranks that are behind, have them.
+        filling: None unless it is a generation that is not complete yet.
     """
 
     table_id: int
@@ -65,6 +79,7 @@ class Table:
     owner: Owner | None = None
     floor: Version = NO_FLOOR
     earlier: frozenset[int] = frozenset()
+    filling: Filling | None = None
     _layouts: dict[tuple[int, int], RecordLayout] = field(default_factory=dict)
 
     def is_of(self, spec: TableSpec) -> bool:
@@ -94,6 +109,7 @@ class Catalog:
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
+        self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
         for key, value in meta.items():
             if not key.startswith(_META_PREFIX):
                 continue
@@ -121,6 +137,11 @@ class Catalog:
                     table.floor = int(epoch), int(step)
             except (ValueError, TypeError) as exc:
                 raise CorruptionError(f"store metadata {key!r} is not a floor: {exc}") from exc
+            key = _FILLING_PREFIX + b"%d" % table.table_id
+            try:
+                table.filling = Filling(*msgpack.unpackb(meta[key])) if key in meta else None
+            except (ValueError, TypeError) as exc:
+                raise CorruptionError(f"store metadata {key!r} is not a generation's: {exc}") from exc
 
     def _read_earlier(self, meta: Mapping[bytes, bytes]) -> None:
         by_id = {table.table_id: table for table in self}
@@ -178,6 +199,7 @@ class Catalog:
         """
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
+        meta |= self.begin_filling(header.get("fills", {}), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
@@ -223,10 +245,48 @@ class Catalog:
             _EARLIER_PREFIX + b"%d" % fingerprint: b"%d" % table.table_id,
         }
 
+    def generations_of(self, name: str) -> list[Table]:
+        """Return the generations of a name, of any of them, that exist."""
+        plain = plain_name(name)
+        names = (plain, *sorted(self._later.get(plain, ()), key=generation_of))
+        return [self._tables[each] for each in names if each in self._tables]
+
+    def fills_of(self, names: Iterable[str], epoch: int, after_step: int) -> dict[str, int]:
+        """Return for which of some tables a hello begins or changes the filling, as the record says it."""
+        fills = {}
+        for name in names:
+            table = self._tables.get(name)
+            if generation_of(name) == 1 or (table is not None and table.filling is None):
+                continue
+            if table is None or table.filling != _later(table.filling, Filling(epoch, after_step)):
+                fills[name] = after_step
+        return fills
+
+    def begin_filling(self, fills: Mapping[str, int], epoch: int) -> dict[bytes, bytes]:
+        """Note from which step on a trainer's ranks have sent generations whole; return the metadata that keeps it."""
+        meta = {}
+        for name, after_step in fills.items():
+            table = self.find(name)
+            table.filling = filling = _later(table.filling, Filling(epoch, after_step))
+            meta[_FILLING_PREFIX + b"%d" % table.table_id] = msgpack.packb([filling.epoch, filling.after_step])
+        return meta
+
+    def end_filling(self, watermark_of: Callable[[int], int]) -> tuple[list[str], dict[bytes, bytes]]:
+        """Return the generations that an epoch's watermark makes complete, and the metadata that keeps it."""
+        names, meta = [], {}
+        for name in (name for later in self._later.values() for name in later):
+            table = self._tables.get(name)
+            filling = None if table is None else table.filling
+            if table is not None and filling is not None and watermark_of(filling.epoch) > filling.after_step:
+                table.filling = None
+                names.append(name)
+                meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
+        return names, meta
+
     def owner_of(self, name: str) -> Owner | None:
-        """Return a table's owner; None if it has none or does not exist."""
-        table = self._tables.get(name)
-        return None if table is None else table.owner
+        """Return a table's owner, which is that of all its generations; None if it has none or does not exist."""
+        owners = [table.owner for table in self.generations_of(name) if table.owner is not None]
+        return max(owners, key=lambda owner: owner.epoch, default=None)
 
     def are_owned(self, specs: Iterable[TableSpec], run: str, epoch: int) -> bool:
         """Return whether a trainer's run owns all tables of these names, since this epoch of it."""
@@ -269,7 +329,16 @@ class Catalog:
 
     def _add(self, table_id: int, spec: TableSpec) -> Table:
         table = self._tables[spec.fqn] = Table(table_id, spec)
+        if generation_of(spec.fqn) > 1:
+            self._later.setdefault(plain_name(spec.fqn), set()).add(spec.fqn)
         return table
+
+
+def _later(known: Filling | None, new: Filling) -> Filling:
+    """Return what counts of two hellos: the newer epoch's, and of one epoch the later step."""
+    if known is None or known.epoch < new.epoch:
+        return new
+    return known if known.epoch > new.epoch else Filling(new.epoch, max(known.after_step, new.after_step))
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from headrace.paramserver.ingest.ownership import check_owners, claimable
 from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, Owner
-from headrace.schemas.errors import CorruptionError, FencedError, OwnedError
+from headrace.schemas.errors import CorruptionError, FencedError, OwnedError, SpecMismatchError
 from headrace.schemas.tables import DType, TableSpec
 
 SPECS = [TableSpec(fqn=fqn, num_rows=10, dim=4, dtype=DType.FLOAT32) for fqn in ("ctr:a", "ctr:b")]
@@ -96,3 +97,28 @@ def test_damaged_metadata_is_told() -> None:
     shard.hello("a", 1)
     with pytest.raises(CorruptionError, match=r"owner/1.* is not an owner"):
         Catalog(shard._meta | {b"owner/1": b"\x91\x01"})
+
+
+def test_a_run_owns_all_generations_of_a_table() -> None:
+    """Another run gets no generation without a takeover, and after one the former owner may write none."""
+    first, second = SPECS[0], dataclasses.replace(SPECS[0], fqn="ctr:a#2", dim=8)
+    shard = Shard()
+    shard.hello("a", 1, specs=[first])
+    with pytest.raises(OwnedError, match="'ctr:a#2' belongs to run 'a'"):
+        shard.hello("b", 2, specs=[second])
+    assert shard.hello("b", 3, specs=[second], takes_over=True) == ["ctr:a#2"]
+    shard.restart()
+    for name in (first.fqn, second.fqn):
+        with pytest.raises(FencedError, match="run 'b' has taken it over from run 'a'"):
+            check_owners(shard.catalog, [name], "a")
+
+
+def test_a_start_of_a_run_trains_one_generation() -> None:
+    """Ranks that disagree on a table are refused at shard 0; the next start may train another generation."""
+    first, second = SPECS[0], dataclasses.replace(SPECS[0], fqn="ctr:a#2", dim=8)
+    shard = Shard()
+    shard.hello("a", 1, specs=[first])
+    for specs in ([second], [second, first]):
+        with pytest.raises(SpecMismatchError, match=r"two generations of table 'ctr:a', .* its ranks, or its models,"):
+            shard.hello("a", 1, specs=specs)
+    assert shard.hello("a", 2, specs=[second]) == ["ctr:a#2"]

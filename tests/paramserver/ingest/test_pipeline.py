@@ -24,6 +24,7 @@ from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord, UpdateLogConfig
 from headrace.paramserver.store.applier import Applier, ApplierConfig
+from headrace.paramserver.store.catalog import Filling
 from headrace.paramserver.store.deltas import Batch
 from headrace.paramserver.store.rocksdb import StoreConfig
 from headrace.paramserver.store.rows import RowStore
@@ -151,26 +152,28 @@ async def _in_memory(path: Path, config: UpdateLogConfig) -> AsyncIterator[tuple
         await log.close()
 
 
+async def _write_row(ingest: Ingest, client_seq: int, row: int, spec: TableSpec, **fields: Any) -> None:
+    """Write a batch of one row, as it comes from the wire."""
+    request = request_of(delta_of(spec, [row], 1.0), client_seq=client_seq, step=client_seq, **fields)
+    args = idl.ParameterServer.setEmbeddings_args(request=request)
+    frame = memoryview(b"".join(map(bytes, encode_message("setEmbeddings", CALL, 0, args))))
+    offset = decode_header(frame).body_offset
+    await _write(ingest, decode_struct(type(args), frame, offset).request, frame=frame)
+
+
 async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) -> None:
     """An open session may repeat its hello and send rows as before the growth; a trainer that starts may not."""
     few, many = dataclasses.replace(SPEC, num_rows=50), dataclasses.replace(SPEC, num_rows=60)
-
-    async def write(ingest: Ingest, client_seq: int, row: int, spec: TableSpec) -> None:
-        request = request_of(delta_of(spec, [row], 1.0), client_seq=client_seq, step=client_seq)
-        args = idl.ParameterServer.setEmbeddings_args(request=request)
-        frame = memoryview(b"".join(map(bytes, encode_message("setEmbeddings", CALL, 0, args))))
-        offset = decode_header(frame).body_offset
-        await _write(ingest, decode_struct(type(args), frame, offset).request, frame=frame)
 
     async with _files(tmp_path) as (store, log), Applier(store) as applier:
         ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
         trainer = ("run", "rank0", 1, 0, 1)
         await ingest.open_session(*trainer, [few])
-        await write(ingest, 1, 49, few)
+        await _write_row(ingest, 1, 49, few)
         await ingest.open_session("headrace", "grow", 2, 0, 0, [many])
         await ingest.open_session(*trainer, [few])
-        await write(ingest, 2, 48, few)
-        await write(ingest, 3, 59, many)
+        await _write_row(ingest, 2, 48, few)
+        await _write_row(ingest, 3, 59, many)
         for again in (("run", "rank1", 1, 1, 2), ("run", "rank0", 3, 0, 1)):
             with pytest.raises(SpecMismatchError, match="num_rows 60 ≠ 50"):
                 await ingest.open_session(*again, [few])
@@ -180,6 +183,35 @@ async def test_a_trainer_goes_on_beside_the_growth_of_its_table(tmp_path: Path) 
     async with _reopen(tmp_path) as (again, _):
         table = again.catalog.find("t")
         assert (table.spec, table.earlier) == (many, {few.fingerprint})
+
+
+async def test_a_generation_is_complete_once_all_ranks_have_passed_the_step(tmp_path: Path) -> None:
+    """It is filled until each rank's watermark is beyond it, here and in what recovery makes of the log."""
+    spec = dataclasses.replace(SPEC, fqn="t#2", dim=8)
+    async with _files(tmp_path) as (store, log), Applier(store) as applier:
+        ingest = Ingest(log, applier, {}, max_backlog_bytes=1 << 30)
+        ranks = [("run", f"rank{rank}", 1, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            await ingest.open_session(*rank, [spec], fills=["t#2", "another"], after_step=2)
+        before = ingest.accepted_seq
+        await ingest.open_session(*ranks[0], [spec], fills=["t#2"], after_step=2)
+        assert ingest.accepted_seq == before, "a repeated hello is no record"
+        seen = []
+        for client, client_seq, ends_step in (("rank0", 1, 1), ("rank0", 2, 1), ("rank0", 3, 1), ("rank1", 1, 0)):
+            await _write_row(ingest, client_seq, 1, spec, client=client, ends_step=bool(ends_step))
+        for client_seq in (2, 3):
+            seen.append(ingest.catalog.find("t#2").filling)
+            await _write_row(ingest, client_seq, 1, spec, client="rank1", ends_step=True)
+        assert seen == [Filling(1, 2)] * 2
+        assert ingest.catalog.find("t#2").filling is None
+        await ingest.open_session("run", "rank0", 2, 0, 1, [spec], fills=["t#2"])
+        assert ingest.catalog.find("t#2").filling is None, "to fill it again hides it from nobody"
+        await applier.wait_applied(ingest.submitted_seq)
+    async with _reopen(tmp_path) as (again, _):
+        assert again.catalog.find("t#2").filling is None
+    shutil.rmtree(tmp_path / "store")
+    async with _reopen(tmp_path) as (again, _):
+        assert again.catalog.find("t#2").filling is None, "the log alone says so too"
 
 
 async def test_a_stalled_log_refuses_one_batch_and_harms_none(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from headrace.paramserver.store.catalog import Catalog, Scalar, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, Scalar, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -176,3 +176,26 @@ def test_what_a_log_says_again_changes_nothing() -> None:
         assert not table.is_of(dataclasses.replace(ITEMS, num_rows=150))
     with pytest.raises(SpecMismatchError, match="registered with another spec"):
         catalog.add([dataclasses.replace(ITEMS, num_rows=150)])
+
+
+def test_a_generation_is_complete_once_the_epoch_has_passed_its_step() -> None:
+    """Only a later generation is filled; of several hellos the newest epoch and its latest step count."""
+    second = dataclasses.replace(ITEMS, fqn=f"{ITEMS.fqn}#2", dim=16)
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS])
+    assert catalog.fills_of([ITEMS.fqn, second.fqn], 4, 7) == {second.fqn: 7}, "of a table that is not there yet"
+    meta |= catalog.add([second]) | catalog.begin_filling({second.fqn: 7}, 4)
+    assert catalog.fills_of([second.fqn], 4, 6) == {}
+    assert catalog.fills_of([second.fqn], 3, 9) == {}
+    meta |= catalog.begin_filling(catalog.fills_of([second.fqn], 4, 9), 4)
+    meta |= catalog.begin_filling(catalog.fills_of([second.fqn], 5, -1), 5)
+    catalog = Catalog(meta)
+    assert catalog.find(second.fqn).filling == Filling(5, -1)
+    assert [table.spec.fqn for table in catalog.generations_of(second.fqn)] == [ITEMS.fqn, second.fqn]
+    assert catalog.end_filling({4: 100, 5: -1}.__getitem__) == ([], {})
+    names, changed = catalog.end_filling({5: 0}.__getitem__)
+    assert names == [second.fqn]
+    assert changed == {b"generation/2": b""}, "the store removes the key"
+    assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete generation stays complete"
+    with pytest.raises(CorruptionError, match="is not a generation's"):
+        Catalog(meta | {b"generation/2": b"\xa1x"})
