@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.paramserver.reading.dense_parts import DensePart
     from headrace.paramserver.reading.reader import EmbeddingReader
+    from headrace.paramserver.reading.table_admin import TableAdmin
     from headrace.paramserver.replica import (
         DenseParameters,
         DiskStorage,
@@ -47,6 +48,7 @@ __all__ = [
     "ReplicaManagedCollisionCollection",
     "ServerProcess",
     "StreamerConfig",
+    "TableAdmin",
     "__version__",
     "client_tls_context",
     "load_token",
@@ -73,6 +75,7 @@ _HOME_BY_NAME = {
     "ReplicaManagedCollisionCollection": "headrace.paramserver.replica",
     "ServerProcess": "headrace.paramserver.shard.launch",
     "StreamerConfig": "headrace.streamer",
+    "TableAdmin": "headrace.paramserver.reading.table_admin",
     "client_tls_context": "headrace.paramserver.rpc.security",
     "load_token": "headrace.paramserver.rpc.security",
     "restore": "headrace.streamer.restore",

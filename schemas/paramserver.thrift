@@ -158,6 +158,11 @@ struct HelloRequest {
   12: optional list<string> fills,
   /** The highest step that any rank had ended, or sent rows of, before it marked all rows of `fills`; -1 for none. */
   13: optional i64 after_step,
+  /**
+   * Tables to drop, with their rows; those that do not exist are skipped. Only an ADMIN may, with rank and world size 0 and no
+   * `tables`. Clients of earlier epochs cannot make such a table again: UNKNOWN_TABLE.
+   */
+  14: optional list<string> dropped_tables,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */

@@ -17,10 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_EPOCH", "NO_FLOOR", "Version", "is_newer", "is_newer_record", "last_epoch_after", "needs_present_row"]
+__all__ = [
+    "MAX_EPOCH",
+    "MAX_STEP",
+    "NO_FLOOR",
+    "Version",
+    "is_newer",
+    "is_newer_record",
+    "last_epoch_after",
+    "needs_present_row",
+]
 
 # ON DISK: a record has 32 bits for it.
 MAX_EPOCH = 2**32 - 1
+MAX_STEP = 2**63 - 1
 
 # Shards accept any epoch up to the first number, and above it those at most the second number above their highest.
 _FREE_EPOCHS, _MAX_EPOCHS_AHEAD = 2**31, 2**20

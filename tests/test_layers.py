@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_402,
+    "schemas": 2_415,
     "kernels": 2_720,
-    "paramserver": 29_370,
+    "paramserver": 29_780,
     "streamer": 11_000,
-    "scripts": 10_970,
-    "tests": 64_018,
+    "scripts": 11_145,
+    "tests": 64_295,
 }
-NUM_PRODUCT_FILES = 271
+NUM_PRODUCT_FILES = 273
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

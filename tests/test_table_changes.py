@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from watched_server import WAIT_S, wait_until
 
-from headrace import cli, restore
+from headrace import TableAdmin, cli, restore
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, OwnedError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, OwnedError, SpecMismatchError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 
 FEW, MANY, DIM = 40, 61, 4
@@ -126,3 +127,81 @@ def test_logs_from_before_and_after_the_growth_are_replayed(tmp_path: Path) -> N
         assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 0
         assert cli.main(["replay", str(tmp_path / "data"), "--server", server.address]) == 0
         assert np.array_equal(read(server.address, MANY)[0], grown.weights)
+
+
+def drop(address: str, **options: bool) -> list[str]:
+    async def ask() -> list[str]:
+        async with await TableAdmin.connect(address) as admin:
+            return await admin.drop(["weight"], **options)
+
+    return asyncio.run(ask())
+
+
+def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
+    """Not by its running trainer, a replay, a backfill, or a restart; a trainer that starts later makes it anew."""
+    old = Trainer(FEW)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        old.stream(server.address)
+    shutil.copytree(tmp_path / "data", tmp_path / "before")
+    port = int(server.address.rpartition(":")[2])
+    with ServerProcess.start(tmp_path / "data", port=port) as server:
+        running = RawEmbeddingStreamer(server.address, run="ctr", model="ctr")
+        running.attach(old.model, old.optimizer)
+        old.step()
+        running.flush()
+        with pytest.raises(OwnedError, match="is trained by run 'ctr', which is connected: stop it first"):
+            drop(server.address)
+        with EmbeddingReplica(server.address) as replica:
+            assert np.array_equal(replica.lookup("weight", np.arange(FEW)).numpy(), old.weights)
+            assert drop(server.address, force=True) == ["ctr:weight"]
+            wait_until(lambda: not replica.tables, "the drop")
+            with pytest.raises(UnknownTableError, match="table 'ctr:weight' was dropped in epoch"):
+                replica.lookup("weight", [0])
+        old.step()
+        with pytest.raises(UnknownTableError, match=r"'ctr:weight' was dropped in epoch .*; a trainer that starts"):
+            running.flush()
+        running.close(flush=False)
+        assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 1
+        server.kill()
+    with ServerProcess.start(tmp_path / "data", port=port) as server:
+        with pytest.raises(UnknownTableError, match="no table 'weight' on this server"):
+            read(server.address, FEW)
+        rows = nn.Embedding(FEW, DIM, sparse=True)
+        with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+            adam = torch.optim.SparseAdam(rows.parameters(), lr=0.1)
+            streamer.attach(rows, adam)
+            rows(torch.tensor([3])).sum().backward()
+            adam.step()
+            streamer.flush()
+            assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 0
+            stored = asyncio.run(_presence(server.address))
+            assert np.flatnonzero(stored == 1).tolist() == [3], "the replay's rows are from before the drop"
+        with EmbeddingReplica(server.address) as late:
+            assert late.num_rows("weight") == 1
+            assert torch.equal(late.lookup("weight", [3]), rows.weight.detach()[3:4])
+
+
+async def _presence(address: str) -> np.ndarray:
+    async with await EmbeddingReader.connect(address) as reader:
+        return (await reader.get("weight", np.arange(FEW))).presence
+
+
+def test_a_replica_follows_a_table_that_is_made_anew(tmp_path: Path) -> None:
+    """One that runs through drop and new start has the new table's rows alone."""
+    old, new = Trainer(FEW), Trainer(MANY, seed=1)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        old.stream(server.address)
+        for num_drops in (1, 2):
+            with EmbeddingReplica(server.address) as replica:
+                drop(server.address)
+                new.stream(server.address)
+                wait_until(lambda: replica.tables.keys() == {"ctr:weight"} and replica.num_rows("weight") == MANY)
+                wait_until(
+                    lambda: np.array_equal(replica.lookup("weight", np.arange(MANY)).numpy(), new.weights),
+                    f"the rows after drop {num_drops}",
+                )
+        assert np.array_equal(read(server.address, MANY)[0], new.weights)
+        to = ["--server", server.address, "--to", str(tmp_path / "out"), "--format", "safetensors", "--now"]
+        assert cli.main(["export", *to]) == 0
+    exported = load_file(tmp_path / "out")
+    assert np.array_equal(exported["weight"].numpy(), new.weights), "files of RocksDB that hold the dropped rows too"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -225,8 +225,9 @@ class Ingest:
         takes_over: bool = False,
         fills: Iterable[str] = (),
         after_step: int = -1,
+        dropped: Sequence[str] = (),
     ) -> tuple[Session, int]:
-        """Register or grow tables and open or resume a writer's session; return it with the last durable batch.
+        """Register, grow or drop tables and open or resume a writer's session; return it with the last durable batch.
 
         A trainer sends the generations `fills` whole: it has once all its ranks have ended a step after `after_step`.
 
@@ -234,6 +235,7 @@ class Ingest:
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
 
         Raises:
+            UnknownTableError: A table was dropped in a later epoch.
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
                 changed. A spec that the table had before it grew is accepted, except from a trainer that starts. Or
                 the run trains another generation of the table in this epoch.
@@ -256,16 +258,20 @@ class Ingest:
             self.sessions.check_free(epoch)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
-        new_specs, filling = self.catalog.check(specs, knows_outgrown=outgrown), {}
+        new_specs, filling = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown), {}
+        drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
+        if dropped and (world_size or specs):
+            raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write, and has no rank")
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
             named = {spec.fqn for spec in specs}
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step)
-        if new_specs or owned or filling or not is_open:
+        if new_specs or owned or filling or drops or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
+            header |= {"dropped": drops} if drops else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -283,8 +289,11 @@ class Ingest:
         both are harmless.
 
         Raises:
+            UnknownTableError: A table was dropped meanwhile.
             UnavailableError: The log has failed.
         """
+        for name in floors:
+            self.catalog.find(name)
         header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": 0, "world_size": 0}
         # Followers of earlier releases see a hello that says nothing new.
         header |= {"tables": [], "owned": [], "floors": {name: list(floor) for name, floor in floors.items()}}
@@ -336,6 +345,8 @@ class Ingest:
             check_owners(self.catalog, (delta.fqn for delta in request.deltas), request.run)
         if deltas is None:
             deltas = self._check(request)
+        elif any(self.catalog.find(delta.spec.fqn).table_id != delta.table_id for delta in deltas):
+            raise RequestError("a table of the batch was dropped and made anew while the batch was checked")
         header = _batch_header(request)
         if request.version_epoch is not None:
             names = self.catalog.below_floor(header["tables"], (request.version_epoch, request.step))
@@ -412,9 +423,11 @@ class Ingest:
         )
 
     def _hello_batch(self, seq: int, epoch: int, header: dict[str, Any]) -> Batch:
+        dropped = tuple(self.catalog.find(name).table_id for name in header.get("dropped", ()))
         meta = self.catalog.take_hello(header, epoch)
         session = self.sessions.open(header["run"], header["client"], epoch, header["rank"], header["world_size"])
-        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta | self.sessions.settle(session, seq))
+        meta |= self.sessions.settle(session, seq)
+        return Batch(seq=seq, epoch=epoch, step=0, time_us=0, meta=meta, dropped=dropped)
 
     def _batch_of_record(self, record: LogRecord) -> Batch:
         """Repeat what accepting this record changed."""

@@ -116,7 +116,7 @@ class ShardLink:
         self.in_flight = asyncio.Semaphore(_NUM_IN_FLIGHT)
         self.pieces_moved_s = -math.inf
         self._dial = dial
-        self._port = port
+        self.port = port
         self._client: ParamServerClient | None = None
         self._is_closed = False
         self._lock = asyncio.Lock()
@@ -178,7 +178,7 @@ class ShardLink:
         reach_log = self._dial.reach_log
         began_s = reach_log.trying(self.address)
         try:
-            client, hello = await self._attempt(None, self._dial.connect(self.host, self._port))
+            client, hello = await self._attempt(None, self._dial.connect(self.host, self.port))
         except UnavailableError as exc:
             reach_log.failed(self.address, exc, began_s=began_s)
             raise

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ class Shard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
+            if request.dropped_tables and request.role != idl.Role.ADMIN:
+                raise UnauthorizedError("only a client with the role ADMIN may drop tables")
             session, last_client_seq = await self._ingest.open_session(
                 request.run,
                 request.client,
@@ -121,6 +124,7 @@ class Shard:
                 takes_over=bool(request.takes_over),
                 fills=request.fills or (),
                 after_step=-1 if request.after_step is None else request.after_step,
+                dropped=request.dropped_tables or (),
             )
             self._bind(call.peer, session)
         config = self._config
@@ -320,6 +324,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             shard=config.shard,
             num_shards=config.num_shards,
         )
+        await applier.run_at(applier.submitted_seq, partial(store.erase, ingest.catalog.dropped))  # a crash came before
         started_s = time.monotonic()
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -147,6 +148,8 @@ class Applier:
         self._unreleased.append(batch)
         if self._backlog.add(batch, parts):
             self._to_write.set()
+        if batch.dropped:
+            self.run_at(batch.seq, partial(self._store.erase, batch.dropped)).add_done_callback(self._erased)
 
     async def read(self, table_id: int, spec: TableSpec, row_ids: npt.NDArray[np.int64]) -> RowsRead:
         """Return rows of one table; see `read_many`."""
@@ -431,6 +434,11 @@ class Applier:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             await waiter
+
+    def _erased(self, erasing: asyncio.Future[None]) -> None:
+        """Stop after a failure to erase; the next start erases what is left."""
+        if not erasing.cancelled() and isinstance(exc := erasing.exception(), HeadraceError):
+            self._fail(exc)
 
     def _drop_tasks(self) -> None:
         while self._tasks_at:

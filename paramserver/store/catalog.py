@@ -13,7 +13,7 @@ from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownT
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.table_names import generation_of, plain_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
-from headrace.schemas.version import NO_FLOOR, Version, needs_present_row
+from headrace.schemas.version import MAX_EPOCH, MAX_STEP, NO_FLOOR, Version, needs_present_row
 
 __all__ = ["INDEXED_PREFIX", "Catalog", "Filling", "Owner", "Scalar", "Table", "pack_spec", "unpack_spec"]
 
@@ -28,6 +28,8 @@ _EARLIER_PREFIX = b"earlier/"
 _FILLING_PREFIX = b"generation/"
 # The store deletes keys with this value.
 _REMOVED = b""
+# Followed by the number of a dropped table, which no other table gets; the value is its name and the drop's epoch.
+_DROPPED_PREFIX = b"dropped/"
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -104,12 +106,19 @@ class Table:
 
 
 class Catalog:
-    """The tables by name. Registrations are kept in the update log and, once applied, in the store's metadata."""
+    """The tables by name. Registrations are kept in the update log and, once applied, in the store's metadata.
+
+    Attributes:
+        drop_epochs: Of each name of which a table was dropped, the epoch of the last drop.
+    """
 
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
         """Read the tables from the store's metadata. Raises CorruptionError when an entry cannot be read."""
         self._tables: dict[str, Table] = {}
         self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
+        self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
+        self.drop_epochs: dict[str, int] = {}
+        self._read_dropped(meta)
         for key, value in meta.items():
             if not key.startswith(_META_PREFIX):
                 continue
@@ -152,23 +161,42 @@ class Catalog:
                 except (ValueError, KeyError) as exc:
                     raise CorruptionError(f"store metadata {key!r} is not an earlier fingerprint: {exc}") from exc
 
+    def _read_dropped(self, meta: Mapping[bytes, bytes]) -> None:
+        for key, value in meta.items():
+            if key.startswith(_DROPPED_PREFIX):
+                try:
+                    name, epoch = msgpack.unpackb(value)
+                    self._note_drop(int(key[len(_DROPPED_PREFIX) :]), name, epoch)
+                except (ValueError, TypeError) as exc:
+                    raise CorruptionError(f"store metadata {key!r} is not a dropped table: {exc}") from exc
+
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
 
     def find(self, fqn: str) -> Table:
         """Return a table by its fqn. Raises UnknownTableError, whose message lists some tables that exist."""
         table = self._tables.get(fqn)
+        if table is None and (epoch := self.drop_epochs.get(fqn)):
+            raise _dropped(fqn, epoch)
         if table is None:
             known = first_of(sorted(self._tables))  # not the nearest names: searching thousands would block the loop
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
         return table
 
-    def check(self, specs: Iterable[TableSpec], *, knows_outgrown: bool = False) -> list[TableSpec]:
+    @property
+    def dropped(self) -> list[int]:
+        """Numbers of the tables that were dropped."""
+        return sorted(self._dropped)
+
+    def check(
+        self, specs: Iterable[TableSpec], *, epoch: int = MAX_EPOCH, knows_outgrown: bool = False
+    ) -> list[TableSpec]:
         """Return the specs that are not registered yet and those that give a table more rows, each once.
 
-        `knows_outgrown` accepts a spec that a table had before it grew.
+        `epoch` is the client's; `knows_outgrown` accepts a spec that a table had before it grew.
 
         Raises:
+            UnknownTableError: The table was dropped in a later epoch.
             SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
@@ -183,6 +211,8 @@ class Catalog:
                         f"{known.spec.describe_difference(spec)}; a table can get more rows and changes in nothing "
                         "else: give your model another name (model=…), or serve another directory"
                     )
+            elif (dropped := self.drop_epochs.get(spec.fqn, 0)) > epoch:
+                raise _dropped(spec.fqn, dropped)
             other = new.setdefault(spec.fqn, spec)
             if other != spec:
                 raise SpecMismatchError(
@@ -200,6 +230,7 @@ class Catalog:
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
         meta |= self.begin_filling(header.get("fills", {}), epoch)
+        meta |= self.drop(header.get("dropped", ()), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
@@ -217,11 +248,36 @@ class Catalog:
             if spec.fqn in self._tables:
                 meta |= self.grow(spec)
                 continue
-            table = self._add(len(self._tables) + 1, spec)
+            numbers = (*self._dropped, *(table.table_id for table in self._tables.values()))
+            table = self._add(max(numbers, default=0) + 1, spec)
             meta[_META_PREFIX + b"%d" % table.table_id] = msgpack.packb(pack_spec(spec))
             if spec.has_identities:
                 meta[INDEXED_PREFIX + b"%d" % table.table_id] = b"1"
+            if epoch := self.drop_epochs.get(spec.fqn):
+                # Replays and backfills bring back nothing that was written before the drop.
+                meta |= self.raise_floors({spec.fqn: (epoch - 1, MAX_STEP)})
         return meta
+
+    def drop(self, names: Iterable[str], epoch: int) -> dict[bytes, bytes]:
+        """Forget tables, those of them that exist; return the metadata, in which an empty value removes a key.
+
+        A client may register such a name again in this epoch or a later one, as a new table.
+        """
+        meta: dict[bytes, bytes] = {}
+        for name in names:
+            if (table := self._tables.pop(name, None)) is None:
+                continue
+            number = b"%d" % table.table_id
+            prefixes = (_META_PREFIX, _SCALARS_PREFIX, _OWNER_PREFIX, _FLOOR_PREFIX, _FILLING_PREFIX, INDEXED_PREFIX)
+            meta |= {prefix + number: _REMOVED for prefix in prefixes}
+            meta |= {_EARLIER_PREFIX + b"%d" % fingerprint: _REMOVED for fingerprint in table.earlier}
+            meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
+            self._note_drop(table.table_id, name, epoch)
+        return meta
+
+    def _note_drop(self, table_id: int, name: str, epoch: int) -> None:
+        self._dropped[table_id] = name, epoch
+        self.drop_epochs[name] = max(self.drop_epochs.get(name, 0), epoch)
 
     def grow(self, spec: TableSpec) -> dict[bytes, bytes]:
         """Give a table more rows; it keeps its number and accepts its earlier fingerprints. Return the metadata.
@@ -339,6 +395,12 @@ def _later(known: Filling | None, new: Filling) -> Filling:
     if known is None or known.epoch < new.epoch:
         return new
     return known if known.epoch > new.epoch else Filling(new.epoch, max(known.after_step, new.after_step))
+
+
+def _dropped(name: str, epoch: int) -> UnknownTableError:
+    return UnknownTableError(
+        f"table {name!r} was dropped in epoch {epoch}; a trainer that starts from now on can make it anew"
+    )
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:

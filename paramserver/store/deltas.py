@@ -82,6 +82,7 @@ class Batch:
         deltas: Rows; the buffers stay unchanged until `release`.
         meta: Metadata to store in the same atomic write, keys without `META_PREFIX`.
         size_bytes: Memory that the batch holds.
+        dropped: Numbers of tables whose rows are erased once this record is applied.
         release: Called once, on the loop's thread, when the buffers are no longer needed.
         is_conditional: The rows come out of order (replay, backfill): one older than the stored version is dropped.
     """
@@ -93,6 +94,7 @@ class Batch:
     deltas: tuple[RowDelta, ...] = ()
     meta: dict[bytes, bytes] = field(default_factory=dict)
     size_bytes: int = 0
+    dropped: tuple[int, ...] = ()
     release: Callable[[], None] = lambda: None
     is_conditional: bool = False
 

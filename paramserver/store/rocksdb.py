@@ -204,18 +204,23 @@ class RocksDb:
             for key in removed:
                 batch.delete(key)
             size_bytes = int(batch.size_in_bytes())
-            if self.map_errors(lambda: self._try_write(batch)):  # noqa: B023
+            if self.map_errors(lambda: self._try(lambda: self.raw.write(batch, self._options))):  # noqa: B023
                 return size_bytes
             time.sleep(STALL_POLL_S)  # a batch cannot be written twice, so make a new one
 
-    def _try_write(self, batch: Any) -> bool:
+    def _try(self, write: Callable[[], None]) -> bool:
         try:
-            self.raw.write(batch, self._options)
+            write()
         except Exception as exc:
             if str(exc).startswith("Result incomplete"):
                 return False
             raise
         return True
+
+    def delete_range(self, begin: bytes, end: bytes) -> None:
+        """Remove the keys from `begin` on and before `end`, waiting out stalls."""
+        while not self.map_errors(lambda: self._try(lambda: self.raw.delete_range(begin, end, self._options))):
+            time.sleep(STALL_POLL_S)
 
     def ingest(self, file: Path) -> bool:
         """Move a table file into the database; return False when RocksDB must flush first.

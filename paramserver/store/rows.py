@@ -21,7 +21,7 @@ from headrace.paramserver.store.row_counts import FileRowCounts
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import supports_direct_io, write_buffer
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
-from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX
+from headrace.schemas.row_records import CLAIMS_SHARD, META_PREFIX, key_prefix
 from headrace.schemas.tables import ColumnShard
 
 __all__ = ["RowStore"]
@@ -31,6 +31,7 @@ _OWN_META = b"store/"
 _FORMAT_KEY = META_PREFIX + b"store/format"
 _SEQ_KEY = META_PREFIX + b"store/applied_seq"
 _LAYOUTS_PREFIX = META_PREFIX + b"store/layouts/"
+_ERASED_PREFIX = META_PREFIX + b"store/erased/"
 _FORMAT = b"1"
 
 # The file being written, in the store's directory. RocksDB ignores such a name.
@@ -68,6 +69,7 @@ class RowStore:
         self._num_errors = 0  # RocksDB's, at the last ingestion
         self._is_new = False  # the format key is in no file yet
         self._layouts: dict[int, tuple[ColumnShard, ...]] = {}
+        self._erased: set[int] = set()
         self.applied_seq = 0
         self.durable_seq = 0
 
@@ -136,6 +138,8 @@ class RowStore:
                 if key.startswith(_LAYOUTS_PREFIX):
                     shards = tuple(ColumnShard(offset=o, width=w) for o, w in msgpack.unpackb(value))
                     self._layouts[int(key[len(_LAYOUTS_PREFIX) :])] = shards
+                elif key.startswith(_ERASED_PREFIX):
+                    self._erased.add(int(key[len(_ERASED_PREFIX) :]))
         except (ValueError, TypeError) as exc:
             raise CorruptionError(f"store {self.path} has unreadable metadata: {exc}") from exc
 
@@ -210,6 +214,20 @@ class RowStore:
         self._write([], [], keys)
         # Until then each removal is an entry of a file, like a row.
         self._put_rows[table_id] += len(keys)
+
+    def erase(self, table_ids: Iterable[int]) -> None:
+        """Remove all rows of tables, unless that was done; RocksDB frees their space as it compacts.
+
+        No row of such a number may be written afterwards. Other threads must not write.
+        """
+        for table_id in table_ids:
+            if table_id in self._erased:
+                continue
+            self._db.delete_range(key_prefix(table_id), key_prefix(table_id + 1))
+            # After the rows: a crash in between erases again.
+            self._write([_ERASED_PREFIX + b"%d" % table_id], [b"1"], [_LAYOUTS_PREFIX + b"%d" % table_id])
+            self._erased.add(table_id)
+            self._layouts.pop(table_id, None)
 
     def _put(self, runs: Sequence[SortedRun | CoalescedRows]) -> None:
         for keys, values in entries_of(runs, self._config.rows_per_write):

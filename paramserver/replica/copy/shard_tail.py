@@ -5,6 +5,7 @@ Sessions and tables are a function of the log, here as in the shard: the same re
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable
@@ -194,6 +195,13 @@ class ShardTail:
         self.pending_bytes += change.size_bytes
         self.newest_cut = change.cut or self.newest_cut
         return dense
+
+    def forget(self, fqn: str) -> None:
+        """Leave a table's rows out of what is pending."""
+        self.pending = deque(
+            dataclasses.replace(change, deltas=tuple(delta for delta in change.deltas if delta.spec.fqn != fqn))
+            for change in self.pending
+        )
 
     def shown(self, change: Change, now_us: int) -> None:
         """Record that the oldest pending change is visible now."""

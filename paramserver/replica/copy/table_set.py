@@ -17,7 +17,7 @@ from headrace.paramserver.store.deltas import RowDelta
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import TableNames
+from headrace.schemas.table_names import TableNames, path_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["TableSet"]
@@ -67,8 +67,36 @@ class TableSet:
         self._clock_us = clock_us
         self._unwanted: set[str] = set()
         self._names = TableNames(())
-        self.add_tables(table.spec for tail in self.tails for table in tail.catalog)
+        self._retired: list[ReplicaTable] = []  # dropped ones, whose files are closed with the others
+        self._drop_epochs: dict[str, int] = {}  # of the last drop that a shard has told, by name
+        for tail in self.tails:
+            self._drop_epochs |= {
+                name: max(epoch, self._drop_epochs.get(name, 0)) for name, epoch in tail.catalog.drop_epochs.items()
+            }
+        self._add_current()
         self._follow_dense()
+
+    def _add_current(self) -> None:
+        """Add the tables of all shards, except those that another shard has dropped since."""
+        for tail in self.tails:
+            of_shard, newest = tail.catalog.drop_epochs, self._drop_epochs
+            tables = (table.spec for table in tail.catalog)
+            self.add_tables(spec for spec in tables if of_shard.get(spec.fqn, 0) == newest.get(spec.fqn, 0))
+
+    def _drop(self, tail: ShardTail, name: str) -> None:
+        """Drop a table as soon as one shard has; what other shards still send of it counts for nothing."""
+        epoch = tail.catalog.drop_epochs.get(name, 0)
+        if epoch <= self._drop_epochs.get(name, 0):
+            return
+        self._drop_epochs[name] = epoch
+        for each in self.tails:
+            each.forget(name)
+        with self.seqlock.write():
+            if (table := self.tables.get(name)) is not None:
+                self._retired.append(table)
+            self.tables = {fqn: each for fqn, each in self.tables.items() if fqn != name}
+            self.identities = {fqn: each for fqn, each in self.identities.items() if fqn != name}
+            self._names = TableNames(self.tables)
 
     def _follow_dense(self) -> None:
         self.dense.follow([tail.catalog for tail in self.tails], lambda name: self.tails[0].wants(name))
@@ -103,6 +131,9 @@ class TableSet:
             name = self._names.find(fqn)
             if name is None and (tensor := self.dense.find(fqn)) is not None:
                 raise RequestError(f"{tensor!r} is a dense tensor and no table: read it with dense()")
+            dropped = [each for each in self._drop_epochs if fqn in (each, path_of(each))]
+            if name is None and dropped:
+                raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")
             if name is None:
                 raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
             table = self.tables[name]
@@ -161,12 +192,24 @@ class TableSet:
         """Take records of a shard and show what can be shown; return whether anything became visible."""
         tail = self.tails[shard]
         for update in updates:
-            if dense := tail.take(update):
+            dense = tail.take(update)
+            if update.kind == idl.UpdateKind.HELLO:
+                for name in update.header.get("dropped", ()):
+                    self._drop(tail, name)
+            else:
+                behind = [
+                    delta.spec.fqn
+                    for delta in tail.pending[-1].deltas
+                    if tail.catalog.drop_epochs.get(delta.spec.fqn, 0) < self._drop_epochs.get(delta.spec.fqn, 0)
+                ]
+                for name in behind:
+                    tail.forget(name)
+            if dense:
                 change = tail.pending[-1]
                 self.dense.take(shard, dense, (change.epoch, change.step))
         tail.last_seq = max(last_seq, tail.seq)
         if any(update.kind == idl.UpdateKind.HELLO for update in updates):
-            self.add_tables(table.spec for table in tail.catalog)
+            self._add_current()
             self._follow_dense()
         return self.advance()
 
@@ -219,7 +262,7 @@ class TableSet:
 
     def close(self) -> None:
         """Free files and threads of the tables; raise `StorageError` if a file stays. Idempotent."""
-        for table in self.tables.values():
+        for table in (*self.tables.values(), *self._retired):
             table.close()
 
     def freshness(self) -> list[Freshness]:

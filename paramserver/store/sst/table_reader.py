@@ -6,9 +6,9 @@ cannot replace this: it has no SstFileReader and no checksum verification of who
 0.9 s for a million rows of 128 bytes that this module reads in 0.05 s.
 
 Readable files are block-based tables of format version 5 with crc32c checksums and a one-level index, without
-compression, merges and range deletions: all that a store writes unless it compresses. For others `TableFileReader.open`
-returns None, and the caller uses RocksDB's iterator. Metadata may be deleted; rows' keys never are, so a file with a
-deleted row key is damaged.
+compression and merges: all that a store writes unless it compresses. For others `TableFileReader.open` returns None,
+and the caller uses RocksDB's iterator. Metadata may be deleted; rows' keys never are, so a file with a deleted row key
+is damaged. A range deletion is of a whole table that was dropped: nobody reads its rows, so the reader ignores it.
 
 Source: RocksDB's table/block_based (block.cc, format.cc) and table/table_properties.cc.
 """
@@ -319,7 +319,7 @@ def _is_plain(properties: dict[bytes, bytes]) -> bool:
         return False
     if int.from_bytes(properties.get(b"rocksdb.block.based.table.index.type", bytes(4)), "little"):
         return False
-    return not any(_number(properties, name) for name in (b"merge.operands", b"num.range-deletions"))
+    return not _number(properties, b"merge.operands")
 
 
 def _number(properties: dict[bytes, bytes], name: bytes) -> int:

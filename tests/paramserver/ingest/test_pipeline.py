@@ -38,6 +38,7 @@ from headrace.schemas.errors import (
     SpecMismatchError,
     StorageError,
     UnavailableError,
+    UnknownTableError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, decode_header, decode_struct, encode_message
@@ -534,6 +535,28 @@ async def test_a_large_batch_holds_up_its_own_client_alone(tmp_path: Path, monke
         assert [seq for seq, is_duplicate in answers if not is_duplicate] == list(range(own_seq + 2, own_seq + 7))
         assert [is_duplicate for _, is_duplicate in answers] == [False] * 4 + [True, False]
         assert not ingest._queues
+
+
+async def test_what_was_begun_before_a_drop_does_not_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that a thread has checked, a floor, and a hello of an earlier epoch are refused; the log stays readable."""
+    checks = _Checks(monkeypatch)
+    async with _open(tmp_path, FaultyFileOps()) as (ingest, applier):
+        writing = asyncio.create_task(_write(ingest, _deleting(1, 3, 2, 1)))
+        await asyncio.to_thread(checks.begun.acquire, timeout=60)
+        await ingest.open_session("headrace-tables", "admin", 2, 0, 0, [], dropped=["t", "absent"])
+        checks.may_end.set()
+        with pytest.raises(UnknownTableError, match="'t' was dropped in epoch 2"):
+            await writing
+        with pytest.raises(UnknownTableError, match="was dropped"):
+            await ingest.raise_floors("headrace", "expiry", 1, {"t": (1, 1)})
+        with pytest.raises(UnknownTableError, match="was dropped"):
+            await ingest.open_session("run", "rank0", 1, 0, 1, [SPEC])
+        with pytest.raises(RequestError, match="who drops tables names none to write"):
+            await ingest.open_session("x", "x", 3, 0, 1, [], dropped=["t"])
+        await ingest.open_session("run", "rank0", 3, 0, 1, [SPEC])
+        await applier.wait_applied(ingest.submitted_seq)
+    async with _reopen(tmp_path) as (ingest, _):
+        assert ingest.catalog.dropped == [1] and ingest.catalog.find("t").table_id == 2
 
 
 async def test_a_large_batch_that_is_wrong_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,3 +199,33 @@ def test_a_generation_is_complete_once_the_epoch_has_passed_its_step() -> None:
     assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete generation stays complete"
     with pytest.raises(CorruptionError, match="is not a generation's"):
         Catalog(meta | {b"generation/2": b"\xa1x"})
+
+
+def test_a_dropped_table_leaves_its_number_and_epoch() -> None:
+    """No number is used twice, what belonged to the table goes with it, and only later clients make it anew."""
+    catalog, users = Catalog({}), dataclasses.replace(ITEMS, fqn="users.weight")
+    meta = catalog.add([ITEMS, users]) | catalog.grow(dataclasses.replace(users, num_rows=500))
+    meta |= catalog.claim([users.fqn], "run", 4) | catalog.raise_floors({users.fqn: (3, 9)})
+    dropping = catalog.drop([users.fqn, "absent"], 7)
+    assert [key for key, value in dropping.items() if value] == [b"dropped/2"]
+    meta = {key: value for key, value in (meta | dropping).items() if value}
+    assert set(meta) == set(Catalog({}).add([ITEMS])) | {b"dropped/2"}
+    for known in (catalog, Catalog(meta)):
+        assert (known.dropped, known.drop_epochs) == ([2], {users.fqn: 7})
+        with pytest.raises(UnknownTableError, match=r"'users.weight' was dropped in epoch 7; a trainer"):
+            known.find(users.fqn)
+        with pytest.raises(UnknownTableError, match="was dropped in epoch 7"):
+            known.check([users], epoch=6)
+        assert known.check([users], epoch=7) == [users]
+        meta_again = known.add([users])
+        table = known.find(users.fqn)
+        assert (table.table_id, table.owner, table.floor, table.earlier) == (3, None, (6, 2**63 - 1), frozenset())
+        assert not known.drop(["absent"], 8)
+        assert Catalog(meta | meta_again).find(users.fqn) == table
+
+
+@pytest.mark.parametrize("value", [b"\x01", b"\x91\x01", b""])
+def test_a_bad_drop_is_corruption(value: bytes) -> None:
+    """An entry that is no name and epoch is reported with its key."""
+    with pytest.raises(CorruptionError, match="is not a dropped table"):
+        Catalog({b"dropped/2": value})

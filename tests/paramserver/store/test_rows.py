@@ -230,6 +230,28 @@ def test_position_never_runs_ahead_of_rows(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("config", [SMALL, FILES])
+def test_an_erased_table_is_gone_and_others_stay(tmp_path: Path, config: StoreConfig) -> None:
+    """Rows in memory and in files; after a crash between the rows and the note, erasing again does the rest."""
+    store = open_store(tmp_path / "db", config)
+    for table_id in (1, 2, 3):
+        store.write_runs([run_of(table_id, range(50), table_id)], meta={}, applied_seq=table_id)
+    store.flush()
+    store.write_runs([run_of(4, range(40, 60), 2)], meta={}, applied_seq=4)
+    write, store._write = store._write, lambda *_: store.flush()  # type: ignore[assignment,method-assign]
+    store.erase([2])
+    copy_as_after_crash(store.path, tmp_path / "crashed")
+    store._write = write  # type: ignore[method-assign]
+    store.close()
+    for path in (tmp_path / "db", tmp_path / "crashed"):
+        for _ in range(2):
+            store = open_store(path, config)
+            store.erase([2])
+            assert [len([*store.scan(key_prefix(table_id))]) for table_id in (1, 2, 3)] == [50, 0, 50]
+            assert store.layouts(2) == () and store.layouts(3)
+            store.close()
+
+
 def test_scan_and_estimate(store: RowStore) -> None:
     """A scan yields one table's or shard's pairs in order; the estimate counts rows in memory and in files."""
     store.write_runs([run_of(1, range(30)), run_of(1, range(20), table_id=2)], meta={b"x": b"y"}, applied_seq=1)

@@ -17,7 +17,7 @@ from headrace.paramserver.replica.copy.shard_tail import ShardTail
 from headrace.paramserver.replica.copy.table_set import TableSet
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.store.catalog import Catalog, pack_spec
-from headrace.schemas.errors import CorruptionError, OverloadedError
+from headrace.schemas.errors import CorruptionError, OverloadedError, UnknownTableError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 from headrace.schemas.tables import DType, TableSpec
@@ -60,6 +60,11 @@ class Shard:
             epoch=epoch,
             clock_us=clock_us,
         )
+
+    def drop(self, epoch: int) -> None:
+        """Drop the table, and name it anew in the next epoch."""
+        admin = {"run": "admin", "client": "admin", "rank": 0, "world_size": 0, "tables": []}
+        self._append(epoch, idl.UpdateKind.HELLO, admin | {"dropped": ["t"]}, b"")
 
     def backfill(self, row: int, value: float) -> None:
         """Write a row as `headrace backfill` does, outside of any step."""
@@ -425,3 +430,37 @@ def test_a_table_grows_with_the_hello_that_says_so(is_by_step: bool) -> None:
     assert copy.table_set.tables["t"] is table and copy.table_set.identities["t"] is identities
     assert table.spec == larger and table.gather(np.array([4]))[1].all()
     assert identities.find(np.array([4])).tolist() == [-1]
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_a_shard_that_is_behind_brings_no_row_of_a_dropped_table(is_by_step: bool) -> None:
+    """From the first shard's drop on, rows from before it count for nothing, whether they wait or come later."""
+    copy, shards = begun(2, is_by_step=is_by_step)
+    for shard in shards:
+        shard.write(1, 1.0)
+    for number, shard in enumerate(shards):
+        copy.take(number, shard.take())
+    assert copy.values(0) == [1.0]
+    table = copy.table_set.tables["t"]
+    shards[1].write(2, 2.0)
+    copy.take(1, shards[1].take())  # by step it waits for the other shard
+    shards[0].drop(2)
+    copy.take(0, shards[0].take())
+    assert not copy.table_set.tables and table.gather(np.array([0]))[0].item() in (1.0, 2.0)
+    with pytest.raises(UnknownTableError, match="table 't' was dropped in epoch 2"):
+        copy.table_set.table("t")
+    shards[0].hello(0, epoch=3)
+    copy.take(0, shards[0].take())
+    assert copy.table_set.tables["t"] is not table
+    shards[1].write(3, 3.0)
+    copy.take(1, shards[1].take())
+    shards[1].drop(2)
+    shards[1].hello(0, epoch=3)
+    copy.take(1, shards[1].take())
+    new = copy.table_set.tables["t"]
+    assert new.num_present == 0
+    for number, shard in enumerate(shards):
+        shard.write(1, 5.0, epoch=3)
+        copy.take(number, shard.take())
+    assert copy.values(0) == [5.0] and copy.table_set.tables["t"] is new
+    copy.table_set.close()

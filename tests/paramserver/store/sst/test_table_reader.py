@@ -221,7 +221,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_other_kinds_are_left_to_rocksdb(tmp_path: Path) -> None:
-    """Compression, other checksums or indexes, and range deletions are not read."""
+    """Compression, other checksums and other indexes are not read."""
     lz4 = rocks_options(CONFIG)
     lz4.set_compression_type(rocksdict.DBCompressionType.lz4())
     table = rocksdict.BlockBasedOptions()
@@ -235,13 +235,22 @@ def test_other_kinds_are_left_to_rocksdb(tmp_path: Path) -> None:
     for path in (
         _make(tmp_path / "lz4", options=lz4)[0],
         xxh3 := _file_of(tmp_path / "xxh3", pairs, options=plain),
-        _file_of(tmp_path / "gone", pairs, then=lambda db: db.delete_range(b"a", b"b")),
         _file_of(tmp_path / "levels", pairs, options=two_levels),
     ):
         assert TableFileReader.open(path) is None
     # The kind has no checksum: if others passed the check, damage there would hide the rest.
     with pytest.raises(CorruptionError, match="not a table of the kind that this version writes"):
         BlockCheck.open(xxh3)
+
+
+def test_rows_beside_a_dropped_table(tmp_path: Path) -> None:
+    """A file in which another table's rows are erased is read and checked as any other."""
+    rows, gone = np.arange(300), (encode_keys(3, SHARD, np.array([0]))[0], encode_keys(4, SHARD, np.array([0]))[0])
+    path = _file_of(tmp_path / "db", [*_pairs(2, rows), *_pairs(3, rows)], then=lambda db: db.delete_range(*gone))
+    assert _read(path, 2) == (rows.tolist(), [v.ljust(RECORD_BYTES, b"\0") for v in _values(rows)])
+    check = BlockCheck.open(path)
+    check.take(memoryview(path.read_bytes()))
+    check.finish()
 
 
 @pytest.mark.parametrize("name", [b"session/x", b"session/long-ago", b"session/1234"], ids=["short", "long", "row's"])

@@ -1,0 +1,175 @@
+"""The commands `headrace table`: list, describe, grow and drop the tables of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, StatusAccess
+from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.idl import idl
+from headrace.schemas.table_names import model_of, path_of
+from headrace.scripts.commands.terminal import Access, AsJson, OnlyModel, option, with_server_flags
+
+__all__ = ["table"]
+
+table = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="List, describe, grow and drop the tables of a running server.",
+)
+
+_T = TypeVar("_T")
+_Server = Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Any shard of the server.")]
+_Name = Annotated[str, typer.Argument(metavar="TABLE", help="Name, or path that only one model has.")]
+_ANSWER_TIMEOUT_S = 10.0
+
+
+@table.command(name="list")
+@with_server_flags
+def list_tables(
+    *, server: _Server = DEFAULT_ADDRESS, model: OnlyModel = None, as_json: AsJson = False, access: Access
+) -> int:
+    """List the embedding tables, with their owners."""
+    tables = _ask(access, server, lambda admin: admin.tables())
+    tables = [each for each in tables if model in (None, model_of(each.spec.fqn))]
+    if as_json:
+        print(json.dumps([_to_json(each) for each in tables], indent=2))
+        return 0
+    if not tables:
+        print("No tables." if model is None else f"No tables of model {model!r}.")
+        return 0
+    shown = Table(box=box.SIMPLE)
+    for name in ("table", "rows", "dim", "type", "stored, about", "owner"):
+        shown.add_column(name, justify="left" if name in ("table", "type", "owner") else "right", overflow="fold")
+    for each in tables:
+        rows = f"{each.spec.num_rows:,}" if each.spec.num_rows else "virtual"
+        cells = (escape(each.spec.fqn), rows, str(each.spec.dim), each.spec.dtype.name.lower())
+        shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
+    Console().print(shown)
+    return 0
+
+
+@table.command()
+@with_server_flags
+def describe(name: _Name, *, server: _Server = DEFAULT_ADDRESS, as_json: AsJson = False, access: Access) -> int:
+    """Show one table: shape, optimizer states, owner."""
+    found = _ask(access, server, lambda admin: admin.describe(name))
+    if as_json:
+        print(json.dumps(_to_json(found), indent=2))
+        return 0
+    spec = found.spec
+    states = ", ".join(f"{s.name} ({s.kind.name.lower()}, {s.dtype.name.lower()})" for s in spec.states)
+    grown = f", has grown {found.num_growths} time{'s' * (found.num_growths > 1)}" if found.num_growths else ""
+    facts = {
+        "table": spec.fqn,
+        "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
+        "stored rows": f"{found.num_rows_estimate:,}, about; overwritten ones may count twice",
+        "dim": f"{spec.dim} × {spec.dtype.name.lower()}",
+        "states": states or "none",
+        "identities": "yes" if spec.has_identities else "no",
+        "owner": _owner(found),
+    }
+    for label, text in facts.items():
+        print(f"{label:<12} {text}")
+    return 0
+
+
+@table.command()
+@with_server_flags
+def grow(
+    name: _Name,
+    rows: Annotated[int, typer.Argument(metavar="ROWS", help="How many it will have.", min=1)],
+    *,
+    server: _Server = DEFAULT_ADDRESS,
+    access: Access,
+) -> int:
+    """Give a table more rows, while training and replicas go on.
+
+    A trainer whose table has more rows does that by itself when it attaches. Here it is done beforehand, for example so
+    that a backfill may fill the new rows.
+    """
+    spec = _ask(access, server, lambda admin: admin.grow(name, rows))
+    print(f"{spec.fqn} has {spec.num_rows:,} rows")
+    return 0
+
+
+@table.command()
+@with_server_flags
+def drop(
+    names: Annotated[list[str], typer.Argument(metavar="TABLE...", help="Names, or paths that only one model has.")],
+    *,
+    server: _Server = DEFAULT_ADDRESS,
+    yes: Annotated[bool, option("Do not ask.", None, "--yes", "-y")] = False,
+    force: Annotated[
+        bool, option("Also if a connected trainer trains it; that trainer ends.", None, "--force")
+    ] = False,
+    access: Access,
+) -> int:
+    """Drop tables with all their rows, on the server and in its replicas.
+
+    No replay or backfill brings a row back, and no trainer that runs now. A trainer that starts later may make a table
+    of that name anew. Snapshots from before still have it.
+    """
+    if not yes:
+        found = _ask(access, server, lambda admin: _describe_all(admin, names))
+        if not sys.stdin.isatty():
+            raise ConfigError("dropping tables cannot be undone: say --yes, as there is no terminal to ask")
+        for each in found:
+            print(f"{each.spec.fqn}: about {each.num_rows_estimate:,} rows, {_owner(each)}")
+        if not typer.confirm(f"Drop {'these tables' if len(found) > 1 else 'this table'} for good?"):
+            return 1
+    dropped = _ask(access, server, lambda admin: admin.drop(names, force=force))
+    for fqn in dropped:
+        print(f"dropped {fqn}")
+    return 0
+
+
+async def _describe_all(admin: TableAdmin, names: Sequence[str]) -> list[TableDescription]:
+    return [await admin.describe(name) for name in names]
+
+
+def _ask(access: Access, server: str, ask: Callable[[TableAdmin], Awaitable[_T]]) -> _T:
+    async def ask_server(reached: StatusAccess) -> _T:
+        async with await TableAdmin.dial(reached.dial(idl.Role.ADMIN), reached.host, reached.port) as admin:
+            return await ask(admin)
+
+    return asyncio.run(ask_server(access(server, timeout_s=_ANSWER_TIMEOUT_S)))
+
+
+def _owner(found: TableDescription) -> str:
+    if found.owner is None:
+        return "nobody's"
+    return f"run {found.owner}, {'connected' if found.is_owner_connected else 'not connected'}"
+
+
+def _to_json(found: TableDescription) -> dict[str, Any]:
+    spec = found.spec
+    return {
+        "fqn": spec.fqn,
+        "model": model_of(spec.fqn),
+        "path": path_of(spec.fqn),
+        "num_rows": spec.num_rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype.name.lower(),
+        "states": [
+            {"name": s.name, "kind": s.kind.name.lower(), "dtype": s.dtype.name.lower(), "width": s.width}
+            for s in spec.states
+        ],
+        "has_identities": spec.has_identities,
+        "num_rows_estimate": found.num_rows_estimate,
+        "num_growths": found.num_growths,
+        "owner": found.owner,
+        "owner_epoch": found.owner_epoch,
+        "is_owner_connected": found.is_owner_connected,
+    }
