@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.system.text import first_of
 from headrace.paramserver.system.tracing import span
-from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
-from headrace.schemas.table_names import model_of, table_name
+from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
+from headrace.schemas.table_names import check_path, model_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
 from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
+from headrace.streamer.delivery.generations import agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
 from headrace.streamer.resume import Resumption, RunState, ask_store, digest_of, layout_of, mark_for_resume
@@ -30,7 +31,7 @@ from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.world import World, current_world, warn_when_late
+from headrace.streamer.world import SoloWorld, World, current_world, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer"]
 
@@ -159,7 +160,7 @@ class RawEmbeddingStreamer:
                 sharded modules.
             optimizer: The optimizers that train the tables; None if the tables have fused optimizers.
             publish: `updated` sends rows once they change; `all` sends every row first, so that the store has whole
-                tables.
+                tables. If a table had another dim, dtype or set of states, `all` makes another generation of it.
             tables: Names of tables, or patterns such as `*.users.weight`, to stream only these; None for all. May be
                 empty with `dense`.
             dense: Publish all parameters and persistent buffers that are no weights of embedding tables, whole, every
@@ -170,7 +171,7 @@ class RawEmbeddingStreamer:
             ConfigError: A name or pattern in `tables` or `dense` matches nothing; the message lists the nearest.
             UnsupportedModelError: A table cannot be streamed exactly, or is streamed already; or a parameter cannot be
                 published.
-            SpecMismatchError: The server has a table with this name and another shape.
+            SpecMismatchError: The server has a table with this name and another shape; the message says how to go on.
             OwnedError: A table belongs to another run; give another `model`, or stop that run and set `takes_over`.
             UnavailableError: A shard cannot be reached.
         """
@@ -199,12 +200,12 @@ class RawEmbeddingStreamer:
                     except BaseException:
                         tap.close()
                         raise
-            self._add_tap(tap, tensors)
+            filled = self._add_tap(tap, tensors, publishes_all=publish == "all")
             if publish == "all":
                 for table in tap.tables:
                     table.mark_all()
             else:
-                known = self._delivery.store.table_names
+                known = self._delivery.store.tables.keys() - filled
                 self._preexisting += sorted({table.spec.fqn for table in tap.tables} & known)
 
     def step(self, step: SupportsIndex | None = None) -> None:
@@ -504,22 +505,47 @@ class RawEmbeddingStreamer:
         """
         with self._lock:
             self._check_usable()
-            self._add_tap(make_tap(self._on_step))
+            self._add_tap(make_tap(self._on_step), world=SoloWorld())
 
     def _check_no_dense(self, fqn: str) -> None:
         if self._name_of(fqn) in self._delivery.flusher.dense.names:
             raise UnknownTableError(f"{fqn!r} is a dense tensor, which goes out whole: name a table")
 
-    def _add_tap(self, tap: Tap, dense: DenseTensors | None = None) -> None:
+    def _add_tap(
+        self,
+        tap: Tap,
+        dense: DenseTensors | None = None,
+        *,
+        publishes_all: bool = False,
+        world: World | None = None,
+    ) -> frozenset[str]:
+        """Stream a tap's tables, in the generations that the ranks of a world agree on; return those that it fills."""
         for table in tap.tables:
             table.join_model(self.model)
         try:
-            self._delivery.add_tables(tap.tables, dense)
+            for path in (*tap.names, *(() if dense is None else (each.path for each in dense.all))):
+                check_path(path)
+            generations = agree_on_generations(
+                self._world if world is None else world,
+                [table.spec for table in tap.tables],
+                self._delivery.find_store,
+                publishes_all=publishes_all,
+                last_step=self._delivery.flusher.last_step,
+            )
+            if world is not None and generations.filled:  # its ranks may come at different times
+                names = first_of(sorted(generations.filled))
+                raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
+            for table in tap.tables:
+                table.join_generation(generations.names[table.spec.fqn])
+            self._delivery.add_tables(tap.tables, dense, generations=generations)
         except BaseException:
             tap.close()
             raise
+        if generations.filled:
+            _log.info("sending %s whole: the store has not all of it", first_of(sorted(generations.filled)))
         self._taps.append(tap)
         self._tables += tap.tables
+        return generations.filled
 
     def _names(self) -> set[str]:
         """Return the tables' names on the server, of all ranks."""

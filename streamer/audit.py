@@ -158,7 +158,7 @@ async def mark_what_differs(
             continue
         stored, live = await _digests(table, reader)
         found = [await _differing_in(table, reader, stored, bucket) for bucket in stored.differing_buckets(live)]
-        if marks_absent(table.spec.fqn):
+        if marks_absent(table.name):
             found += list(_absent_rows(table, stored))
         for row_ids in found:
             table.dirty.mark(torch.from_numpy(row_ids - table.row_offset))
@@ -193,7 +193,7 @@ async def _audit(table: TappedTable, reader: EmbeddingReader, rank: int) -> Tabl
     stored, live = await _digests(table, reader)
     differing = stored.differing_buckets(live)
     return TableAudit(
-        fqn=spec.fqn,
+        fqn=table.name,
         rank=rank,
         row_offset=table.row_offset,
         num_local_rows=table.num_local_rows,

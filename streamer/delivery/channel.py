@@ -97,6 +97,7 @@ class ShardChannel:
         self._on_durable, self._on_new_store = on_durable, on_new_store
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
+        self._after_step = -1
         self._names_bytes = len(writer.run.encode()) + len(writer.client.encode())
         self._flushes: deque[_ShardFlush] = deque()
         self._unacked: deque[_Batch] = deque()  # the first `_num_sent` are sent on this connection
@@ -107,9 +108,10 @@ class ShardChannel:
         self._wake = asyncio.Event()
         self._has_connected, self._disconnected_s = False, time.monotonic()
 
-    def add_tables(self, specs: list[TableSpec]) -> None:
-        """Name registered tables in every hello from now on."""
+    def add_tables(self, specs: list[TableSpec], *, after_step: int = -1) -> None:
+        """Name registered tables in every hello from now on; generations are sent whole after a step."""
         self._tables += specs
+        self._after_step = max(self._after_step, after_step)
 
     def enqueue(self, flush: Flush) -> None:
         """Deliver a flush after all earlier ones. Its columns must not change before `on_durable`."""
@@ -162,7 +164,8 @@ class ShardChannel:
     async def _run_connection(self) -> NoReturn:
         async with await self._connect(self.shard.host, self.shard.port) as client:
             try:
-                reply = await client.hello(self._writer.hello(self._tables), timeout_s=self._config.connect_timeout_s)
+                request = self._writer.hello(self._tables, after_step=self._after_step)
+                reply = await client.hello(request, timeout_s=self._config.connect_timeout_s)
             except OwnedError as exc:  # the tables were this run's when it attached them
                 raise FencedError(f"a table was taken over: {exc}", epoch=self._writer.epoch) from exc
             self._resume(reply)

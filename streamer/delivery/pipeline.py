@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from headrace.paramserver.rpc.address import format_address
 from headrace.paramserver.rpc.security import load_token
-from headrace.paramserver.system.text import format_seconds, format_size
+from headrace.paramserver.system.text import first_of, format_seconds, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
 from headrace.streamer.config import StreamerConfig
+from headrace.streamer.delivery.generations import Generations
 from headrace.streamer.delivery.rendezvous import Store, Writer
 from headrace.streamer.delivery.sender import Sender
 from headrace.streamer.flush.flusher import Flusher
@@ -86,18 +87,41 @@ class Delivery:
             self, _abandon, self.writer.run, self.sender, weakref.ref(self.flusher), os.getpid()
         )
 
-    def add_tables(self, tables: list[TappedTable], dense: DenseTensors | None = None) -> None:
-        """Register tables and dense tensors on all shards, and deliver them from now on. An error adds nothing."""
+    def find_store(self) -> Store:
+        """Return the shards with their present tables; raise `UnavailableError` if one cannot be reached."""
+        first = self.store.shards[0]
+        return self.sender.find_store(first.host, first.port, self.writer)
+
+    def add_tables(
+        self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
+    ) -> None:
+        """Register tables and dense tensors on all shards, and deliver them from now on.
+
+        Those of the `generations` that are filled are delivered whole. An error adds nothing; if the shards may wait
+        for all rows of a generation by then, it ends streaming, because later marks would say that they have them.
+        """
         self.flusher.check_tables(tables, max_frame_bytes=self.store.max_frame_bytes)
         if dense is not None:
             self.flusher.check_dense(dense, max_frame_bytes=self.store.max_frame_bytes)
         # Each spec once: a rank may have several column shards of a table. Dense tensors of other ranks too, so that a
         # shard knows all of them whichever rank comes first.
         known = [*tables, *(() if dense is None else dense.all)]
-        self.sender.register(list({each.spec.fqn: each.spec for each in known}.values()))
-        self.flusher.add_tables(tables)
-        if dense is not None:
-            self.flusher.add_dense(dense)
+        specs = list({each.spec.fqn: each.spec for each in known}.values())
+        filled = frozenset[str]() if generations is None else generations.filled
+        try:
+            self.sender.register(specs, after_step=-1 if generations is None else generations.after_step)
+            self.flusher.add_tables(tables)
+            if dense is not None:
+                self.flusher.add_dense(dense)
+        except HeadraceError as exc:
+            if filled:
+                self.failure = HeadraceError(
+                    f"streaming has ended: an attach could not make {first_of(sorted(filled))}: {exc}"
+                )
+            raise
+        for table in tables:
+            if table.spec.fqn in filled:
+                table.mark_all()
 
     def on_step(self, step: int, *, is_paused: bool) -> None:
         """Hand over what is dirty at the end of a step, as far as there is room; nothing if `is_paused`.

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import Token, client_tls_context
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
-from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
-from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of
+from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
+from headrace.schemas.table_names import DEFAULT_MODEL, check_model, generation_of, model_of
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.config import StreamerConfig
@@ -70,9 +70,22 @@ class Writer:
         """Return the same rank with the tables of a model."""
         return dataclasses.replace(self, model=model)
 
-    def hello(self, tables: Sequence[TableSpec], *, claims_epoch: bool = False, takes_over: bool = False) -> Any:
-        """Return the `idl.HelloRequest` that opens or resumes the session and registers tables."""
+    def hello(
+        self,
+        tables: Sequence[TableSpec],
+        *,
+        claims_epoch: bool = False,
+        takes_over: bool = False,
+        after_step: int | None = None,
+    ) -> Any:
+        """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
+
+        All generations are named as filled: the server forgets what is complete, and an empty store in its place does
+        not. `after_step` is the one after which their rows are sent.
+        """
         return idl.HelloRequest(
+            fills=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1] or None,
+            after_step=after_step,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
             protocol_version=PROTOCOL_VERSION,
@@ -108,8 +121,10 @@ class Store:
 
     shards: tuple[StoreShard, ...]
     highest_epoch: int
-    table_names: frozenset[str] = frozenset()
+    tables: Mapping[str, TableSpec] = field(default_factory=dict)
     owners: Mapping[str, str] | None = None  # run by table; None from a server that knows no owners
+    filling: frozenset[str] = frozenset()  # generations that are not complete on every shard
+    knows_generations: bool = True
 
     def model_of(self, run: str) -> str:
         """Return the model of a run that names none: the default one, if some of its tables are the run's.
@@ -117,11 +132,11 @@ class Store:
         It is the default one too if some are nobody's and the run has no model of its own yet. So a run goes on with
         tables of a release before models, and with tables that were backfilled for it.
         """
-        plain = [name for name in self.table_names if model_of(name) == DEFAULT_MODEL]
+        plain = [name for name in self.tables if model_of(name) == DEFAULT_MODEL]
         owners = self.owners or {}
         if any(owners.get(name) == run for name in plain):
             return DEFAULT_MODEL
-        is_begun = any(model_of(name) == run for name in self.table_names)
+        is_begun = any(model_of(name) == run for name in self.tables)
         if not is_begun and (self.owners is None or any(name not in owners for name in plain)):
             return DEFAULT_MODEL
         check_model(run)
@@ -182,9 +197,17 @@ class Rendezvous:
         return await self._until_answered(acquire, what=f"{first} does not answer")
 
     async def open_session(
-        self, shards: Sequence[StoreShard], writer: Writer, tables: Sequence[TableSpec], *, takes_over: bool = False
+        self,
+        shards: Sequence[StoreShard],
+        writer: Writer,
+        tables: Sequence[TableSpec],
+        *,
+        takes_over: bool = False,
+        after_step: int | None = None,
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
+
+        Generations among them lack rows until every rank has ended a step after `after_step`.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -196,7 +219,7 @@ class Rendezvous:
             SpecMismatchError: A table is registered with another spec.
             UnavailableError: A shard could not be reached in time.
         """
-        request = writer.hello(tables, takes_over=takes_over)
+        request = writer.hello(tables, takes_over=takes_over, after_step=after_step)
 
         async def say_to(shard: StoreShard) -> Any:
             await self._raise_highest_epoch(shard, writer)
@@ -250,7 +273,10 @@ class Rendezvous:
         return Store(
             shards=shards,
             highest_epoch=max(reply.highest_epoch for reply in replies),
-            table_names=frozenset(table.fqn for reply in replies for table in reply.tables),
+            # Shard 0's last: a table that is growing has more rows there first.
+            tables={table.fqn: spec_from_idl(table) for reply in reversed(replies) for table in reply.tables},
+            filling=frozenset(name for reply in replies for name in reply.filling or ()),
+            knows_generations=all(reply.filling is not None for reply in replies),
             owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
         )
 

@@ -117,9 +117,9 @@ class Sender:
         ]
         self._call(self._open)
 
-    def register(self, specs: list[TableSpec]) -> None:
-        """Register tables on all shards. Raises as `Rendezvous.open_session`."""
-        self._call(lambda: self._register(specs))
+    def register(self, specs: list[TableSpec], *, after_step: int = -1) -> None:
+        """Register tables on all shards; generations are sent after a step. Raises as `Rendezvous.open_session`."""
+        self._call(lambda: self._register(specs, after_step))
 
     def submit(self, flush: Flush) -> None:
         """Take over a flush and its staging buffer, unless streaming has ended with an error. Never blocks."""
@@ -243,16 +243,18 @@ class Sender:
             self._unspooled = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._guarded(self._run_spool(self._spool, self._unspooled))))
 
-    async def _say_hello(self, specs: list[TableSpec]) -> list[Any]:
+    async def _say_hello(self, specs: list[TableSpec], after_step: int | None = None) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
         takes_over = self._config.takes_over
-        return await self._rendezvous.open_session(shards, self._writer, specs, takes_over=takes_over)
+        return await self._rendezvous.open_session(
+            shards, self._writer, specs, takes_over=takes_over, after_step=after_step
+        )
 
-    async def _register(self, specs: list[TableSpec]) -> None:
-        await self._say_hello(specs)
+    async def _register(self, specs: list[TableSpec], after_step: int) -> None:
+        await self._say_hello(specs, after_step)
         for channel in self._channels:
-            channel.add_tables(specs)
+            channel.add_tables(specs, after_step=after_step)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:

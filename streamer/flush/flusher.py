@@ -108,6 +108,7 @@ class Flusher:
     Attributes:
         dense: The dense tensors.
         dense_step: Step of the last dense part that was submitted; -1 before the first. Thread: any.
+        last_step: Step of the last flush that was submitted; -1 before the first. No mark is of a later step.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Flusher:
         # Step of the last flush if it was an exact cut and no table was added or marked since.
         self._exact_step: int | None = None
         self._last_drain: DeviceDrain | None = None
-        self.dense_step = -1
+        self.dense_step = self.last_step = -1
 
     @property
     def num_dirty_rows(self) -> int:
@@ -515,7 +516,7 @@ class Flusher:
 
     def _note_sent(self, flush: Flush, judgment: Judgment | None, taken: TakenRows, now_s: float) -> None:
         taken.note_sent()
-        self._last_flush_s = now_s
+        self._last_flush_s, self.last_step = now_s, flush.step
         self._cursor = taken.cursor
         self._changed_s = None
         self._last_drain = taken.drain

@@ -12,7 +12,7 @@ import torch
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import UnsupportedModelError
-from headrace.schemas.table_names import table_name
+from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
 from headrace.streamer.taps.row_extras import RowMeta
@@ -166,6 +166,16 @@ class TappedTable:
     def join_model(self, model: str) -> None:
         """Give the table the name that it has on the server, for a table that is named by its path so far."""
         self.spec = dataclasses.replace(self.spec, fqn=table_name(model, self.spec.fqn))
+
+    def join_generation(self, name: str) -> None:
+        """Give the table the name of one of its generations."""
+        if name != self.spec.fqn:
+            self.spec = dataclasses.replace(self.spec, fqn=name)
+
+    @property
+    def name(self) -> str:
+        """The plain name, by which users name the table."""
+        return plain_name(self.spec.fqn)
 
     def mark_all(self, *, spares_evicted: bool = False) -> None:
         """Mark every row on this rank; with `spares_evicted` except rows that were evicted and not used since."""

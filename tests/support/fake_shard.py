@@ -143,6 +143,7 @@ class FakeShard:
             highest_epoch=max((session.epoch for session in self.sessions.values()), default=0),
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
+            filling=[],
         )
 
     def _open(self, request: Any) -> Session:

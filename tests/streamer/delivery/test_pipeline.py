@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,12 @@ class ThreadWorld:
         self._barrier.wait(WAIT_S)
         return self._box[-1]
 
+    def gather(self, value: Any) -> list[Any]:
+        self._barrier.wait(WAIT_S)  # nobody reads the box any more
+        self._box.append((self.rank, value))
+        self._barrier.wait(WAIT_S)
+        return [each for _, each in sorted(self._box[-self.size :], key=lambda ranked: ranked[0])]
+
 
 def _start_ranks(address: str, **settings: Any) -> list[RawEmbeddingStreamer | BaseException]:
     box: list[Any] = []
@@ -90,11 +97,16 @@ def test_ranks_share_an_epoch(store: FakeStore) -> None:
     """All ranks of a run stream in the epoch that rank 0 took, each as a client of its own."""
     store.do(lambda: store.shards[1].sessions.update({("other", "rank0"): Session(41)}))
     ranks = _start_ranks(store.address)
-    for rank, streamer in enumerate(ranks):
+    trainings = [Training(seed=rank) for rank in range(2)]
+
+    def attach(rank: int) -> None:
+        ranks[rank].attach(trainings[rank].model, trainings[rank].optimizer)  # type: ignore[union-attr]
+
+    with ThreadPoolExecutor(2) as pool:  # together, as all ranks do
+        list(pool.map(attach, range(2)))
+    for streamer, training in zip(ranks, trainings, strict=True):
         assert isinstance(streamer, RawEmbeddingStreamer), streamer
         assert streamer.epoch == 42
-        training = Training(seed=rank)
-        streamer.attach(training.model, training.optimizer)
         training.step()
         streamer.close()
     assert {client for run, client in store.shards[0].sessions if run == "test"} == {"rank0", "rank1"}

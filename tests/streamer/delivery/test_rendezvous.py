@@ -100,7 +100,7 @@ async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
         async with await CONNECT("127.0.0.1", ports[1]) as client:
             await client.hello(WRITER.hello([TableSpec(fqn="items", num_rows=9, dim=2, dtype=DType.FLOAT32)]))
         found = await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
-    assert found.table_names == {"items"}
+    assert found.tables.keys() == {"items"}
     shards = [
         dataclasses.replace(shard, max_frame_bytes=size) for shard, size in zip(found.shards, (9, 7), strict=True)
     ]
@@ -174,5 +174,6 @@ def test_a_run_goes_on_with_the_model_of_its_tables(
     tables: list[str], owners: dict[str, str] | None, model: str
 ) -> None:
     """A run that names no model goes on with its tables; those of nobody are its own only if it has no others."""
-    store = Store(shards=(), highest_epoch=0, table_names=frozenset(tables), owners=owners)
+    specs = {name: TableSpec(fqn=name, num_rows=9, dim=2, dtype=DType.FLOAT32) for name in tables}
+    store = Store(shards=(), highest_epoch=0, tables=specs, owners=owners)
     assert store.model_of("ctr") == model

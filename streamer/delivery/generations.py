@@ -1,0 +1,109 @@
+"""Which generation of each table a trainer streams, as all its ranks agree. The choice itself does no I/O.
+
+A rank asks nobody whether its rows are there: it sends an incomplete generation whole, whoever began it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from headrace.schemas.errors import HeadraceError, SpecMismatchError
+from headrace.schemas.table_names import generation_of, next_generation, plain_name
+from headrace.schemas.tables import TableSpec
+from headrace.streamer.delivery.rendezvous import Store
+from headrace.streamer.world import World
+
+__all__ = ["Generations", "agree_on_generations", "choose_generations"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generations:
+    """What an attach streams.
+
+    Attributes:
+        names: By plain name, the table's name on the server.
+        filled: Those names that are sent whole, whatever `publish` says.
+        after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
+    """
+
+    names: Mapping[str, str]
+    filled: frozenset[str]
+    after_step: int = -1
+
+
+def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_all: bool) -> Generations:
+    """Return the newest generations that fit tables with plain names, or the next ones if all their rows are sent.
+
+    Older generations than the newest complete one do not count: replicas would not show them.
+
+    Raises:
+        SpecMismatchError: None fits, and not all rows are to be sent.
+    """
+    names: dict[str, str] = {}
+    for spec in specs:
+        known = {name: table for name, table in store.tables.items() if plain_name(name) == spec.fqn}
+        newest_first = sorted(known, key=generation_of, reverse=True)
+        newest = next((name for name in newest_first if name not in store.filling), None)
+        candidates = newest_first if newest is None else newest_first[: newest_first.index(newest) + 1]
+        fitting = (name for name in candidates if _fits(dataclasses.replace(spec, fqn=name), known[name]))
+        name = next(fitting, None) or next_generation(spec.fqn, known)
+        if name not in known and known:
+            _check_next(spec, known[newest or newest_first[0]], store, publishes_all=publishes_all)
+        names[spec.fqn] = name
+    filled = frozenset(
+        name
+        for name in names.values()
+        if name in store.filling or (name not in store.tables and generation_of(name) > 1)
+    )
+    return Generations(names=names, filled=filled)
+
+
+def _fits(spec: TableSpec, known: TableSpec) -> bool:
+    """Return whether the server decides: they are the same but for the number of rows, or one is a dense tensor."""
+    return known.is_dense or dataclasses.replace(spec, num_rows=known.num_rows) == known
+
+
+def _check_next(spec: TableSpec, known: TableSpec, store: Store, *, publishes_all: bool) -> None:
+    what = f"table {known.fqn!r} is registered with another spec (registered ≠ yours): "
+    what += dataclasses.replace(known, fqn=spec.fqn).describe_difference(spec)
+    if not store.knows_generations:
+        raise SpecMismatchError(f"{what}; the server is of a release that knows no generations: update it first")
+    if not publishes_all:
+        raise SpecMismatchError(
+            f"{what}; attach with publish='all' to go on with another generation of the table, which replicas show "
+            "once all of it is there, or give your model another name (model=…)"
+        )
+
+
+def agree_on_generations(
+    world: World,
+    specs: Iterable[TableSpec],
+    find_store: Callable[[], Store],
+    *,
+    publishes_all: bool,
+    last_step: int,
+) -> Generations:
+    """Return what all ranks stream, as rank 0 chooses it for the tables of all; all ranks call it together.
+
+    `last_step` is the last one of which this rank has submitted rows or a mark.
+
+    Raises as `choose_generations` and `find_store`, on all ranks.
+    """
+    reports = world.gather(({spec.fqn: spec for spec in specs}, last_step))
+    chosen: Generations | HeadraceError | None = None
+    if world.rank == 0:
+        merged = {name: spec for of_rank, _ in reports for name, spec in of_rank.items()}
+        try:
+            chosen = choose_generations(merged.values(), find_store(), publishes_all=publishes_all)
+            chosen = dataclasses.replace(chosen, after_step=max(step for _, step in reports))
+        except HeadraceError as exc:
+            if world.size == 1:
+                raise
+            chosen = exc
+    agreed = cast(Generations | HeadraceError, world.share(chosen))
+    if isinstance(agreed, HeadraceError):
+        raise agreed
+    return agreed

@@ -1,0 +1,114 @@
+"""The choice of generations, and how ranks agree on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.schemas.errors import HeadraceError, SpecMismatchError, UnavailableError
+from headrace.schemas.tables import DType, TableSpec
+from headrace.streamer.delivery.generations import Generations, agree_on_generations, choose_generations
+from headrace.streamer.delivery.rendezvous import Store
+from headrace.streamer.world import SoloWorld
+
+SPEC = TableSpec(fqn="a:t", num_rows=10, dim=4, dtype=DType.FLOAT32)
+
+
+def table(number: int, dim: int) -> TableSpec:
+    return dataclasses.replace(SPEC, fqn=f"a:t#{number}" if number > 1 else "a:t", dim=dim)
+
+
+def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
+    """Return a store with generations of these dims, and the numbers of those that lack rows."""
+    tables = {spec.fqn: spec for spec in [table(number, dim) for number, dim in enumerate(dims, 1)]}
+    names = frozenset(table(number, 4).fqn for number in filling)
+    return Store(shards=(), highest_epoch=1, tables=tables, filling=names, **fields)
+
+
+@pytest.mark.parametrize(
+    ("known", "dim", "name", "is_filled"),
+    [
+        (store(), 4, "a:t", False),
+        (store(4), 4, "a:t", False),
+        (store(4, 8, filling=(2,)), 8, "a:t#2", True),
+        (store(4, 8, filling=(2,)), 4, "a:t", False),
+        (store(4, 8), 8, "a:t#2", False),
+        (store(4, 8), 4, "a:t#3", True),
+        (store(4, 8, 4), 4, "a:t#3", False),
+        (store(4, 8, 8, filling=(2, 3)), 8, "a:t#3", True),
+        (store(4, 8, 6, filling=(2,)), 8, "a:t#4", True),
+    ],
+)
+def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
+    """Those before the newest complete one do not count, and what is not complete is sent whole."""
+    chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publishes_all=True)
+    assert chosen == Generations(names={"a:t": name}, filled=frozenset({name} if is_filled else ()))
+
+
+@pytest.mark.parametrize("num_rows", [3, 30])
+def test_the_server_decides_on_the_number_of_rows(num_rows: int) -> None:
+    """A growth stays in its generation, and what the server refuses makes none."""
+    spec = dataclasses.replace(SPEC, num_rows=num_rows)
+    assert choose_generations([spec], store(4), publishes_all=True).names == {"a:t": "a:t"}
+
+
+def test_a_table_in_the_place_of_a_dense_tensor_makes_no_generation() -> None:
+    """The server refuses it, as it does the other way round."""
+    dense = TableSpec.of_tensor("a:t", (10, 4), DType.FLOAT32)
+    known = Store(shards=(), highest_epoch=1, tables={"a:t": dense})
+    assert choose_generations([SPEC], known, publishes_all=True).names == {"a:t": "a:t"}
+
+
+def test_an_old_server_makes_no_generation() -> None:
+    """It would show the first one for ever."""
+    with pytest.raises(SpecMismatchError, match="dim 8 ≠ 4; the server is of a release that knows no generations"):
+        choose_generations([SPEC], store(8, knows_generations=False), publishes_all=True)
+
+
+class _Rank(SoloWorld):
+    """One of two ranks; the other's report, and what rank 0 shares, are given."""
+
+    size = 2
+
+    def __init__(self, rank: int, other: Any, shared: Any = None) -> None:
+        self.rank, self._other, self.shared = rank, other, shared
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._other]
+
+    def share(self, value: Any) -> Any:
+        self.shared = self.shared if self.rank else value
+        return self.shared
+
+
+def _agree(world: _Rank, find_store: Callable[[], Store]) -> Generations:
+    return agree_on_generations(world, [SPEC], find_store, publishes_all=True, last_step=3)
+
+
+def test_rank_0_chooses_for_all_ranks() -> None:
+    """Tables of one rank alone are chosen too, and the latest step that any rank has sent counts."""
+    other = dataclasses.replace(SPEC, fqn="a:u")
+    leader = _Rank(0, ({"a:u": other}, 5))
+    agreed = _agree(leader, lambda: store(8))
+    assert agreed == Generations(names={"a:t": "a:t#2", "a:u": "a:u"}, filled=frozenset({"a:t#2"}), after_step=5)
+
+    def ask() -> Store:
+        raise AssertionError("only rank 0 asks")
+
+    assert _agree(_Rank(1, None, leader.shared), ask) == agreed
+
+
+def test_a_failure_of_rank_0_is_raised_on_all_ranks() -> None:
+    """No rank waits for one that has given up."""
+
+    def ask() -> Store:
+        raise UnavailableError("no server")
+
+    leader = _Rank(0, ({}, -1))
+    for world in (leader, _Rank(1, None, UnavailableError("no server"))):
+        with pytest.raises(HeadraceError, match="no server"):
+            _agree(world, ask)
+    assert isinstance(leader.shared, UnavailableError)

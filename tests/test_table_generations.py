@@ -1,0 +1,212 @@
+"""Tables whose dim or optimizer changes go on as other generations, while a server and replicas run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
+from headrace.streamer import RawEmbeddingStreamer
+
+NUM_ROWS = 50
+FIRST, SECOND = "ctr:weight", "ctr:weight#2"
+
+
+class Trainer:
+    """An embedding that an optimizer trains."""
+
+    def __init__(self, dim: int = 8, make: Any = torch.optim.SGD, *, num_rows: int = NUM_ROWS) -> None:
+        torch.manual_seed(dim)
+        self.model = nn.Embedding(num_rows, dim)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
+
+    def open(self, address: str, *, run: str = "ctr", **settings: Any) -> RawEmbeddingStreamer:
+        return RawEmbeddingStreamer(address, run=run, model="ctr", **settings)
+
+    def stream(self, address: str, *, num_steps: int = 1, publish: Any = "all", **settings: Any) -> None:
+        """Attach, train, compare with the store, and end."""
+        with self.open(address, **settings) as streamer:
+            streamer.attach(self.model, self.optimizer, publish=publish)
+            for _ in range(num_steps):
+                self.step()
+            assert streamer.audit(only_present=publish != "all").is_equal
+
+    def step(self, row: int = 0) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.tensor([row])).sum().backward()
+        self.optimizer.step()
+
+    @property
+    def weights(self) -> np.ndarray:
+        return self.model.weight.detach().numpy().copy()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        yield server
+
+
+def filling_of(address: str) -> dict[str, bool]:
+    """Return the server's tables, and whether any shard lacks rows of them."""
+
+    async def ask() -> dict[str, bool]:
+        async with await EmbeddingReader.connect(address) as reader:
+            tables = [table for status in await reader.status() for table in status.tables]
+            lacking = {table.spec.fqn for table in tables if table.filling is not None}
+            return {table.spec.fqn: table.spec.fqn in lacking for table in tables}
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        (Trainer(16), "dim 8 ≠ 16"),
+        (Trainer(8, torch.optim.Adagrad), r"states \[none\] ≠ \[sum:POINTWISE:FLOAT32:0\]"),
+    ],
+)
+def test_another_dim_or_optimizer_makes_another_generation(
+    server: ServerProcess, changed: Trainer, difference: str
+) -> None:
+    """Without publish="all" it is refused with the way on; with it all rows go out, and a restart goes on there."""
+    first = Trainer()
+    first.stream(server.address)
+    with pytest.raises(SpecMismatchError, match=rf"{difference}; attach with publish='all' .* or give your model"):
+        changed.stream(server.address, publish="updated")
+    assert filling_of(server.address) == {FIRST: False}
+    changed.stream(server.address)
+    assert filling_of(server.address) == {FIRST: False, SECOND: False}
+    changed.stream(server.address, publish="updated")
+    changed.stream(server.address)
+    assert filling_of(server.address) == {FIRST: False, SECOND: False}
+    with pytest.raises(SpecMismatchError, match="attach with publish='all' to go on with another generation"):
+        first.stream(server.address, publish="updated")
+    first.stream(server.address)
+    assert filling_of(server.address) == {FIRST: False, SECOND: False, "ctr:weight#3": False}
+
+
+def test_an_incomplete_generation_is_sent_whole_by_whoever_goes_on(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that ends before any step leaves it incomplete; the next start sends all rows, also with `updated`."""
+    Trainer().stream(server.address)
+    second = Trainer(16)
+    with second.open(server.address) as streamer:
+        streamer.attach(second.model, second.optimizer, publish="all")
+        streamer.close(flush=False)
+    assert filling_of(server.address) == {FIRST: False, SECOND: True}
+    caplog.clear()
+    with caplog.at_level("INFO"), second.open(server.address) as streamer:
+        streamer.attach(second.model, second.optimizer)
+        assert f"sending {SECOND} whole" in caplog.text
+        streamer.pause()
+        second.step()
+        assert filling_of(server.address)[SECOND], "a paused step ends nothing"
+        streamer.resume()
+        second.step()
+        assert streamer.audit(only_present=False).is_equal
+    assert not filling_of(server.address)[SECOND]
+
+
+def test_the_first_generation_goes_on_while_the_next_is_incomplete(server: ServerProcess) -> None:
+    """Whoever gives a change up goes on with the old model; once the change is complete that needs publish="all"."""
+    first, second = Trainer(), Trainer(16)
+    first.stream(server.address)
+    with second.open(server.address) as streamer:
+        streamer.attach(second.model, second.optimizer, publish="all")
+        streamer.close(flush=False)
+    first.stream(server.address, publish="updated")
+    assert filling_of(server.address) == {FIRST: False, SECOND: True}
+
+
+def test_a_generation_is_complete_without_a_step(server: ServerProcess) -> None:
+    """A streamer that has sent nothing before completes a generation by its first flush."""
+    Trainer().stream(server.address)
+    Trainer(16).stream(server.address, num_steps=0)
+    assert filling_of(server.address) == {FIRST: False, SECOND: False}
+
+
+def test_marks_from_before_an_attach_do_not_complete_a_generation(server: ServerProcess) -> None:
+    """A second model's generation waits for a step after the attach, whatever was flushed before it."""
+    Trainer().stream(server.address)
+    other, second = nn.ModuleDict({"other": nn.Embedding(4, 4)}), Trainer(16)
+    with second.open(server.address) as streamer:
+        streamer.attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        streamer.step(7)
+        streamer.flush()
+        streamer.attach(second.model, second.optimizer, publish="all")
+        streamer.pause()
+        assert filling_of(server.address)[SECOND]
+        streamer.resume()
+        second.step()
+        streamer.flush()
+        assert not filling_of(server.address)[SECOND]
+
+
+def test_the_streamer_goes_on_by_the_plain_name(server: ServerProcess) -> None:
+    """Fetch, evict, hooks, audit, state and a resumed run name a table as they did before it changed."""
+    Trainer().stream(server.address)
+    second, seen = Trainer(16), []
+    with second.open(server.address) as streamer:
+        streamer.register_pre_eviction_hook(lambda name, rows: seen.append((name, rows.tolist())))
+        streamer.attach(second.model, second.optimizer, publish="all")
+        assert torch.equal(streamer.fetch("weight", [3]).weights, second.model.weight[[3]])
+        assert streamer.evict(FIRST, [4]) == 1
+        second.step()
+        streamer.flush()
+        assert seen == [(FIRST, [4])]
+        assert [table.fqn for table in streamer.audit().tables] == [FIRST]
+        assert [table.spec.fqn for table in streamer.tables] == [SECOND]
+        state = streamer.state_dict()
+        assert state["evicted"] == {FIRST: [4]}
+    with second.open(server.address) as streamer:
+        streamer.attach(second.model, second.optimizer)
+        assert streamer.load_state_dict(state) == 1, "the evicted row is deleted again"
+
+
+def test_what_makes_no_generation(server: ServerProcess) -> None:
+    """Fewer rows, another run and a name that looks like a generation are refused, and nothing is registered."""
+    Trainer().stream(server.address)
+    with pytest.raises(SpecMismatchError, match="num_rows 50 ≠ 40; a table can get more rows"):
+        Trainer(num_rows=40).stream(server.address)
+    with pytest.raises(OwnedError, match="belongs to run 'ctr'"):
+        Trainer(16).stream(server.address, run="other")
+    odd = nn.Module()
+    odd.register_module("weight", nn.Embedding(4, 4))
+    odd.weight.register_parameter("x#2", nn.Parameter(torch.zeros(1)))
+    with (
+        Trainer().open(server.address) as streamer,
+        pytest.raises(ConfigError, match=r"'weight\.x#2': '#2' at the end of a name"),
+    ):
+        streamer.attach(odd, torch.optim.SGD(odd.parameters(), lr=0.1), dense=True)
+    assert filling_of(server.address) == {FIRST: False}
+
+
+def test_an_attach_that_fails_after_it_was_announced_ends_streaming(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise later steps would say that the generation's rows have been sent."""
+    Trainer().stream(server.address)
+    second = Trainer(16)
+    streamer = second.open(server.address)
+    monkeypatch.setattr(streamer._delivery.flusher, "add_tables", _refuse)
+    with pytest.raises(ConfigError, match="no room"):
+        streamer.attach(second.model, second.optimizer, publish="all")
+    with pytest.raises(HeadraceError, match=rf"an attach could not make {SECOND}: no room"):
+        streamer.step()
+    streamer.close()
+    assert filling_of(server.address)[SECOND]
+
+
+def _refuse(tables: object) -> None:
+    raise ConfigError("no room")
