@@ -54,7 +54,7 @@ def block_bucketize(
         num_shards: 1 to 65,536; above 2048 a GPU uses torch's own operations.
         block_rows: Rows per shard: row r, a global id from 0 to `num_shards * block_rows - 1`, is on shard
             `r // block_rows`. None: `schemas.routing.shards_of_rows` gives the shard.
-        seed: `schemas.routing.table_seed` of the table, for the hash.
+        seed: `TableSpec.seed` of the table, for the hash.
         weights: float64, float32, float16 or bfloat16 `[n]`, one per id; None for none.
 
     Raises:

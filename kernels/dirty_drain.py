@@ -60,7 +60,7 @@ class DrainTable:
         first_slot: Slot of row 0, a multiple of 64. Tables lie in the bitmap in their order, without overlap.
         num_rows: Local rows.
         row_offset: Added to local ids in the buffer, ≥ 0.
-        seed: `schemas.routing.table_seed`, for the hash that gives a row's shard.
+        seed: `TableSpec.seed`, for the hash that gives a row's shard.
         columns: Weights, then states: `[num_rows, width]`, any type, contiguous along a row.
     """
 

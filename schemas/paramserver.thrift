@@ -112,6 +112,11 @@ struct TableSpec {
    * the rows, the last one with zeros behind them. Absent for an embedding table.
    */
   8: optional list<i64> shape,
+  /**
+   * Of a renamed table: FNV-1a 64 of the name under which it was made, as a signed number. Rows are routed by it, so they
+   * stay where they are. Absent: that of `fqn`.
+   */
+  9: optional i64 renamed_seed,
 }
 
 struct ShardAddress {
@@ -127,6 +132,12 @@ struct Limits {
   2: required i64 max_inflight_bytes,
   /** Number of unanswered requests that one client may have. */
   3: required i32 max_inflight_requests,
+}
+
+/** A table's name, and the one that it is given; BAD_REQUEST if that is in use. */
+struct TableRename {
+  1: required string fqn,
+  2: required string new_fqn,
 }
 
 struct HelloRequest {
@@ -163,6 +174,8 @@ struct HelloRequest {
    * `tables`. Clients of earlier epochs cannot make such a table again: UNKNOWN_TABLE.
    */
   14: optional list<string> dropped_tables,
+  /** Tables that keep all but their names; those that do not exist are skipped. As for `dropped_tables`. */
+  15: optional list<TableRename> renamed_tables,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */

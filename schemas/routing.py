@@ -31,7 +31,7 @@ def shards_of_rows(seed: int, row_ids: npt.NDArray[np.int64], num_shards: int) -
     """Return the shard of each row, int64[n], 0 to `num_shards` - 1.
 
     Args:
-        seed: `table_seed` of the table.
+        seed: `TableSpec.seed` of the table.
         row_ids: int64[n], ≥ 0.
         num_shards: Number of shards, ≥ 1.
     """

@@ -267,7 +267,8 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "has_identities": spec.has_identities,
         "fingerprint": spec.fingerprint,
     }
-    return values if spec.shape is None else values | {"shape": list(spec.shape)}
+    values |= {} if spec.shape is None else {"shape": list(spec.shape)}
+    return values if spec.renamed_seed is None else values | {"renamed_seed": spec.renamed_seed}
 
 
 def _spec_from_json(values: dict[str, Any]) -> TableSpec:
@@ -282,6 +283,7 @@ def _spec_from_json(values: dict[str, Any]) -> TableSpec:
         ),
         has_identities=values["has_identities"],
         shape=tuple(values["shape"]) if "shape" in values else None,
+        renamed_seed=values.get("renamed_seed"),
     )
     if spec.fingerprint != values["fingerprint"]:
         raise ValueError(f"table {spec.fqn!r} has another fingerprint")

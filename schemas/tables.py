@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.schemas.errors import RequestError, RowRangeError
+from headrace.schemas.routing import table_seed
 
 __all__ = ["MAX_DENSE_DIM", "MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec", "row_ids_of"]
 
@@ -135,6 +136,7 @@ class TableSpec:
         has_identities: Each row has an identity, the raw id (int64) that is mapped to it.
         shape: Shape of a dense tensor, whose elements in row-major order fill the rows, the last one with zeros behind
             them; pointwise states are laid out alike. None for an embedding table.
+        renamed_seed: Seed of the name under which the table was made, if it has been renamed since; None otherwise.
         fingerprint: Signed 64-bit digest of all other fields; equal specs have equal fingerprints in every process and
             version.
     """
@@ -146,6 +148,7 @@ class TableSpec:
     states: tuple[StateSpec, ...] = ()
     has_identities: bool = False
     shape: tuple[int, ...] | None = None
+    renamed_seed: int | None = None
     # Computed once, because hellos and statuses read it for thousands of tables.
     fingerprint: int = field(init=False, repr=False, compare=False)
 
@@ -160,6 +163,8 @@ class TableSpec:
             raise RequestError(f"table {self.fqn!r}: state names repeat: {', '.join(names)}")
         if self.shape is not None:
             self._check_shape(self.shape)
+        if self.renamed_seed is not None and not 0 <= self.renamed_seed < 2**64:
+            raise RequestError(f"table {self.fqn!r}: seed {self.renamed_seed} is not in 0..2^64-1")
         object.__setattr__(self, "fingerprint", self._digest())
 
     @classmethod
@@ -175,6 +180,11 @@ class TableSpec:
         dim = max(1, min(num_elements, MAX_DENSE_DIM))
         num_rows = -(-num_elements // dim)
         return cls(fqn=fqn, num_rows=num_rows, dim=dim, dtype=dtype, states=states, shape=tuple(shape))
+
+    @property
+    def seed(self) -> int:
+        """What the hash that routes rows to shards begins with, 0 to 2⁶⁴ - 1; a table keeps it for ever."""
+        return table_seed(self.fqn) if self.renamed_seed is None else self.renamed_seed
 
     @property
     def is_dense(self) -> bool:
@@ -194,7 +204,11 @@ class TableSpec:
     @property
     def of_weights(self) -> TableSpec:
         """The same table without optimizer states and identities, as replicas report it."""
-        return TableSpec(fqn=self.fqn, num_rows=self.num_rows, dim=self.dim, dtype=self.dtype, shape=self.shape)
+        return dataclasses.replace(self, states=(), has_identities=False)
+
+    def renamed(self, fqn: str) -> TableSpec:
+        """Return the same table, with its rows where they are, under another name."""
+        return dataclasses.replace(self, fqn=fqn, renamed_seed=None if table_seed(fqn) == self.seed else self.seed)
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         if any(not 0 < size < 2**63 for size in shape):
@@ -217,6 +231,8 @@ class TableSpec:
         ]
         if self.shape is not None:
             fields.append(list(self.shape))
+        if self.renamed_seed is not None:
+            fields.append(self.renamed_seed)
         # ON THE WIRE and ON DISK: never change the fields, their order or the digest.
         digest = hashlib.sha256(msgpack.packb(fields, use_bin_type=True)).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
@@ -224,7 +240,7 @@ class TableSpec:
     def describe_difference(self, other: TableSpec) -> str:
         """Return a short text on how `other` differs from this spec; empty if it does not."""
         differences = []
-        for name in ("fqn", "num_rows", "dim", "has_identities", "shape"):
+        for name in ("fqn", "num_rows", "dim", "has_identities", "shape", "renamed_seed"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 differences.append(f"{name} {mine} ≠ {theirs}")

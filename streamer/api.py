@@ -536,7 +536,8 @@ class RawEmbeddingStreamer:
                 names = first_of(sorted(generations.filled))
                 raise SpecMismatchError(f"{names}: not all rows are in the store yet: attach the model itself")
             for table in tap.tables:
-                table.join_generation(generations.names[table.spec.fqn])
+                name = generations.names[table.spec.fqn]
+                table.join_generation(name, generations.seeds.get(name))
             self._delivery.add_tables(tap.tables, dense, generations=generations)
         except BaseException:
             tap.close()

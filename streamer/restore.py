@@ -329,7 +329,8 @@ def _misfit(table: TappedTable, specs: Mapping[str, TableSpec], name: str, *, wi
     """Return why a table cannot be restored from the one of a name, or None."""
     if name not in specs:
         return f"is not there under the name {name!r} ({describe_near(name, specs)})"
-    here, stored = dataclasses.replace(table.spec, fqn=name), specs[name]
+    stored = specs[name]
+    here = dataclasses.replace(table.spec, fqn=name, renamed_seed=stored.renamed_seed)
     if not with_states:
         here, stored = dataclasses.replace(here, states=()), dataclasses.replace(stored, states=())
     # A table that has got rows since keeps the values that those have.

@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_415,
+    "schemas": 2_435,
     "kernels": 2_720,
-    "paramserver": 29_780,
-    "streamer": 11_188,
-    "scripts": 11_145,
-    "tests": 64_643,
+    "paramserver": 29_965,
+    "streamer": 11_200,
+    "scripts": 11_160,
+    "tests": 64_810,
 }
 NUM_PRODUCT_FILES = 274
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from watched_server import WAIT_S, wait_until
 
@@ -205,3 +205,89 @@ def test_a_replica_follows_a_table_that_is_made_anew(tmp_path: Path) -> None:
         assert cli.main(["export", *to]) == 0
     exported = load_file(tmp_path / "out")
     assert np.array_equal(exported["weight"].numpy(), new.weights), "files of RocksDB that hold the dropped rows too"
+
+
+class Named(nn.Module):
+    """A table under a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.add_module(name, nn.Embedding(MANY, DIM))
+
+    def forward(self) -> torch.Tensor:
+        return sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_a_renamed_table_trains_on(tmp_path: Path, consistency: str) -> None:
+    """After its module was renamed it is restored, trained, read, exported and filled as before; no row moves."""
+
+    def train(model: Named, optimizer: torch.optim.Optimizer, **options: str) -> None:
+        with RawEmbeddingStreamer(server.address, run="ctr", model="ctr") as streamer:
+            streamer.attach(model, optimizer, **options)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model().backward()
+                optimizer.step()
+            assert streamer.audit(only_present=False).is_equal
+
+    async def rename() -> str:
+        async with await TableAdmin.connect(server.address) as admin:
+            return await admin.rename("user.weight", "person.weight")
+
+    first, then = Named("user"), Named("person")
+    with ServerProcess.start(tmp_path / "data", shards=3) as server:
+        train(first, torch.optim.Adam(first.parameters(), lr=0.1), publish="all")
+        with EmbeddingReplica(server.address, consistency=consistency) as replica:
+            assert asyncio.run(rename()) == "ctr:person.weight"
+            wait_until(lambda: replica.tables.keys() == {"ctr:person.weight"}, "the rename")
+            with pytest.raises(UnknownTableError, match=r"was renamed to 'ctr:person\.weight'"):
+                replica.lookup("user.weight", [0])
+            optimizer = torch.optim.Adam(then.parameters(), lr=0.1)
+            report = restore(then, optimizer, server.address)
+            assert report.tables[0].num_restored == MANY
+            assert torch.equal(then.person.weight, first.user.weight)
+            train(then, optimizer)
+            rows, weights = np.arange(MANY), then.person.weight.detach()
+            wait_until(lambda: torch.equal(replica.lookup("person.weight", rows), weights), "the rows")
+        server.kill()
+    shutil.copytree(tmp_path / "data", tmp_path / "log")
+    with ServerProcess.start(tmp_path / "other") as server:
+        assert cli.main(["replay", str(tmp_path / "log"), "--server", server.address]) == 0
+        with EmbeddingReplica(server.address) as replica:
+            assert replica.tables.keys() == {"ctr:person.weight"}
+            assert torch.equal(replica.lookup("person.weight", rows), weights)
+    with ServerProcess.start(tmp_path / "data") as server:
+        with EmbeddingReplica(server.address, consistency=consistency) as late:
+            assert torch.equal(late.lookup("person.weight", rows), weights)
+        to = ["--server", server.address, "--to", str(tmp_path / "out"), "--format", "safetensors", "--now"]
+        assert cli.main(["export", *to]) == 0
+        assert torch.equal(load_file(tmp_path / "out")["person.weight"], weights)
+        filled = torch.zeros(MANY, DIM)
+        save_file({"person.weight": filled}, tmp_path / "zeros.safetensors")
+        source = ["--epoch", "1000", "--zero-states"]
+        assert cli.main(["backfill", str(tmp_path / "zeros.safetensors"), "--server", server.address, *source]) == 0
+        with EmbeddingReplica(server.address) as late:
+            assert torch.equal(late.lookup("person.weight", rows), filled)
+        assert cli.main(["replay", str(tmp_path / "log"), "--server", server.address]) == 0, "changes nothing"
+        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+    snapshot = str(tmp_path / "data" / "snapshots" / "s")
+    assert cli.main(["snapshot", "restore", snapshot, "--data", str(tmp_path / "two"), "--shards", "2"]) == 0
+    with ServerProcess.start(tmp_path / "two") as server, EmbeddingReplica(server.address) as replica:
+        assert torch.equal(replica.lookup("person.weight", rows), filled)
+
+
+def test_a_replay_leaves_out_what_was_dropped_later(tmp_path: Path) -> None:
+    """A log with a drop in it makes what the server had in the end: the rows that were written since."""
+    old, new = Trainer(FEW), Trainer(FEW, seed=1)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        old.stream(server.address)
+        drop(server.address)
+    with ServerProcess.start(tmp_path / "empty") as server:
+        assert cli.main(["replay", str(tmp_path / "data"), "--server", server.address]) == 1, "nothing is left"
+    with ServerProcess.start(tmp_path / "data") as server:
+        new.stream(server.address)
+    with ServerProcess.start(tmp_path / "target", shards=3) as server:
+        assert cli.main(["replay", str(tmp_path / "data"), "--server", server.address]) == 0
+        assert np.array_equal(read(server.address, FEW)[0], new.weights)

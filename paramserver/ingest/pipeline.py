@@ -226,8 +226,9 @@ class Ingest:
         fills: Iterable[str] = (),
         after_step: int = -1,
         dropped: Sequence[str] = (),
+        renamed: Mapping[str, str] | None = None,
     ) -> tuple[Session, int]:
-        """Register, grow or drop tables and open or resume a writer's session; return it with the last durable batch.
+        """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
         A trainer sends the generations `fills` whole: it has once all its ranks have ended a step after `after_step`.
 
@@ -235,7 +236,7 @@ class Ingest:
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
 
         Raises:
-            UnknownTableError: A table was dropped in a later epoch.
+            UnknownTableError: A table was dropped or renamed in a later epoch.
             SpecMismatchError: A table is registered with another spec, and does not merely get more rows; nothing is
                 changed. A spec that the table had before it grew is accepted, except from a trainer that starts. Or
                 the run trains another generation of the table in this epoch.
@@ -260,18 +261,20 @@ class Ingest:
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
         new_specs, filling = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown), {}
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
-        if dropped and (world_size or specs):
+        renames = self._check_renames(renamed or {})
+        if (dropped or renamed) and (world_size or specs):
             raise RequestError(f"client {client!r} of {run!r}: who drops tables names none to write, and has no rank")
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
             named = {spec.fqn for spec in specs}
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step)
-        if new_specs or owned or filling or drops or not is_open:
+        if new_specs or owned or filling or drops or renames or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}
             header |= {"fills": filling} if filling else {}
             header |= {"dropped": drops} if drops else {}
+            header |= {"renamed": renames} if renames else {}
             append = self._append(epoch, header, [])
             self._enqueue(self._hello_batch(append.seq, epoch, header), append.durable)
         session = self.sessions.find(run, client)
@@ -281,6 +284,18 @@ class Ingest:
             await self._durable(self._last_append, self.accepted_seq)
         self.sessions.fence(run, epoch)  # a newer epoch may have taken over meanwhile
         return session, last_client_seq
+
+    def _check_renames(self, renamed: Mapping[str, str]) -> dict[str, str]:
+        """Return the renames that are left to do; raise RequestError for a name that is in use."""
+        names, left = {table.spec.fqn for table in self.catalog}, {}
+        for old, new in renamed.items():
+            if old in names and new in names:
+                raise RequestError(f"table {old!r} cannot be named {new!r}: there is a table of that name")
+            if old in names:
+                left[old] = self.catalog.find(old).spec.renamed(new).fqn
+        if len(set(left.values())) < len(left):
+            raise RequestError("two tables cannot have one name")
+        return left
 
     async def raise_floors(self, run: str, client: str, epoch: int, floors: Mapping[str, Version]) -> int:
         """Raise floors of tables, by name, in the log; return the record's seq once it is durable.

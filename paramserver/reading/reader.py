@@ -33,7 +33,7 @@ from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import describe_near, format_seconds
 from headrace.schemas.errors import ProtocolError, RequestError, UnavailableError, UnknownTableError
 from headrace.schemas.idl import idl, spec_from_idl
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import NO_IDENTITY, PRESENT
 from headrace.schemas.table_names import TableNames, model_of
@@ -422,7 +422,7 @@ class EmbeddingReader:
     async def _fill(self, queries: Sequence[tuple[RowQuery, Rows]], answered: _Answered) -> None:
         of_shards: list[list[RowPart]] = [[] for _ in self._shards]
         for query, rows in queries:
-            shards = shards_of_rows(table_seed(query.spec.fqn), rows.row_ids, len(self._shards))
+            shards = shards_of_rows(query.spec.seed, rows.row_ids, len(self._shards))
             for shard, (link, parts) in enumerate(zip(self._shards, of_shards, strict=True)):
                 positions = np.flatnonzero(shards == shard) if len(self._shards) > 1 else np.arange(len(rows.row_ids))
                 for chunk in _chunks(positions, query.rows_at_once(link.max_reply_bytes)):

@@ -168,7 +168,8 @@ class ReplaySource:
     Attributes:
         logs: In the order of their shards.
         wanted: Which records and tables.
-        specs: Specs of the tables found, by name; complete after `summarize`.
+        specs: Specs of the tables found, by the names that they have at the end of the range; complete after
+            `summarize`.
         runs: The last trainer that wrote rows of each table; complete after `summarize`.
     """
 
@@ -190,6 +191,8 @@ class ReplaySource:
         self.wanted = wanted
         self.logs = [SourceLog(log, wanted) for log in paths]
         self.specs: dict[str, TableSpec] = {}
+        # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
+        self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
         self.runs: dict[str, str] = {}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
@@ -202,10 +205,10 @@ class ReplaySource:
             UnknownTableError: A requested table is not in the logs.
             CorruptionError: A record is damaged, with file and offset, or is not a shard's.
         """
-        summary = ReplaySummary()
-        for log in self.logs:
-            for batch in self.batches(log, on_progress=on_progress):
-                summary.add(batch)
+        summary = self._summarize(on_progress)
+        if any(self._changes.values()):  # known only now, and they say what became of the rows before
+            self.specs.clear()
+            summary = self._summarize(lambda _: None)
         self.runs = {fqn: table.last_run[1] for fqn, table in summary.tables.items() if table.last_run is not None}
         self._complete_specs(summary.tables.keys())
         if unknown := sorted(self.wanted.tables - self._called()):
@@ -216,6 +219,13 @@ class ReplaySource:
             raise ConfigError(f"nothing to replay: no record with rows is in that range ({seqs})")
         if lost := sorted(summary.tables.keys() - self.specs.keys()):
             raise CorruptionError(f"the spec of table {lost[0]!r} is neither in the log nor in the store beside it")
+        return summary
+
+    def _summarize(self, on_progress: Callable[[int], None]) -> ReplaySummary:
+        summary = ReplaySummary()
+        for log in self.logs:
+            for batch in self.batches(log, on_progress=on_progress):
+                summary.add(batch)
         return summary
 
     def batches(self, log: SourceLog, *, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[ReplayBatch]:
@@ -230,26 +240,47 @@ class ReplaySource:
         header = record.header
         try:
             if header["kind"] == KIND_HELLO:
-                self._add_specs(header)
+                self._note_change(log, record.seq, header)
+                self._add_specs(header, log, record.seq)
                 return None
             if header["kind"] != KIND_BATCH:
                 raise ValueError(f"of kind {header['kind']!r}, which this version does not know")
-            if not self.wanted.takes(header):
+            names = {name: self._name_at_end(log, record.seq, name) for name in header["tables"]}
+            if not self.wanted.takes(header | {"tables": [name for name in names.values() if name]}):
                 return None
             offset = decode_header(record.body).body_offset
             request = decode_struct(idl.ParameterServer.setEmbeddings_args, record.body, offset).request
         except (ProtocolError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"{log.path}: record {record.seq} is not a batch of a shard: {exc}") from exc
-        deltas = [delta for delta in request.deltas if self.wanted.takes_table(delta.fqn)]
+        deltas = []
+        for delta in request.deltas:
+            if (name := names[delta.fqn]) and self.wanted.takes_table(name):
+                delta.fqn = name
+                deltas.append(delta)
         if not any(len(delta.row_ids) or delta.deleted_row_ids for delta in deltas):
             return None  # the end of a step, without rows
         is_trainer = request.version_epoch is None
         epoch, run = (request.epoch, request.run) if is_trainer else (request.version_epoch, None)
         return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
 
-    def _add_specs(self, header: dict[str, Any]) -> None:
+    def _note_change(self, log: SourceLog, seq: int, header: dict[str, Any]) -> None:
+        """Note what a hello drops and renames: rows from before it belong to nothing, or to another name."""
+        changes = self._changes[log.path]
+        change = dict.fromkeys(header.get("dropped", ()), "") | header.get("renamed", {})
+        if change and all(seq > noted for noted, _ in changes):
+            changes.append((seq, change))
+
+    def _name_at_end(self, log: SourceLog, seq: int, name: str) -> str:
+        """Return the name at the end of the range of a table that has one at a position; "" if it was dropped."""
+        for changed_seq, change in self._changes[log.path]:
+            if changed_seq > seq:
+                name = change.get(name, name)
+        return name
+
+    def _add_specs(self, header: dict[str, Any], log: SourceLog, seq: int) -> None:
         for spec in map(unpack_spec, header["tables"]):
-            self._add_spec(spec)
+            if name := self._name_at_end(log, seq, spec.fqn):
+                self._add_spec(spec.renamed(name))
 
     def _add_spec(self, spec: TableSpec) -> None:
         known = self.specs.setdefault(spec.fqn, spec)
@@ -281,7 +312,7 @@ class ReplaySource:
                 return
             for record in log.read_before():
                 if record.header.get("kind") == KIND_HELLO:
-                    self._add_specs(record.header)
+                    self._add_specs(record.header, log, record.seq)
 
 
 def _is_within(value: int, first: int | None, last: int | None) -> bool:

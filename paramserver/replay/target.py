@@ -41,7 +41,7 @@ from headrace.schemas.errors import (
     UnavailableError,
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Replay", "ReplayTarget", "ShardWriter", "pack_deltas", "route_delta", "size_of_delta"]
@@ -318,7 +318,7 @@ class ShardWriter:
 
 def route_delta(delta: Any, spec: TableSpec, num_shards: int) -> list[Any | None]:
     """Return the part of an `idl.TableDelta` for each shard, None if it has no rows there."""
-    seed = table_seed(spec.fqn)
+    seed = spec.seed
     row_ids, deleted = _ids(delta.row_ids), _ids(delta.deleted_row_ids)
     row_shards, deleted_shards = (shards_of_rows(seed, ids, num_shards) for ids in (row_ids, deleted))
     parts: list[Any | None] = []

@@ -111,8 +111,8 @@ class Shard:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
-            if request.dropped_tables and request.role != idl.Role.ADMIN:
-                raise UnauthorizedError("only a client with the role ADMIN may drop tables")
+            if (request.dropped_tables or request.renamed_tables) and request.role != idl.Role.ADMIN:
+                raise UnauthorizedError("only a client with the role ADMIN may drop or rename tables")
             session, last_client_seq = await self._ingest.open_session(
                 request.run,
                 request.client,
@@ -125,6 +125,7 @@ class Shard:
                 fills=request.fills or (),
                 after_step=-1 if request.after_step is None else request.after_step,
                 dropped=request.dropped_tables or (),
+                renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
             self._bind(call.peer, session)
         config = self._config

@@ -39,7 +39,7 @@ from headrace.paramserver.system.direct_file import write_buffer
 from headrace.paramserver.system.durable import fsync_path, move_into_place
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.snapshot_manifest import shard_folder
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import NO_FLOOR, Version
@@ -269,7 +269,7 @@ class StoreBuilder:
             if len(self._shards) == 1:
                 self._shards[0].add(table, row_ids, records)
                 return
-            shards = shards_of_rows(table_seed(table.spec.fqn), row_ids, len(self._shards))
+            shards = shards_of_rows(table.spec.seed, row_ids, len(self._shards))
             for number, files in enumerate(self._shards):
                 rows = np.flatnonzero(shards == number)
                 if rows.size:

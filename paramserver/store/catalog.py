@@ -30,6 +30,8 @@ _FILLING_PREFIX = b"generation/"
 _REMOVED = b""
 # Followed by the number of a dropped table, which no other table gets; the value is its name and the drop's epoch.
 _DROPPED_PREFIX = b"dropped/"
+# Followed by a name that a table had; the value is its name since, and the epoch of the rename.
+_RENAMED_PREFIX = b"renamed/"
 # The table's identities are indexed from its first row on.
 INDEXED_PREFIX = b"identities/"
 
@@ -110,6 +112,7 @@ class Catalog:
 
     Attributes:
         drop_epochs: Of each name of which a table was dropped, the epoch of the last drop.
+        renames: Of each name that was taken from a table, the table's name since, and the epoch of that.
     """
 
     def __init__(self, meta: Mapping[bytes, bytes]) -> None:
@@ -118,6 +121,7 @@ class Catalog:
         self._later: dict[str, set[str]] = {}  # names of generations after the first, by plain name
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
+        self.renames: dict[str, tuple[str, int]] = {}
         self._read_dropped(meta)
         for key, value in meta.items():
             if not key.startswith(_META_PREFIX):
@@ -169,6 +173,12 @@ class Catalog:
                     self._note_drop(int(key[len(_DROPPED_PREFIX) :]), name, epoch)
                 except (ValueError, TypeError) as exc:
                     raise CorruptionError(f"store metadata {key!r} is not a dropped table: {exc}") from exc
+            elif key.startswith(_RENAMED_PREFIX):
+                try:
+                    name, epoch = msgpack.unpackb(value)
+                    self.renames[key[len(_RENAMED_PREFIX) :].decode()] = name, epoch
+                except (ValueError, TypeError) as exc:
+                    raise CorruptionError(f"store metadata {key!r} is not a rename: {exc}") from exc
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -176,8 +186,8 @@ class Catalog:
     def find(self, fqn: str) -> Table:
         """Return a table by its fqn. Raises UnknownTableError, whose message lists some tables that exist."""
         table = self._tables.get(fqn)
-        if table is None and (epoch := self.drop_epochs.get(fqn)):
-            raise _dropped(fqn, epoch)
+        if table is None and (gone := self._gone(fqn)) is not None:
+            raise gone[1]
         if table is None:
             known = first_of(sorted(self._tables))  # not the nearest names: searching thousands would block the loop
             raise UnknownTableError(f"no table {fqn!r} here; registered tables: {known}")
@@ -196,7 +206,7 @@ class Catalog:
         `epoch` is the client's; `knows_outgrown` accepts a spec that a table had before it grew.
 
         Raises:
-            UnknownTableError: The table was dropped in a later epoch.
+            UnknownTableError: The table was dropped or renamed in a later epoch.
             SpecMismatchError: A table of that name is registered, or given twice, with another spec.
         """
         new: dict[str, TableSpec] = {}
@@ -211,8 +221,8 @@ class Catalog:
                         f"{known.spec.describe_difference(spec)}; a table can get more rows and changes in nothing "
                         "else: give your model another name (model=…), or serve another directory"
                     )
-            elif (dropped := self.drop_epochs.get(spec.fqn, 0)) > epoch:
-                raise _dropped(spec.fqn, dropped)
+            elif (gone := self._gone(spec.fqn)) is not None and gone[0] > epoch:
+                raise gone[1]
             other = new.setdefault(spec.fqn, spec)
             if other != spec:
                 raise SpecMismatchError(
@@ -231,6 +241,7 @@ class Catalog:
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
         meta |= self.begin_filling(header.get("fills", {}), epoch)
         meta |= self.drop(header.get("dropped", ()), epoch)
+        meta |= self.rename(header.get("renamed", {}), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
 
     def add(self, specs: Iterable[TableSpec]) -> dict[bytes, bytes]:
@@ -274,6 +285,42 @@ class Catalog:
             meta[_DROPPED_PREFIX + number] = msgpack.packb([name, epoch])
             self._note_drop(table.table_id, name, epoch)
         return meta
+
+    def rename(self, names: Mapping[str, str], epoch: int) -> dict[bytes, bytes]:
+        """Give tables other names, by their present ones, those that exist; return the metadata that keeps it.
+
+        Numbers, rows, owners and all else stay; rows are routed as before. REQUIRES: the new names are free.
+        """
+        meta: dict[bytes, bytes] = {}
+        for old, new in names.items():
+            if (table := self._tables.pop(old, None)) is None:
+                continue
+            earlier = table.spec.fingerprint
+            table.earlier |= {earlier}
+            table.spec = table.spec.renamed(new)
+            self._tables[new] = table
+            self._later.get(plain_name(old), set()).discard(old)
+            if generation_of(new) > 1:
+                self._later.setdefault(plain_name(new), set()).add(new)
+            self.renames.pop(new, None)
+            self.renames[old] = new, epoch
+            meta |= {
+                _META_PREFIX + b"%d" % table.table_id: msgpack.packb(pack_spec(table.spec)),
+                _EARLIER_PREFIX + b"%d" % earlier: b"%d" % table.table_id,
+                _RENAMED_PREFIX + new.encode(): _REMOVED,
+                _RENAMED_PREFIX + old.encode(): msgpack.packb([new, epoch]),
+            }
+        return meta
+
+    def _gone(self, name: str) -> tuple[int, UnknownTableError] | None:
+        """Return since when a name has no table, and what to say about it; None if it never had one."""
+        drop_epoch, (new, rename_epoch) = self.drop_epochs.get(name, 0), self.renames.get(name, ("", 0))
+        if rename_epoch > drop_epoch:
+            return rename_epoch, UnknownTableError(
+                f"table {name!r} was renamed to {new!r} in epoch {rename_epoch}; a trainer that starts from now on can "
+                "make another one of the old name"
+            )
+        return (drop_epoch, _dropped(name, drop_epoch)) if drop_epoch else None
 
     def _note_drop(self, table_id: int, name: str, epoch: int) -> None:
         self._dropped[table_id] = name, epoch
@@ -407,7 +454,10 @@ def pack_spec(spec: TableSpec) -> list[Any]:
     """Return a spec as the plain list of metadata and log records. ON DISK: the order is fixed."""
     states = [[state.name, int(state.kind), int(state.dtype), state.width] for state in spec.states]
     packed = [spec.fqn, spec.num_rows, spec.dim, int(spec.dtype), states, spec.has_identities]
-    return packed if spec.shape is None else [*packed, list(spec.shape)]
+    shape, seed = None if spec.shape is None else list(spec.shape), spec.renamed_seed
+    if seed is not None:
+        return [*packed, shape, seed]
+    return packed if shape is None else [*packed, shape]
 
 
 def unpack_spec(packed: list[Any]) -> TableSpec:
@@ -417,7 +467,8 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
         ValueError: The list is not a spec.
         RequestError: A field is out of range.
     """
-    fqn, num_rows, dim, dtype, states, has_identities, *shape = packed
+    fqn, num_rows, dim, dtype, states, has_identities, *more = packed
+    shape, seed = (*more, None, None)[:2]
     return TableSpec(
         fqn=fqn,
         num_rows=num_rows,
@@ -428,5 +479,6 @@ def unpack_spec(packed: list[Any]) -> TableSpec:
             for name, kind, state_dtype, width in states
         ),
         has_identities=has_identities,
-        shape=tuple(shape[0]) if shape else None,
+        shape=None if shape is None else tuple(shape),
+        renamed_seed=seed,
     )

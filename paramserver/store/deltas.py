@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.store.catalog import Catalog, Table
 from headrace.schemas.errors import NonFiniteError, RequestError, SpecMismatchError
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import CLAIMS, NO_IDENTITY, RecordLayout
 from headrace.schemas.tables import DType, TableSpec
 
@@ -194,7 +194,7 @@ def check_rows(delta: RowDelta, *, shard: int, num_shards: int) -> None:
         if again.size:
             raise RequestError(f"table {fqn!r}: row {ordered[again[0]]} is given twice")
     if num_shards > 1:
-        shards = shards_of_rows(table_seed(fqn), row_ids, num_shards)
+        shards = shards_of_rows(delta.spec.seed, row_ids, num_shards)
         misplaced = np.flatnonzero(shards != shard)
         if misplaced.size:
             row_id, owner = row_ids[misplaced[0]], shards[misplaced[0]]

@@ -25,7 +25,7 @@ from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl
 from headrace.schemas.messages import CALL, encode_message
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.scripts.benches.child import Child, Worker
@@ -108,7 +108,7 @@ class BenchRows:
         deltas, skipped = [], 0
         for spec, ids in zip(self.specs, np.array_split(self.ids[number], len(self.specs)), strict=True):
             if num_shards > 1:
-                ids = ids[shards_of_rows(table_seed(spec.fqn), ids, num_shards) == shard]
+                ids = ids[shards_of_rows(spec.seed, ids, num_shards) == shard]
             if ids.size:
                 # Which values a row gets makes no difference; that they are contiguous does.
                 columns = self._columns(number, ids.size, skipped)

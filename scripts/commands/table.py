@@ -1,4 +1,4 @@
-"""The commands `headrace table`: list, describe, grow and drop the tables of a running server."""
+"""The commands `headrace table`: list, describe, grow, rename and drop the tables of a running server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["table"]
 table = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="List, describe, grow and drop the tables of a running server.",
+    help="List, describe, grow, rename and drop the tables of a running server.",
 )
 
 _T = TypeVar("_T")
@@ -101,6 +101,23 @@ def grow(
     """
     spec = _ask(access, server, lambda admin: admin.grow(name, rows))
     print(f"{spec.fqn} has {spec.num_rows:,} rows")
+    return 0
+
+
+@table.command()
+@with_server_flags
+def rename(
+    name: _Name,
+    new_name: Annotated[str, typer.Argument(metavar="NEW", help="New name; a path alone stays in the model.")],
+    *,
+    server: _Server = DEFAULT_ADDRESS,
+    access: Access,
+) -> int:
+    """Give a table another name, for example after its module was renamed in the model.
+
+    No row moves. Stop the table's trainer first; one that starts later goes on with the table under the new name.
+    """
+    print(f"renamed to {_ask(access, server, lambda admin: admin.rename(name, new_name))}")
     return 0
 
 

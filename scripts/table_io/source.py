@@ -135,7 +135,8 @@ class BackfillConfig:
         else:
             tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
-        tables = [table.renamed(names.find(table.spec.fqn) or self._new_name(table.spec.fqn)) for table in tables]
+        targets = [names.find(table.spec.fqn) or self._new_name(table.spec.fqn) for table in tables]
+        tables = [table.named(fqn, (known or {}).get(fqn)) for table, fqn in zip(tables, targets, strict=True)]
         tables = sorted(tables, key=lambda table: table.spec.fqn)
         if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
             raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
@@ -173,7 +174,7 @@ class Selection:
     def check_fits(self, found: TableSpec, where: str) -> None:
         """Raise SpecMismatchError if the target's table of this name is another one."""
         known = self.known.get(found.fqn)
-        if known is not None and (difference := known.describe_difference(found)):
+        if known is not None and (difference := known.describe_difference(replace(found, renamed_seed=None))):
             raise SpecMismatchError(
                 f"{where}: table {found.fqn!r} is another one (the server's ≠ the file's): {difference}"
             )
@@ -190,9 +191,10 @@ class SourceTable:
     check_ids: Callable[[], None]  # reads and checks ids, versions and deletions, if the file lists them
     scalars: TableScalars = ()  # values that the optimizer has once per table; of the version of the newest row
 
-    def renamed(self, fqn: str) -> SourceTable:
-        """Return the table under its name in the target."""
-        return replace(self, spec=replace(self.spec, fqn=fqn))
+    def named(self, fqn: str, known: TableSpec | None) -> SourceTable:
+        """Return the table under its name in the target, routed as the one that is `known` there."""
+        seed = None if known is None else known.renamed_seed
+        return replace(self, spec=replace(self.spec, fqn=fqn, renamed_seed=seed))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +225,7 @@ def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str,
     for name in {*known, *map(path_of, known)}:
         with contextlib.suppress(RequestError):  # several models have the path
             if (fqn := names.find(name)) is not None:
-                here[name] = replace(known[fqn], fqn=name)
+                here[name] = replace(known[fqn], fqn=name, renamed_seed=None)
     return here
 
 

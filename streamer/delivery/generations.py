@@ -26,11 +26,13 @@ class Generations:
     Attributes:
         names: By plain name, the table's name on the server.
         filled: Those names that are sent whole, whatever `publish` says.
+        seeds: Of those names that the server has given to older tables, the seed by which their rows are routed.
         after_step: The highest step of which any rank has submitted rows or a mark; -1 for none.
     """
 
     names: Mapping[str, str]
     filled: frozenset[str]
+    seeds: Mapping[str, int]
     after_step: int = -1
 
 
@@ -58,17 +60,19 @@ def choose_generations(specs: Iterable[TableSpec], store: Store, *, publishes_al
         for name in names.values()
         if name in store.filling or (name not in store.tables and generation_of(name) > 1)
     )
-    return Generations(names=names, filled=filled)
+    known_seeds = {name: store.tables[name].renamed_seed for name in names.values() if name in store.tables}
+    seeds = {name: seed for name, seed in known_seeds.items() if seed is not None}
+    return Generations(names=names, filled=filled, seeds=seeds)
 
 
 def _fits(spec: TableSpec, known: TableSpec) -> bool:
     """Return whether the server decides: they are the same but for the number of rows, or one is a dense tensor."""
-    return known.is_dense or dataclasses.replace(spec, num_rows=known.num_rows) == known
+    return known.is_dense or dataclasses.replace(spec, num_rows=known.num_rows) == _with_own_seed(known)
 
 
 def _check_next(spec: TableSpec, known: TableSpec, store: Store, *, publishes_all: bool) -> None:
     what = f"table {known.fqn!r} is registered with another spec (registered ≠ yours): "
-    what += dataclasses.replace(known, fqn=spec.fqn).describe_difference(spec)
+    what += dataclasses.replace(_with_own_seed(known), fqn=spec.fqn).describe_difference(spec)
     if not store.knows_generations:
         raise SpecMismatchError(f"{what}; the server is of a release that knows no generations: update it first")
     if not publishes_all:
@@ -76,6 +80,10 @@ def _check_next(spec: TableSpec, known: TableSpec, store: Store, *, publishes_al
             f"{what}; attach with publish='all' to go on with another generation of the table, which replicas show "
             "once all of it is there, or give your model another name (model=…)"
         )
+
+
+def _with_own_seed(known: TableSpec) -> TableSpec:
+    return dataclasses.replace(known, renamed_seed=None)
 
 
 def agree_on_generations(

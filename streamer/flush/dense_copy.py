@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from headrace.schemas.errors import HeadraceError, NonFiniteError
-from headrace.schemas.routing import table_seed
 from headrace.schemas.tables import DType
 from headrace.streamer.flush.gather import copy_rows, order_by_shard, scalar_bytes
 from headrace.streamer.flush.layout import Column, FlushedTable, TableFormat
@@ -131,7 +130,7 @@ class _Place:
     def __init__(self, fmt: TableFormat, memory: StagingBuffer, num_shards: int) -> None:
         spec = fmt.spec
         row_ids = np.arange(spec.num_rows, dtype=np.int64)
-        order, bounds = order_by_shard(table_seed(spec.fqn), row_ids, num_shards)
+        order, bounds = order_by_shard(spec.seed, row_ids, num_shards)
         self._order = None if order is None else torch.from_numpy(order)
         ids = memory.carve(DType.INT64, spec.num_rows, 1)
         ids.tensor.view(-1).copy_(torch.from_numpy(row_ids) if self._order is None else self._order)

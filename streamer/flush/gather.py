@@ -10,7 +10,7 @@ import torch
 
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import NonFiniteError
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.tables import DType
 from headrace.streamer.flush.layout import Column, FlushedDeletions, FlushedTable, TableFormat
 from headrace.streamer.flush.staging import ALIGNMENT_BYTES, StagingBuffer
@@ -31,14 +31,14 @@ class RowGatherer:
     Attributes:
         table: The table.
         format: Layout of its rows on the wire.
-        seed: `schemas.routing.table_seed`, for the hash that gives a row's shard.
+        seed: `TableSpec.seed`, for the hash that gives a row's shard.
     """
 
     def __init__(self, table: TappedTable, *, num_shards: int, rejects_non_finite: bool) -> None:
         """Prepare to gather from a table; with `rejects_non_finite`, NaN and Inf are errors."""
         self.table = table
         self.format = TableFormat(table.spec, table.shard)
-        self.seed = table_seed(table.spec.fqn)
+        self.seed = table.spec.seed
         self._num_shards = num_shards
         self._rejects_non_finite = rejects_non_finite
 

@@ -167,10 +167,10 @@ class TappedTable:
         """Give the table the name that it has on the server, for a table that is named by its path so far."""
         self.spec = dataclasses.replace(self.spec, fqn=table_name(model, self.spec.fqn))
 
-    def join_generation(self, name: str) -> None:
-        """Give the table the name of one of its generations."""
-        if name != self.spec.fqn:
-            self.spec = dataclasses.replace(self.spec, fqn=name)
+    def join_generation(self, name: str, renamed_seed: int | None) -> None:
+        """Give the table the name of one of its generations, and the seed of one that was renamed."""
+        if (name, renamed_seed) != (self.spec.fqn, None):
+            self.spec = dataclasses.replace(self.spec, fqn=name, renamed_seed=renamed_seed)
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from headrace.paramserver.store.deltas import RowDelta, decode_delta, mark_below
 from headrace.schemas.errors import CorruptionError, HeadraceError
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
+from headrace.schemas.tables import TableSpec
 
 __all__ = ["Change", "Cut", "DelayHistogram", "Freshness", "ShardTail"]
 
@@ -200,6 +201,18 @@ class ShardTail:
         """Leave a table's rows out of what is pending."""
         self.pending = deque(
             dataclasses.replace(change, deltas=tuple(delta for delta in change.deltas if delta.spec.fqn != fqn))
+            for change in self.pending
+        )
+
+    def rename(self, old: str, spec: TableSpec) -> None:
+        """Give what is pending of a table its new spec."""
+        self.pending = deque(
+            dataclasses.replace(
+                change,
+                deltas=tuple(
+                    dataclasses.replace(delta, spec=spec) if delta.spec.fqn == old else delta for delta in change.deltas
+                ),
+            )
             for change in self.pending
         )
 

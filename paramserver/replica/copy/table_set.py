@@ -69,19 +69,44 @@ class TableSet:
         self._names = TableNames(())
         self._retired: list[ReplicaTable] = []  # dropped ones, whose files are closed with the others
         self._drop_epochs: dict[str, int] = {}  # of the last drop that a shard has told, by name
+        self._renames: dict[str, tuple[str, int]] = {}  # likewise, new name and epoch by old name
         for tail in self.tails:
             self._drop_epochs |= {
                 name: max(epoch, self._drop_epochs.get(name, 0)) for name, epoch in tail.catalog.drop_epochs.items()
             }
+            for old, rename in tail.catalog.renames.items():
+                self._renames[old] = max(rename, self._renames.get(old, rename), key=lambda rename: rename[1])
         self._add_current()
         self._follow_dense()
 
     def _add_current(self) -> None:
-        """Add the tables of all shards, except those that another shard has dropped since."""
+        """Add the tables of all shards, except those that another shard has dropped or renamed since."""
         for tail in self.tails:
-            of_shard, newest = tail.catalog.drop_epochs, self._drop_epochs
-            tables = (table.spec for table in tail.catalog)
-            self.add_tables(spec for spec in tables if of_shard.get(spec.fqn, 0) == newest.get(spec.fqn, 0))
+            specs = (table.spec for table in tail.catalog)
+            self.add_tables(spec for spec in specs if not self._is_behind(tail, spec.fqn))
+
+    def _is_behind(self, tail: ShardTail, name: str) -> bool:
+        """Return whether another shard has dropped or renamed the table that a shard has under a name."""
+        return tail.catalog.drop_epochs.get(name, 0) < self._drop_epochs.get(name, 0) or (
+            name in self._renames and tail.catalog.renames.get(name) != self._renames[name]
+        )
+
+    def _rename(self, tail: ShardTail, old: str) -> None:
+        """Rename a table as soon as one shard has; rows that other shards still send under the old name are its own."""
+        rename = tail.catalog.renames.get(old)
+        if rename is None or rename[1] <= self._renames.get(old, ("", 0))[1]:
+            return
+        self._renames[old], new = rename, rename[0]
+        if (table := self.tables.get(old)) is None:
+            return
+        spec = table.spec.renamed(new)
+        for each in self.tails:
+            each.rename(old, spec)
+        with self.seqlock.write():
+            table.spec = spec
+            self.tables = {spec.fqn if fqn == old else fqn: each for fqn, each in self.tables.items()}
+            self.identities = {spec.fqn if fqn == old else fqn: each for fqn, each in self.identities.items()}
+            self._names = TableNames(self.tables)
 
     def _drop(self, tail: ShardTail, name: str) -> None:
         """Drop a table as soon as one shard has; what other shards still send of it counts for nothing."""
@@ -132,6 +157,9 @@ class TableSet:
             if name is None and (tensor := self.dense.find(fqn)) is not None:
                 raise RequestError(f"{tensor!r} is a dense tensor and no table: read it with dense()")
             dropped = [each for each in self._drop_epochs if fqn in (each, path_of(each))]
+            renamed = [each for each in self._renames if fqn in (each, path_of(each))]
+            if name is None and renamed:
+                raise UnknownTableError(f"table {renamed[0]!r} was renamed to {self._renames[renamed[0]][0]!r}")
             if name is None and dropped:
                 raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")
             if name is None:
@@ -196,14 +224,10 @@ class TableSet:
             if update.kind == idl.UpdateKind.HELLO:
                 for name in update.header.get("dropped", ()):
                     self._drop(tail, name)
-            else:
-                behind = [
-                    delta.spec.fqn
-                    for delta in tail.pending[-1].deltas
-                    if tail.catalog.drop_epochs.get(delta.spec.fqn, 0) < self._drop_epochs.get(delta.spec.fqn, 0)
-                ]
-                for name in behind:
-                    tail.forget(name)
+                for name in update.header.get("renamed", ()):
+                    self._rename(tail, name)
+            elif self._drop_epochs or self._renames:
+                self._take_behind(tail)
             if dense:
                 change = tail.pending[-1]
                 self.dense.take(shard, dense, (change.epoch, change.step))
@@ -212,6 +236,18 @@ class TableSet:
             self._add_current()
             self._follow_dense()
         return self.advance()
+
+    def _take_behind(self, tail: ShardTail) -> None:
+        """Leave rows of tables that another shard has dropped out of a shard's last record; rename those of renamed."""
+        for delta in tail.pending[-1].deltas:
+            name = delta.spec.fqn
+            if not self._is_behind(tail, name):
+                continue
+            new, epoch = self._renames.get(name, ("", 0))
+            if epoch > self._drop_epochs.get(name, 0) and (table := self.tables.get(new)) is not None:
+                tail.rename(name, table.spec)
+            else:
+                tail.forget(name)
 
     def advance(self) -> bool:
         """Show what can be shown; return whether anything became visible."""

@@ -33,11 +33,12 @@ class ReplicaTable(Protocol):
 
     Thread: one thread applies and loads. Lookups may overlap with it, and are valid only if nothing was applied
     meanwhile; `SeqLock` tells.
+
+    Attributes:
+        spec: The table's spec. Set only to that of a renamed table, within the seqlock.
     """
 
-    @property
-    def spec(self) -> TableSpec:
-        """The table's spec."""
+    spec: TableSpec
 
     @property
     def num_present(self) -> int:

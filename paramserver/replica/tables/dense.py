@@ -20,7 +20,7 @@ from headrace.paramserver.reading.dense_parts import (
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.schemas.errors import UnavailableError
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.table_names import model_of, table_name
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import Version
@@ -94,7 +94,7 @@ class DenseTensors:
             self._holders[model] = frozenset(
                 int(shard)
                 for spec in specs.values()
-                for shard in np.unique(shards_of_rows(table_seed(spec.fqn), np.arange(spec.num_rows), len(catalogs)))
+                for shard in np.unique(shards_of_rows(spec.seed, np.arange(spec.num_rows), len(catalogs)))
             )
             for shard, catalog in enumerate(catalogs):
                 owners = [owner.epoch for name in specs if (owner := catalog.owner_of(name)) is not None]

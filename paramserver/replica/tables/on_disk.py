@@ -25,7 +25,7 @@ from headrace.paramserver.store.memtable import ShardSource
 from headrace.paramserver.store.row_reader import read_rows, settle
 from headrace.paramserver.store.rows import RowStore
 from headrace.schemas.errors import HeadraceError, UnavailableError
-from headrace.schemas.routing import shards_of_rows, table_seed
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.row_records import DELETED, FLAG_DELETED, PRESENT, RECORD_VERSION, RecordLayout, encode_keys
 from headrace.schemas.tables import ColumnShard, TableSpec
 
@@ -68,7 +68,7 @@ class DiskTable:
         self.is_loaded = stores.has(spec.fqn)  # the stores had its rows from the start
         self._stores = stores
         self._table_ids = stores.table_ids(spec)
-        self._seed = table_seed(spec.fqn)
+        self._seed = spec.seed
         # In a snapshot's stores rows lie as the shards wrote them; our own stores have only what lookups need.
         self._spec = spec if stores.is_linked else dataclasses.replace(spec, states=(), has_identities=False)
         self._whole = RecordLayout(self._spec, spec.whole)

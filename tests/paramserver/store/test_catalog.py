@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from headrace.paramserver.store.catalog import Catalog, Filling, Scalar, pack_spec, unpack_spec
+from headrace.paramserver.store.catalog import Catalog, Filling, Owner, Scalar, pack_spec, unpack_spec
 from headrace.schemas.errors import CorruptionError, SpecMismatchError, UnknownTableError
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 
@@ -229,3 +229,26 @@ def test_a_bad_drop_is_corruption(value: bytes) -> None:
     """An entry that is no name and epoch is reported with its key."""
     with pytest.raises(CorruptionError, match="is not a dropped table"):
         Catalog({b"dropped/2": value})
+
+
+def test_a_renamed_table_keeps_all_but_its_name() -> None:
+    """Number, owner and seed stay; the old name tells the new one, and is free for later clients."""
+    catalog = Catalog({})
+    meta = catalog.add([ITEMS]) | catalog.claim([ITEMS.fqn], "run", 4)
+    meta |= catalog.rename({ITEMS.fqn: "ctr:goods.weight", "absent": "x"}, 7)
+    renamed = ITEMS.renamed("ctr:goods.weight")
+    assert (renamed.seed, renamed.renamed_seed) == (ITEMS.seed, ITEMS.seed) != (ITEMS.seed, None)
+    assert renamed.renamed(ITEMS.fqn) == ITEMS
+    for known in (catalog, Catalog({key: value for key, value in meta.items() if value})):
+        table = known.find("ctr:goods.weight")
+        assert (table.table_id, table.spec, table.earlier) == (1, renamed, {ITEMS.fingerprint})
+        assert table.owner == Owner("run", 4)
+        with pytest.raises(UnknownTableError, match=r"'items.weight' was renamed to 'ctr:goods.weight' in epoch 7"):
+            known.find(ITEMS.fqn)
+        with pytest.raises(UnknownTableError, match="was renamed to"):
+            known.check([ITEMS], epoch=6)
+        assert unpack_spec(pack_spec(renamed)) == renamed
+        known.add(known.check([ITEMS], epoch=7))
+        assert known.find(ITEMS.fqn).table_id == 2
+    with pytest.raises(CorruptionError, match="is not a rename"):
+        Catalog({b"renamed/x": b"\x01"})

@@ -45,7 +45,7 @@ def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
 def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
     """Those before the newest complete one do not count, and what is not complete is sent whole."""
     chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publishes_all=True)
-    assert chosen == Generations(names={"a:t": name}, filled=frozenset({name} if is_filled else ()))
+    assert chosen == Generations(names={"a:t": name}, filled=frozenset({name} if is_filled else ()), seeds={})
 
 
 @pytest.mark.parametrize("num_rows", [3, 30])
@@ -93,7 +93,9 @@ def test_rank_0_chooses_for_all_ranks() -> None:
     other = dataclasses.replace(SPEC, fqn="a:u")
     leader = _Rank(0, ({"a:u": other}, 5))
     agreed = _agree(leader, lambda: store(8))
-    assert agreed == Generations(names={"a:t": "a:t#2", "a:u": "a:u"}, filled=frozenset({"a:t#2"}), after_step=5)
+    assert agreed == Generations(
+        names={"a:t": "a:t#2", "a:u": "a:u"}, filled=frozenset({"a:t#2"}), seeds={}, after_step=5
+    )
 
     def ask() -> Store:
         raise AssertionError("only rank 0 asks")

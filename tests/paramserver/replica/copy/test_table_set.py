@@ -30,6 +30,7 @@ class Shard:
 
     def __init__(self, *, world_size: int = 1) -> None:
         self.updates: list[Update] = []
+        self.spec = SPEC
         self._client_seqs = [0] * world_size
         self._num_backfilled = 0
         for rank in range(world_size):
@@ -42,7 +43,7 @@ class Shard:
             "client": f"rank{rank}",
             "rank": rank,
             "world_size": len(self._client_seqs),
-            "tables": [pack_spec(SPEC)],
+            "tables": [pack_spec(self.spec)],
         }
         self._append(epoch, idl.UpdateKind.HELLO, header, b"")
 
@@ -66,6 +67,12 @@ class Shard:
         admin = {"run": "admin", "client": "admin", "rank": 0, "world_size": 0, "tables": []}
         self._append(epoch, idl.UpdateKind.HELLO, admin | {"dropped": ["t"]}, b"")
 
+    def rename(self, epoch: int, new: str) -> None:
+        """Rename the table, without its rows' knowing."""
+        admin = {"run": "admin", "client": "admin", "rank": 0, "world_size": 0, "tables": []}
+        self._append(epoch, idl.UpdateKind.HELLO, admin | {"renamed": {self.spec.fqn: new}}, b"")
+        self.spec = self.spec.renamed(new)
+
     def backfill(self, row: int, value: float) -> None:
         """Write a row as `headrace backfill` does, outside of any step."""
         if not self._num_backfilled:
@@ -86,7 +93,9 @@ class Shard:
         **names: Any,
     ) -> None:
         time_us = step * 1_000_000 + clock_us
-        request = request_of(delta_of(SPEC, [row], value), run=run, step=step, time_us=time_us, ends_step=ends, **names)
+        request = request_of(
+            delta_of(self.spec, [row], value), run=run, step=step, time_us=time_us, ends_step=ends, **names
+        )
         args = idl.ParameterServer.setEmbeddings_args(request=request)
         body = b"".join(encode_message("setEmbeddings", CALL, 1, args))
         self._append(request.epoch, idl.UpdateKind.BATCH, {}, body)
@@ -463,4 +472,32 @@ def test_a_shard_that_is_behind_brings_no_row_of_a_dropped_table(is_by_step: boo
         shard.write(1, 5.0, epoch=3)
         copy.take(number, shard.take())
     assert copy.values(0) == [5.0] and copy.table_set.tables["t"] is new
+    copy.table_set.close()
+
+
+@pytest.mark.parametrize("is_by_step", [False, True])
+def test_a_table_is_renamed_with_the_first_shard_that_says_so(is_by_step: bool) -> None:
+    """What waits, and what a shard that is behind still sends under the old name, goes into the renamed table."""
+    copy, shards = begun(2, is_by_step=is_by_step)
+    for number, shard in enumerate(shards):
+        shard.write(1, 1.0)
+        copy.take(number, shard.take())
+    table = copy.table_set.tables["t"]
+    shards[1].write(2, 2.0)
+    copy.take(1, shards[1].take())  # by step it waits for the other shard
+    shards[0].rename(2, "new")
+    copy.take(0, shards[0].take())
+    assert copy.table_set.tables == {"new": table} and table.spec == SPEC.renamed("new")
+    with pytest.raises(UnknownTableError, match="table 't' was renamed to 'new'"):
+        copy.table_set.table("t")
+    shards[1].write(3, 3.0)
+    copy.take(1, shards[1].take())
+    shards[1].rename(2, "new")
+    for step in (2, 3, 4):
+        shards[0].write(step, step + 0.5)
+    shards[1].write(4, 4.0)
+    for number, shard in enumerate(shards):
+        copy.take(number, shard.take())
+    assert copy.table_set.tables == {"new": table}
+    assert table.gather(np.array([0]))[0].item() in (4.0, 4.5) and copy.table_set.visible == (1, 4)
     copy.table_set.close()
