@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_435,
     "kernels": 2_720,
-    "paramserver": 29_965,
+    "paramserver": 29_970,
     "streamer": 11_200,
     "scripts": 11_160,
     "tests": 64_810,

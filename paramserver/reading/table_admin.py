@@ -100,7 +100,7 @@ class TableAdmin:
 
     @classmethod
     async def dial(cls, dial: Dial, host: str, port: int) -> Self:
-        """Find all shards by connections of a kind; see `connect`."""
+        """Find all shards by connections of a kind; see `connect`. Cancellation: harmless."""
         return cls(dial, await link_all(dial, host, port))
 
     async def __aenter__(self) -> Self:
@@ -135,6 +135,8 @@ class TableAdmin:
         Raises:
             UnknownTableError: There is none; the message has the nearest names.
             RequestError: Several models have the path.
+
+        Cancellation: harmless.
         """
         tables = {table.spec.fqn: table for table in await self.tables(with_dense=True)}
         found = TableNames(tables).find(name)
