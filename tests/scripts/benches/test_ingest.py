@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace import cli
 from headrace.scripts.benches.child import peak_memory_bytes
-from headrace.scripts.benches.ingest import IngestConfig, RecoveryConfig, measure_ingest, serve
+from headrace.scripts.benches.ingest import IngestConfig, measure_ingest, serve
 from headrace.scripts.benches.peers import has_redis
 from headrace.scripts.benches.workload import RowsConfig, WriterProcess
 
@@ -55,21 +56,10 @@ def test_memory_is_bounded_by_the_settings(tmp_path: Path) -> None:
     assert 0 < peak < bound
 
 
-def test_sizes_of_a_recovery() -> None:
-    """By default the log is a GiB."""
-    assert RecoveryConfig().mebibytes == 1024
-    assert RecoveryConfig().rows.num_batches == 2**30 // (4095 * 524)
-
-
 @pytest.mark.slow
-def test_a_small_recovery_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A shard whose store is gone recovers all of its log, and the command writes the ratio to its file."""
-    path = tmp_path / "figures.json"
-    arguments = ["bench", "recovery", "--rounds=1", "--mebibytes=4", f"--folder={tmp_path}", f"--json={path}"]
-    assert cli.main(arguments) == 0
+def test_a_small_recovery_bench(bench: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """A shard whose store is gone recovers all of its log, and the command prints the ratio."""
+    figures, _ = bench("recovery", "--rounds=1", "--mebibytes=4")
     assert "ratio_recovery_vs_sustained" in capsys.readouterr().out
-    figures = json.loads(path.read_text())
     assert 0 < figures["ratio_recovery_vs_sustained"] < math.inf
     assert figures["log_bytes"] >= 2 * MIB
-    assert figures["machine"]["cores"] >= 1
-    assert list(tmp_path.iterdir()) == [path]

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from headrace.cli import main
 from headrace.scripts.benches import kernels
 from headrace.scripts.benches.kernels_gpu import GPU_FIGURES
 
 
-def test_every_operation_has_a_ratio(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_operation_has_a_ratio(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The JSON has a ratio for each operation, and each figure of a GPU, which is null where there is none."""
     # With a GPU gigabytes would be measured: its sizes do not shrink.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    file = tmp_path / "kernels.json"
-    assert main(["bench", "kernels", "--small", "--rounds", "1", "--json", str(file)]) == 0
-    figures = json.loads(file.read_text())
+    figures, _ = bench("kernels", "--small", "--rounds=1")
     assert len(figures["cpu"]["ratios"]) == 12 and min(figures["cpu"]["ratios"].values()) > 0
     assert set(figures["gpu"]) == set(GPU_FIGURES) and not figures["gpu_failures"]
     assert set(figures["gpu"].values()) == {None}
-    assert "mark_take_vs_unique_zipf" in capsys.readouterr().out
 
 
 def test_a_wrong_answer_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,37 +85,9 @@ def test_torchs_operations_are_not_measured_in_the_kernels_place(
     assert measured.failures["take_dirty_share"] == "KernelsUnavailableError: bitmap.cu does not compile"
 
 
-def test_an_interrupted_bench_ends(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is not a failure of the part that runs then."""
-    monkeypatch.setattr(kernels_gpu, "row_digests", fails(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        kernels_gpu.measure_gpu(small, 1)
-
-
-def test_shares_are_of_the_fewest_bytes(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each input is read once and each output written once, here at a gigabyte a second, of one table made once."""
-    made: list[kernels_gpu._Rows] = []
-
-    class Rows(kernels_gpu._Rows):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    seconds = kernels_gpu._seconds
-
-    def timed(run: Callable[[], object], num_rounds: int, **settings: Any) -> float:
-        return seconds(run, num_rounds, **settings) * (3 if getattr(run, "__name__", "") == "unique_and_select" else 1)
-
-    step_rounds: list[int] = []
-    monkeypatch.setattr(kernels_gpu, "_seconds", timed)
-    monkeypatch.setattr(kernels_gpu, "_Rows", Rows)
-
-    def measure_step(device: torch.device, num_rounds: int) -> tuple[float, ...]:
-        step_rounds.append(num_rounds)
-        return (1.0,) * len(STEP_FIGURES)
-
-    monkeypatch.setattr(kernels_gpu, "measure_step", measure_step)
-    figures = kernels_gpu.measure_gpu(small, 20).figures
+def test_shares_are_of_the_fewest_bytes(small: torch.device) -> None:
+    """Each input is read once and each output written once, here at a gigabyte a second."""
+    figures = kernels_gpu.measure_gpu(small, 1).figures
     num_bytes = {name: round(figures[name] * 1e9) for name in figures if name.endswith("_share")}
     row_bytes, id_bytes = 260 * 512, 260 * 8
     assert num_bytes["pack_rows_share"] == 2 * (row_bytes + id_bytes)
@@ -124,41 +96,6 @@ def test_shares_are_of_the_fewest_bytes(small: torch.device, monkeypatch: pytest
     assert num_bytes["bucketize_share"] == 5 * 300 * 8
     assert num_bytes["quantize_int8_share"] == num_bytes["dequantize_int8_share"] > row_bytes + 260 * 128
     assert num_bytes["cut_dirty_share"] > 2 * 26 * 5 * 512  # what was marked before: some ten rows of each table
-    assert figures["cut_vs_unique"] == 3.0
-    assert len(made) == 1 and step_rounds == [3]
-
-
-def test_times_are_medians_behind_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rounds, in which kernels are loaded, do not count, nor does `before`."""
-    times_ms, calls = [900.0, 800.0, 700.0, 5.0, 2.0, 3.0], list[str]()
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            calls.append("record")
-
-        def synchronize(self) -> None:
-            calls.append("wait")
-
-        def elapsed_time(self, end: Any) -> float:
-            return times_ms[calls.count("record") // 2 - 1]
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
-    timed = kernels_gpu._seconds(lambda: calls.append("run"), 3, before=lambda: calls.append("before"))
-    assert timed == pytest.approx(0.003)
-    assert calls[:6] == ["before", "sleep", "record", "run", "record", "wait"] and len(calls) == 6 * (3 + 3)
-
-
-def test_without_floors_there_are_no_shares(small: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If not even a plain copy works, only the device is named."""
-    monkeypatch.setattr(kernels_gpu, "_floors", fails(torch.OutOfMemoryError("no memory")))
-    measured = kernels_gpu.measure_gpu(small, 1)
-    floors = {"device_copy_bytes_per_s", "pinned_d2h_bytes_per_s"}
-    assert measured.failures.keys() == floors | set(STEP_FIGURES)
-    assert [name for name, figure in measured.figures.items() if figure is not None] == ["device"]
 
 
 def test_what_there_is_is_kept_after_each_part(small: torch.device) -> None:

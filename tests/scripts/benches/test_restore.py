@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
-import psutil
 import pytest
 
-from headrace import cli
 from headrace.scripts.benches.harness import Rounds
 from headrace.scripts.benches.restore import RestoreConfig, make_figures
 
@@ -22,15 +20,8 @@ def test_figures() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run(tmp_path: Path) -> None:
-    """Every row is restored and read in each round; no process and no file is left."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    (folder := tmp_path / "files").mkdir()
-    path = tmp_path / "figures.json"
-    command = ["bench", "restore", "--rows=1000", "--dim=8", "--rounds=2", f"--json={path}", f"--folder={folder}"]
-    exit_code = cli.main(command)
-    figures = json.loads(path.read_text())
+def test_a_small_run(bench: Callable[..., Any]) -> None:
+    """Every row is restored and read in each round."""
+    figures, exit_code = bench("restore", "--rows=1000", "--dim=8", "--rounds=2")
     assert exit_code == (0 if figures["restore_vs_scan"] >= 0.7 else 1)
     assert {kind: len(rounds) for kind, rounds in figures["took_s"].items()} == {"scan": 2, "restore": 2}
-    assert not list(folder.iterdir())
-    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
