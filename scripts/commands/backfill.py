@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.replay.target import ReplayTarget
@@ -34,6 +32,7 @@ from headrace.scripts.commands.terminal import (
     OnlyTables,
     ProgressBar,
     ServerAddress,
+    number_table,
     option,
     refuse_server_flags,
     show_rows,
@@ -264,9 +263,7 @@ def _name_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None
 def _describe(source: OpenSource, *, as_json: bool) -> None:
     if as_json:
         return
-    table = Table(box=box.SIMPLE)
-    for name in ("table", "from", "rows", "dim", "type", "states"):
-        table.add_column(name)
+    table = number_table("table", "from", "rows", "dim", "type", "states")
     for found in source.tables:
         spec = found.spec
         states = ", ".join(f"{state.name}:{state.dtype.name.lower()}" for state in spec.states) or "–"

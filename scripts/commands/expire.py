@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, StatusAccess
 from headrace.paramserver.reading.link import ShardLink, link_all
 from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
 from headrace.schemas.idl import idl
-from headrace.scripts.commands.terminal import Access, AsJson, show_rows, with_server_flags
+from headrace.scripts.commands.terminal import Access, AsJson, number_table, show_rows, with_server_flags
 
 __all__ = ["expire"]
 
@@ -151,11 +149,8 @@ def _add_up(replies: list[Any]) -> list[_TableResult]:
 def _show(results: list[_TableResult], errors: list[str], *, is_dry_run: bool) -> None:
     console = Console()
     if results:
-        shown = Table(box=box.SIMPLE)
-        shown.add_column("table", overflow="fold")
-        for name in ("rows", "would go" if is_dry_run else "expired", "may be written yet", "tombstones"):
-            shown.add_column(name, justify="right")
-        shown.add_column("by policy", overflow="fold")
+        gone = "would go>" if is_dry_run else "expired>"
+        shown = number_table("table", "rows>", gone, "may be written yet>", "tombstones>", "by policy")
         for result in results:
             by_policy = ", ".join(f"{name} {count:,}" for name, count in result.by_policy.items())
             numbers = (result.num_live, result.num_expired, result.num_spared, result.num_collected)

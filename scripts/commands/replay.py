@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import MAX_SHARDS
@@ -30,6 +28,7 @@ from headrace.scripts.commands.terminal import (
     OnlyModel,
     OnlyTables,
     ServerAddress,
+    number_table,
     option,
     show_bytes,
     with_server_flags,
@@ -155,10 +154,7 @@ def _parse_time(flag: str, text: str | None) -> int | None:
 
 
 def _print_summary(console: Console, source: ReplaySource, summary: ReplaySummary) -> None:
-    table = Table(box=box.SIMPLE)
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "deletes", "epochs", "steps"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("table", "rows>", "deletes>", "epochs>", "steps>")
     for fqn, found in sorted(summary.tables.items()):
         counts, ranges = (found.num_rows, found.num_deleted), (found.epochs, found.steps)
         table.add_row(escape(fqn), *map(str, counts), *map(show_range, ranges))

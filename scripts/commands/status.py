@@ -27,9 +27,10 @@ from headrace.paramserver.observe.sample import (
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.table_names import model_of, path_of
-from headrace.scripts.commands.terminal import Access, AsJson, with_server_flags
+from headrace.schemas.tables import TableSpec
+from headrace.scripts.commands.terminal import Access, AsJson, number_table, with_server_flags
 
-__all__ = ["number_table", "show_dense", "show_duration", "show_problem", "show_writer", "status"]
+__all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
@@ -80,14 +81,18 @@ def _shard_to_json(state: ShardState) -> dict[str, Any]:
 
 def _table_to_json(table: TableSample) -> dict[str, Any]:
     spec = table.spec
-    states = [
+    names = {"fqn": spec.fqn, "model": model_of(spec.fqn), "path": path_of(spec.fqn), "owner": table.owner or None}
+    shape = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states_to_json(spec)}
+    rows = {"has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
+    return {**names, **shape, **rows}
+
+
+def states_to_json(spec: TableSpec) -> list[dict[str, Any]]:
+    """Return the optimizer states of a table."""
+    return [
         {"name": s.name, "kind": s.kind.name.lower(), "dtype": s.dtype.name.lower(), "width": s.width}
         for s in spec.states
     ]
-    names = {"fqn": spec.fqn, "model": model_of(spec.fqn), "path": path_of(spec.fqn), "owner": table.owner or None}
-    shape = {"num_rows": spec.num_rows, "dim": spec.dim, "dtype": table.dtype, "states": states}
-    rows = {"has_identities": spec.has_identities, "num_rows_estimate": table.num_rows_estimate}
-    return {**names, **shape, **rows}
 
 
 def _replica_to_json(replica: Any) -> dict[str, Any]:
@@ -191,16 +196,9 @@ def _time(us: int) -> str:
     return f"{datetime.fromtimestamp(us / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def number_table(*columns: str, **style: Any) -> Table:
-    """Return an empty table; a column whose name ends in `>` is aligned for numbers."""
-    table = Table(box=None, pad_edge=False, **style)
-    for column in columns:
-        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-    return table
-
-
 def _table(title: str, *columns: str) -> Table:
-    return number_table(*columns, title=title, title_justify="left", title_style="bold")
+    style: dict[str, Any] = {"box": None, "pad_edge": False}
+    return number_table(*columns, **style, title=title, title_justify="left", title_style="bold")
 
 
 def _shards_table(states: Sequence[ShardState]) -> Table:

@@ -9,17 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, StatusAccess
 from headrace.paramserver.reading.table_admin import TableAdmin, TableDescription
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import idl
 from headrace.schemas.table_names import model_of, path_of
-from headrace.scripts.commands.terminal import Access, AsJson, OnlyModel, option, with_server_flags
+from headrace.scripts.commands.status import states_to_json
+from headrace.scripts.commands.terminal import Access, AsJson, OnlyModel, number_table, option, with_server_flags
 
 __all__ = ["table"]
 
@@ -49,9 +48,7 @@ def list_tables(
     if not tables:
         print("No tables." if model is None else f"No tables of model {model!r}.")
         return 0
-    shown = Table(box=box.SIMPLE)
-    for name in ("table", "rows", "dim", "type", "stored, about", "owner"):
-        shown.add_column(name, justify="left" if name in ("table", "type", "owner") else "right", overflow="fold")
+    shown = number_table("table", "rows>", "dim>", "type", "stored, about>", "owner")
     for each in tables:
         rows = f"{each.spec.num_rows:,}" if each.spec.num_rows else "virtual"
         cells = (escape(each.spec.fqn), rows, str(each.spec.dim), each.spec.dtype.name.lower())
@@ -179,10 +176,7 @@ def _to_json(found: TableDescription) -> dict[str, Any]:
         "num_rows": spec.num_rows,
         "dim": spec.dim,
         "dtype": spec.dtype.name.lower(),
-        "states": [
-            {"name": s.name, "kind": s.kind.name.lower(), "dtype": s.dtype.name.lower(), "width": s.width}
-            for s in spec.states
-        ],
+        "states": states_to_json(spec),
         "has_identities": spec.has_identities,
         "num_rows_estimate": found.num_rows_estimate,
         "num_growths": found.num_growths,

@@ -1,4 +1,4 @@
-"""What commands share at the terminal: flags and progress bars."""
+"""What commands share at the terminal: flags, progress bars and tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from headrace.paramserver.observe.status_query import (
@@ -42,6 +44,7 @@ __all__ = [
     "OnlyTables",
     "ProgressBar",
     "ServerAddress",
+    "number_table",
     "option",
     "refuse_server_flags",
     "show_bytes",
@@ -96,6 +99,14 @@ def refuse_server_flags(access: Access, why: str, **flags: Any) -> None:
     for name, value in {**flags, **getattr(access, "keywords", {})}.items():
         if value:
             raise ConfigError(f"--{name.replace('_', '-')} goes with --server: {why}")
+
+
+def number_table(*columns: str, **style: Any) -> Table:
+    """Return an empty table; a column whose name ends in `>` is aligned for numbers."""
+    table = Table(**{"box": box.SIMPLE, **style})
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    return table
 
 
 @dataclass(frozen=True, slots=True)

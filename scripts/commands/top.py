@@ -32,8 +32,8 @@ from headrace.paramserver.observe.status_query import (
 )
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import HeadraceError
-from headrace.scripts.commands.status import number_table, show_dense, show_duration, show_problem, show_writer
-from headrace.scripts.commands.terminal import Access, with_server_flags
+from headrace.scripts.commands.status import show_dense, show_duration, show_problem, show_writer
+from headrace.scripts.commands.terminal import Access, number_table, with_server_flags
 
 __all__ = ["Frame", "render", "top"]
 
@@ -196,4 +196,4 @@ def _rest(samples: Sequence[ShardSample]) -> Iterator[RenderableType]:
 
 
 def _table(*columns: str) -> Table:
-    return number_table(*columns, header_style="dim")
+    return number_table(*columns, box=None, pad_edge=False, header_style="dim")
