@@ -275,15 +275,6 @@ def test_unknown_settings(tmp_path: Path, run: CommandLine, monkeypatch: pytest.
     assert "HEADRACE_REPLICA_PROT is no setting; did you mean HEADRACE_REPLICA_PORT?" in line
 
 
-def test_the_nearer_setting_wins(tmp_path: Path) -> None:
-    """Flags go before the environment, the environment before the file, the file before defaults."""
-    (tmp_path / "replica.yaml").write_text("server: file\nport: 1\nmax_lag_s: 1m\n")
-    environ = {"HEADRACE_REPLICA_PORT": "2", "HEADRACE_REPLICA_CONSISTENCY": "step"}
-    config = EndpointConfig.load(flags={"server": "flag"}, environ=environ, file=tmp_path / "replica.yaml")
-    assert (config.server, config.port, config.max_lag_s, config.consistency) == ("flag", 2, 60.0, "step")
-    assert config.replica_config.consistency == "step"
-
-
 def test_help_lists_every_setting(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` has a flag for each setting, and `docs/operations.md` a row."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -79,11 +79,6 @@ def test_one_frame_without_a_terminal(server: ServerProcess, run: CommandLine) -
     assert "\x1b" not in out
 
 
-def test_nobody_there(run: CommandLine) -> None:
-    """An address without a server is one line and exit code 1."""
-    run.refused("top", "127.0.0.1:1")
-
-
 @pytest.mark.parametrize("end", ["q", "\x04", "SIGINT"])
 def test_ends_cleanly_on_a_terminal(server: ServerProcess, end: str) -> None:
     """On a terminal, q, Ctrl-D or Ctrl-C ends the command with 0 and restores the terminal."""

@@ -135,15 +135,6 @@ def test_malformed_file_is_refused(tmp_path: Path, data: bytes, reason: str) -> 
     assert message.startswith(f"{path}:{reason}")
 
 
-def test_damage_in_the_middle_of_gzip_data(tmp_path: Path) -> None:
-    """Flipped bytes inside compressed data are an error, never other events."""
-    text = HEADER + "".join(f"{i},{i * 7 % 101},{i * 13 % 997}\n" for i in range(5000))
-    data = bytearray(gzip.compress(text.encode()))
-    data[len(data) // 2] ^= 0xFF
-    with pytest.raises(ConfigError):
-        read(write(tmp_path, bytes(data)))
-
-
 @pytest.mark.parametrize("name", ["absent.csv", "."])
 def test_file_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
     """A path that is no file is one line with the path and the system's reason."""

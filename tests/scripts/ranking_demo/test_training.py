@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 
 from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import HeadraceError
-from headrace.scripts.benches.child import Child
 from headrace.scripts.benches.harness import one_torch_thread
 from headrace.scripts.ranking_demo.events import SAMPLE, TABLES, Replay, read_events
 from headrace.streamer import RawEmbeddingStreamer
@@ -55,20 +52,6 @@ def test_tables_are_live_and_named_as_in_the_state_dict(make_model: Callable[...
     assert changed[USER].tolist() == np.unique(replay.log.users[events]).tolist()
     assert set(np.unique(replay.log.items[events])) <= set(changed[ITEM].tolist())
     assert changed[ITEM].max() < replay.num_items_seen[events.stop - 1]
-
-
-def test_optimizer_is_fused_rowwise_adagrad(make_model: Callable[..., Any], replay: Replay) -> None:
-    """The tables have one optimizer state of one value a row, which the backward pass updates."""
-    model = make_model()
-    train(model, replay, 0)
-    (lookup,) = model.dmp.module.ebc._lookups
-    (kernel,) = lookup._emb_modules
-    states = kernel._emb_module.split_optimizer_states()
-    assert [[tuple(state.shape) for state in of_table] for of_table in states] == [
-        [(replay.log.user_ids.size,)],
-        [(replay.log.item_ids.size,)],
-    ]
-    assert sum(int((of_table[0] != 0).sum()) for of_table in states) > 2
 
 
 def test_training_learns_to_rank(make_model: Callable[..., Any], replay: Replay) -> None:
@@ -138,14 +121,3 @@ def test_missing_rows_are_counted(make_model: Callable[..., Any], replay: Replay
         with EmbeddingReplica(server.address) as replica:
             hits = Reader(replica, replay).rank(0)
             assert hits["missing"] > 0 and hits["streamed"] == 0
-
-
-def test_process_reports_its_error_in_one_line(
-    replay: Replay, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A reader that cannot work says why to the trainer, without a traceback."""
-    np.savez(tmp_path / "log.npz", **asdict(replay.log))
-    order: dict[str, Any] = {"log_path": str(tmp_path / "log.npz"), "batch_events": 32, "seed": 5}
-    with pytest.raises(HeadraceError, match=r"the demo's reader: .*'no address' is not"):
-        Child("headrace.scripts.ranking_demo.training:read", "the demo's reader", address="no address", **order)
-    assert capfd.readouterr().err == ""
