@@ -18,6 +18,7 @@ from equality_tables import BATCH, TABLES, TorchModel, batch_of, table_batched
 from hellos import hello_of_writer
 from set_embeddings import delta_of, request_of
 from torch import nn
+from torchrec_models import parallel, plan_of
 
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -129,34 +130,27 @@ def test_torchrec_dmp(server: ServerProcess, name: str, precision: str) -> None:
     import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.distributed.sharding_plan import table_wise
 
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(6)
-
+    data_type = torchrec.modules.embedding_configs.DataType[precision]
     configs = [
-        EmbeddingBagConfig(
-            name=table,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=[table],
-            data_type=DataType[precision],
+        torchrec.EmbeddingBagConfig(
+            name=table, num_embeddings=rows, embedding_dim=dim, feature_names=[table], data_type=data_type
         )
         for table, rows, dim in TABLES
     ]
+    bags, path = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs), f"dmp-{name}-{precision}"
     root = nn.Sequential()
-    root.add_module(f"dmp-{name}-{precision}", EmbeddingBagCollection(device=torch.device("meta"), tables=configs))
-    fused = {"optimizer": EmbOptimType[name], "learning_rate": 0.1, "eps": 1e-6}
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-    # Left to itself, the planner makes small tables data-parallel, which no fused optimizer updates.
-    constraints = {table: ParameterConstraints(sharding_types=["table_wise"]) for table, _, _ in TABLES}
-    planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
-    plan = planner.plan(root, [sharder])
-    dmp = DistributedModelParallel(root, device=torch.device("cpu"), plan=plan, sharders=[sharder])
-    with RawEmbeddingStreamer(server.address, run=f"dmp-{name}-{precision}") as streamer:
+    root.add_module(path, bags)
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": EmbOptimType[name], "learning_rate": 0.1, "eps": 1e-6}
+    )
+    # Without a kernel's name the plan takes the dense one, which has no fused optimizer.
+    shardings = {table: table_wise(rank=0, compute_kernel="fused") for table, _, _ in TABLES}
+    dmp = parallel(root, {path: plan_of(bags, shardings, sharder)}, sharder)
+    with RawEmbeddingStreamer(server.address, run=path) as streamer:
         streamer.attach(dmp, publish="all")
         for _ in range(NUM_STEPS):
             batch = batch_of(generator)

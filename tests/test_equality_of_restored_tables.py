@@ -20,16 +20,12 @@ from restored_training import (
     go_on_with_sharded_tables_on_rank,
     stream_sharded_tables_on_rank,
 )
-from sharded_training import Job, whole_tables
+from sharded_training import Job, everywhere, whole_tables
 
 from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
 
 pytestmark = pytest.mark.slow
-
-
-def everywhere(kind: str, *names: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    return {name: (kind, settings) for name in names}
 
 
 def assert_same(ours: Any, theirs: Any) -> None:

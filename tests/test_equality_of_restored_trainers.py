@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from restored_dense_training import WholeJob, go_on_with_all_on_rank, stream_all_on_rank
+from sharded_training import everywhere
 
 from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
@@ -21,10 +22,6 @@ pytestmark = pytest.mark.slow
 
 _TABLES = ("users", "shops")
 _FIRST: dict[str, Any] = {"users": ("row_wise", {}), "shops": ("table_wise", {"rank": 0})}
-
-
-def everywhere(kind: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    return {name: (kind, settings) for name in _TABLES}
 
 
 def check(job: WholeJob, world_size: int, endless: list[dict[str, Any]]) -> None:
@@ -62,8 +59,8 @@ def test_wrapped_otherwise(server: ServerProcess, before: str, after: str) -> No
     ("before", "after", "shardings"),
     [
         (2, 2, _FIRST),
-        (2, 1, everywhere("table_wise", rank=0)),
-        (1, 2, everywhere("row_wise")),
+        (2, 1, everywhere("table_wise", *_TABLES, rank=0)),
+        (1, 2, everywhere("row_wise", *_TABLES)),
         (2, 2, {"users": ("column_wise", {"ranks": [1, 0]}), "shops": ("row_wise", {})}),
     ],
     ids=["same", "fewer", "more", "columns"],
@@ -72,7 +69,7 @@ def test_torchrec(
     server: ServerProcess, optimizer: str, before: int, after: int, shardings: dict[str, Any], request: Any
 ) -> None:
     """Under `DistributedModelParallel`, in other shardings, on as many ranks, fewer and more."""
-    first = _FIRST if before == 2 else everywhere("table_wise", rank=0)
+    first = _FIRST if before == 2 else everywhere("table_wise", *_TABLES, rank=0)
     job = WholeJob(
         address=server.address, name=request.node.callspec.id, kind="dmp", shardings=first, optimizer=optimizer
     )
@@ -88,7 +85,7 @@ def test_torchrec(
 @pytest.mark.torchrec
 def test_rowwise_states_of_column_shards_are_warned_of(server: ServerProcess) -> None:
     """Each column shard had a state of its own, of which one comes back: losses differ, and a warning says so."""
-    split = everywhere("column_wise", ranks=[0, 1])
+    split = everywhere("column_wise", *_TABLES, ranks=[0, 1])
     for optimizer in ("adagrad", "row-wise-adagrad"):
         job = WholeJob(
             address=server.address, name=f"split-{optimizer}", kind="dmp", shardings=split, optimizer=optimizer
@@ -115,5 +112,7 @@ def test_from_a_snapshot(tmp_path: Path, kind: str) -> None:
         endless = run_ranks(stream_all_on_rank, 2, job)
         assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
     folder = str(tmp_path / "data" / "snapshots" / "one")
-    alone = dataclasses.replace(job, address=None, snapshot=folder, shardings=everywhere("table_wise", rank=0))
+    alone = dataclasses.replace(
+        job, address=None, snapshot=folder, shardings=everywhere("table_wise", *_TABLES, rank=0)
+    )
     check(alone, 1, endless)

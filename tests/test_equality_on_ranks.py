@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ranks import run_ranks
-from sharded_training import BAG_TABLES, Job, train_on_rank, whole_tables
+from sharded_training import BAG_TABLES, Job, everywhere, train_on_rank, whole_tables
 from stored_rows import read_rows
 from torchrec_models import FUSED
 
@@ -25,10 +25,6 @@ from headrace.schemas.idl import idl
 pytestmark = [pytest.mark.torchrec, pytest.mark.slow]
 
 Whole = dict[str, dict[str, npt.NDArray[Any]]]
-
-
-def everywhere(kind: str, *names: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    return {name: (kind, settings) for name in names}
 
 
 # ranks, ranks of a node, and the sharding of each table

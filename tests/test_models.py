@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from stored_rows import read_rows
 from torch import nn
 
 from headrace import cli
-from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, FencedError, OwnedError, RequestError
@@ -56,14 +55,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-def read(server: ServerProcess, name: str, *, model: str | None = None) -> Rows:
-    async def read() -> Rows:
-        async with await EmbeddingReader.connect(server.address, model=model) as reader:
-            return await reader.get(name, ROWS)
-
-    return asyncio.run(read())
-
-
 def test_two_models_of_one_table_name_are_kept_apart(server: ServerProcess) -> None:
     """Without any settings, each run's tables are its own model's, and none is mixed."""
     ctr, cvr = Trainer(server, "ctr-model"), Trainer(server, "cvr-model")
@@ -73,11 +64,15 @@ def test_two_models_of_one_table_name_are_kept_apart(server: ServerProcess) -> N
     for trainer in (ctr, cvr):
         with trainer.streamer:
             assert [table.spec.fqn for table in trainer.streamer.tables] == [f"{trainer.streamer.model}:weight"]
-            assert np.array_equal(read(server, f"{trainer.streamer.model}:weight").weights, trainer.weights())
-            assert np.array_equal(read(server, "weight", model=trainer.streamer.model).weights, trainer.weights())
+            assert np.array_equal(
+                read_rows(server.address, f"{trainer.streamer.model}:weight", ROWS).weights, trainer.weights()
+            )
+            assert np.array_equal(
+                read_rows(server.address, "weight", ROWS, model=trainer.streamer.model).weights, trainer.weights()
+            )
             assert trainer.streamer.audit(only_present=False).is_equal
     with pytest.raises(RequestError, match=r"several models have a table 'weight' \(ctr-model, cvr-model\)"):
-        read(server, "weight")
+        read_rows(server.address, "weight", ROWS)
 
 
 def test_a_second_run_of_a_model_is_refused_and_can_take_over(server: ServerProcess) -> None:
@@ -99,7 +94,7 @@ def test_a_second_run_of_a_model_is_refused_and_can_take_over(server: ServerProc
         first.streamer.flush()
     first.streamer.close(flush=False)
     with second.streamer:
-        assert np.array_equal(read(server, "weight").weights, second.weights())
+        assert np.array_equal(read_rows(server.address, "weight", ROWS).weights, second.weights())
     with pytest.raises(OwnedError, match="belongs to run 'b', which is not connected"):
         Trainer(server, "a", model="ctr")
     with Trainer(server, "b", model="ctr").streamer:

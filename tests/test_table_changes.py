@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored_rows import read_rows
 from torch import nn
 from watched_server import WAIT_S, wait_until
 
@@ -174,16 +175,11 @@ def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
             adam.step()
             streamer.flush()
             assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 0
-            stored = asyncio.run(_presence(server.address))
+            stored = read_rows(server.address, "weight", range(FEW)).presence
             assert np.flatnonzero(stored == 1).tolist() == [3], "the replay's rows are from before the drop"
         with EmbeddingReplica(server.address) as late:
             assert late.num_rows("weight") == 1
             assert torch.equal(late.lookup("weight", [3]), rows.weight.detach()[3:4])
-
-
-async def _presence(address: str) -> np.ndarray:
-    async with await EmbeddingReader.connect(address) as reader:
-        return (await reader.get("weight", np.arange(FEW))).presence
 
 
 def test_a_replica_follows_a_table_that_is_made_anew(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replicated_training import place_whole
 from torch import nn
 
 __all__ = ["OPTIMIZERS", "PLAIN_KINDS", "train_plain_cells_on_rank"]
@@ -38,13 +39,10 @@ def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, An
 
     Every table is trained once more, whole and alone, with the gradients of both ranks: those values are returned.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
 
     from headrace.streamer import RawEmbeddingStreamer
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = {f"{kind}_{optimizer}": (kind, optimizer) for kind in PLAIN_KINDS for optimizer in OPTIMIZERS}
     torch.manual_seed(3)
     tables = {name: nn.Embedding(ROWS, DIM) for name in names}
@@ -54,11 +52,10 @@ def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, An
         group = nn.ModuleDict({name: table for name, table in tables.items() if names[name][0] == kind})
         root.add_module(kind, _Group(group))
         if kind == "fsdp":
-            fully_shard(root.get_submodule(kind), mesh=mesh)
+            fully_shard(root.get_submodule(kind))
         for table in group.values():
             if kind in ("S0", "S1"):
-                placed = distribute_tensor(table.weight.detach(), mesh, [Shard(int(kind[1]))], src_data_rank=None)
-                table.weight = nn.Parameter(placed)
+                table.weight = nn.Parameter(place_whole(table.weight.detach(), kind))
     root.add_module("ddp", nn.parallel.DistributedDataParallel(root.get_submodule("ddp")))
     holder = nn.Sequential()
     holder.add_module(run, root)
@@ -81,10 +78,7 @@ def train_plain_cells_on_rank(rank: int, address: str, run: str) -> dict[str, An
                 _loss(nn.functional.embedding(ids[name], whole)).backward()
                 if names[name][0] in ("S0", "S1"):
                     assert whole.grad is not None
-                    placements = [Shard(int(names[name][0][1]))]
-                    tables[name].weight.grad = distribute_tensor(
-                        whole.grad.clone(), mesh, placements, src_data_rank=None
-                    )
+                    tables[name].weight.grad = place_whole(whole.grad.clone(), names[name][0])
             for optimizer in [*optimizers, *references]:
                 optimizer.step()
         streamer.flush()

@@ -180,8 +180,6 @@ def place_whole(whole: torch.Tensor, placement: str) -> Any:
 
 def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
     """Train a table that is a DTensor; the gradient is made whole on each rank and placed as the table is."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     torch.manual_seed(3)
     table = nn.Embedding(ROWS, DIM)
     whole = table.weight.detach().clone().requires_grad_()
@@ -199,8 +197,7 @@ def train_dtensor_on_rank(rank: int, job: PlainJob) -> dict[str, Any]:
         assert whole.grad is not None
         gradient = whole.grad.clone()
         if job.has_whole_gradient:
-            mesh = table.weight.device_mesh
-            table.weight.grad = distribute_tensor(gradient, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            table.weight.grad = place_whole(gradient, "R")
         else:
             table.weight.grad = place_whole(gradient, job.placement)
         reference.step()
@@ -264,13 +261,10 @@ def _part_of_the_ranks(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer
 
 
 def _rowwise_dtensor(rank: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     model = nn.Embedding(6, 2)
-    placed = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-    model.weight = nn.Parameter(placed)
+    model.weight = nn.Parameter(place_whole(model.weight.detach(), "S0"))
     return model, [RowWiseAdagrad(model.parameters(), lr=0.1)]
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec_models import FUSED, fuse, parallel, plan_of
 
-__all__ = ["BAG_TABLES", "Job", "batch", "build", "copied_shards", "load_whole", "train_on_rank", "whole_tables"]
+__all__ = ["BAG_TABLES", "Job", "batch", "build", "copied_shards", "everywhere", "load_whole", "train_on_rank"]
+__all__ += ["whole_tables"]
 
 # name: rows, dim, kind of module. 1001 rows do not divide evenly.
 # The table that leaves a rank without rows is not the last of its width: FBGEMM's CPU code would look for the next one
@@ -62,6 +63,11 @@ class Job:
     idle_steps: tuple[int, ...] = ()
     flush_on_rank_0: bool = False
     table_column_wise: tuple[str, ...] = ()
+
+
+def everywhere(kind: str, *names: str, **settings: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the shardings of a `Job` in which all of these tables have the same one."""
+    return {name: (kind, settings) for name in names}
 
 
 class SparseModel(nn.Module):

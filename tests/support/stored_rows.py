@@ -13,11 +13,13 @@ from headrace.paramserver.reading.reader import EmbeddingReader, Rows
 __all__ = ["read_rows"]
 
 
-def read_rows(address: str, fqn: str, row_ids: Iterable[int] | None = None, **options: Any) -> Rows:
+def read_rows(
+    address: str, fqn: str, row_ids: Iterable[int] | None = None, *, model: str | None = None, **options: Any
+) -> Rows:
     """Return rows of a server or of a replica's process: by default all, of a table whose ids are not virtual."""
 
     async def read() -> Rows:
-        async with await EmbeddingReader.connect(address, timeout_s=60.0) as reader:
+        async with await EmbeddingReader.connect(address, model=model, timeout_s=60.0) as reader:
             ids = np.arange(reader.tables[fqn].num_rows) if row_ids is None else np.array(list(row_ids), np.int64)
             return await reader.get(fqn, ids, **options)
 
