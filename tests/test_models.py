@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from held_ports import hold_ports
 from stored_rows import read_rows
 from torch import nn
 
@@ -103,8 +104,8 @@ def test_a_second_run_of_a_model_is_refused_and_can_take_over(server: ServerProc
 
 def test_a_displaced_run_that_reconnects_ends(tmp_path: Path) -> None:
     """Over a new connection, too, the former owner is fenced, and is not told to take the table back."""
-    with ServerProcess.start(tmp_path / "data") as server:
-        port = int(server.address.rpartition(":")[2])
+    port = hold_ports()
+    with ServerProcess.start(tmp_path / "data", port=port) as server:
         first = Trainer(server, "a", model="ctr")
         first.streamer.flush()
         with Trainer(server, "b", model="ctr", takes_over=True).streamer:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from held_ports import hold_ports
 from safetensors.torch import load_file, save_file
 from stored_rows import read_rows
 from torch import nn
@@ -144,7 +145,7 @@ def test_a_dropped_table_does_not_come_back(tmp_path: Path) -> None:
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         old.stream(server.address)
     shutil.copytree(tmp_path / "data", tmp_path / "before")
-    port = int(server.address.rpartition(":")[2])
+    port = hold_ports(2)  # the trainer finds both shards again where they were
     with ServerProcess.start(tmp_path / "data", port=port) as server:
         running = RawEmbeddingStreamer(server.address, run="ctr", model="ctr")
         running.attach(old.model, old.optimizer)
