@@ -37,14 +37,14 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_435,
-    "kernels": 2_720,
+    "schemas": 2_440,
+    "kernels": 2_710,
     "paramserver": 29_970,
     "streamer": 11_200,
-    "scripts": 11_151,
-    "tests": 64_542,
+    "scripts": 11_170,
+    "tests": 64_560,
 }
-NUM_PRODUCT_FILES = 274
+NUM_PRODUCT_FILES = 273
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from rich.markup import escape
 from headrace.paramserver.expiry.policy import ExpiryPolicy
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, StatusAccess
 from headrace.paramserver.reading.link import ShardLink, link_all
-from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, RequestError
+from headrace.schemas.errors import ConfigError, GoneError, HeadraceError, OverloadedError, RequestError
 from headrace.schemas.idl import idl
 from headrace.scripts.commands.terminal import Access, AsJson, number_table, show_rows, with_server_flags
 
@@ -56,8 +57,9 @@ def expire(
     """Delete the rows of a running server that its expiry policies select, and drop old tombstones.
 
     Training goes on meanwhile. The server's `--tombstone-keep-s` says when a tombstone is old, for all tables.
-    Every shard reads all of its rows, at most at the server's `--expiry-rows-per-s`. If you interrupt this command, the
-    server goes on. Exit code 1 when a shard could not finish.
+    Every shard reads all of its rows, at most at the server's `--expiry-rows-per-s`. A shard makes one pass at a time:
+    the command first waits for one that is running. If you interrupt the command, the server goes on. Exit code 1 when
+    a shard could not finish.
     """
     if policy is not None:
         try:
@@ -113,8 +115,16 @@ async def _expire_all(
 
 
 async def _follow(link: ShardLink, request: Any, note: Callable[[int], None]) -> Any:
-    """Begin a pass on a shard, and ask after it until it is done."""
-    reply = await link.expire_rows(request)
+    """Begin a pass on a shard, once none is running there, and ask after it until it is done."""
+    reply, was_told = None, False
+    while reply is None:
+        try:
+            reply = await link.expire_rows(request)
+        except OverloadedError as exc:  # it passes by itself, after long if there are many rows
+            if not was_told:
+                print(f"waiting for {link.address}: {exc}", file=sys.stderr)
+            was_told = True
+            await asyncio.sleep(max(exc.retry_after_s, _ASK_EVERY_MS / 1000))
     while not reply.is_done:
         note(reply.scanned)
         dry, number = request.is_dry_run, reply.run_number

@@ -16,6 +16,7 @@ from stored_rows import read_rows
 
 from headrace.cli import main
 from headrace.paramserver.reading.link import Dial, ShardLink
+from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.idl import idl
 
@@ -62,6 +63,22 @@ def test_mistakes_are_one_line(server: ServerProcess, run: CommandLine) -> None:
         assert says in run.refused("expire", server.address, *arguments)
     run("expire", server.address, "--policy", "max_rows=1")
     assert _present(server.address) == list(ROWS)  # of the only step that there is
+
+
+def test_a_pass_that_runs_is_waited_for(tmp_path: Path, run: CommandLine) -> None:
+    """While another pass runs on a shard the command says so, waits for it, and then does what was asked."""
+    with ServerProcess.start(tmp_path / "data", expiry=RULES, expiry_rows_per_s=500) as server:
+        asyncio.run(train(server.address, [(1, ROWS, 1.0), (100, range(10), 1.0), (200, [], 0)]))
+
+        async def begin() -> bool:
+            link = ShardLink(_DIAL, *parse_address(server.address))
+            reply = await link.expire_rows(idl.ExpireRowsRequest(fqn="", is_dry_run=True, wait_ms=0))
+            await link.close()
+            return bool(reply.is_done)
+
+        assert not asyncio.run(begin())
+        assert run.json("expire", server.address)["num_expired"] == len(ROWS)
+        assert run.err == f"waiting for {server.address}: an expiry pass is running on this shard\n"
 
 
 def test_killed_amid_a_run(tmp_path: Path) -> None:
