@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -31,7 +32,7 @@ from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.dense_tensors import DenseTensors, find_dense_tensors
 from headrace.streamer.taps.model_tree import listed_names
 from headrace.streamer.taps.tapped_table import TappedTable
-from headrace.streamer.world import SoloWorld, World, current_world, warn_when_late
+from headrace.streamer.world import SoloWorld, World, current_world, together, warn_when_late
 
 __all__ = ["RawEmbeddingStreamer"]
 
@@ -292,21 +293,15 @@ class RawEmbeddingStreamer:
             UnavailableError: Not everything is durable in time, or a shard does not answer.
             HeadraceError: Streaming has ended, or another rank has failed.
         """
+
+        def audit() -> list[TableAudit]:
+            self.flush(timeout_s)
+            return self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
+
         with self._lock:
-            result: list[TableAudit] | HeadraceError
-            try:
-                self.flush(timeout_s)
-                result = self._ask_store(partial(audit_tables, self._tables, rank=self._world.rank), timeout_s)
-            except HeadraceError as exc:
-                if self._world.size == 1:
-                    raise
-                result = exc  # raised below: the other ranks wait for this one
-            audits: list[TableAudit] = []
-            for rank, each in enumerate(self._world.gather(result)):
-                if isinstance(each, HeadraceError):
-                    raise each if each is result else HeadraceError(f"rank {rank} could not audit: {each}")
-                audits += each
-            return AuditReport(tables=tuple(audits), only_present=only_present, step=self._step)
+            audits = together(self._world, audit, "could not audit")
+            tables = tuple(itertools.chain.from_iterable(audits))
+            return AuditReport(tables=tables, only_present=only_present, step=self._step)
 
     def fetch(self, fqn: str, row_ids: npt.ArrayLike) -> LiveRows:
         """Return copies of present weights and states of rows, flushed or not. Do not call it during an update.

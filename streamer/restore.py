@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
-from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnsupportedModelError
+from headrace.schemas.errors import ConfigError, SpecMismatchError, UnsupportedModelError
 from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
 from headrace.schemas.tables import StateKind, TableSpec
@@ -33,12 +34,12 @@ from headrace.streamer.restore_source import RestoreSource, Scalars, Step, Store
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.model_tree import inner_optimizers
 from headrace.streamer.taps.tapped_table import Holder, TappedTable
-from headrace.streamer.world import World, current_world, warn_when_late
+from headrace.streamer.world import World, current_world, together, warn_when_late
 
 __all__ = ["RestoreReport", "RestoredDense", "RestoredTable", "restore"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+_together = partial(together, cannot="could not restore its tables")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,26 +295,6 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
     )
-
-
-def _together(world: World, work: Callable[[], _T]) -> list[_T]:
-    """Return what the call returns on each rank, by rank; if it raises on one, raise on all, which would wait."""
-    failure: Exception | None = None
-    result: _T | HeadraceError
-    try:
-        result = work()
-    except Exception as exc:
-        failure = exc
-        result = HeadraceError(str(exc) or type(exc).__name__)
-    results: list[_T] = []
-    gathered = world.gather(result)
-    if failure is not None:
-        raise failure
-    for rank, each in enumerate(gathered):
-        if isinstance(each, HeadraceError):
-            raise HeadraceError(f"rank {rank} could not restore its tables: {each}")
-        results.append(each)
-    return results
 
 
 def _model_with(paths: Iterable[str], names: Iterable[str], place: str) -> str:

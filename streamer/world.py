@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import HeadraceError, UnavailableError
 
-__all__ = ["SoloWorld", "TorchWorld", "World", "current_world", "warn_when_late"]
+__all__ = ["SoloWorld", "TorchWorld", "World", "current_world", "together", "warn_when_late"]
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +144,35 @@ class TorchWorld:
 def current_world() -> World:
     """Return the ranks of `torch.distributed`, or a run of one process if it is not initialized."""
     return TorchWorld() if dist.is_available() and dist.is_initialized() else SoloWorld()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+def together(
+    world: World, work: Callable[[], _T], cannot: str, *, error: type[HeadraceError] = HeadraceError
+) -> list[_T]:
+    """Return what the call returns on each rank, by rank; if it raises on one, raise on all, which would wait for it.
+
+    All ranks call it together. A rank whose own call succeeds raises `error`: "rank 2", what it `cannot` do, and why.
+    """
+    failure: Exception | None = None
+    result: _T | _Failure
+    try:
+        result = work()
+    except Exception as exc:
+        failure, result = exc, _Failure(str(exc) or type(exc).__name__)
+    gathered = world.gather(result)
+    if failure is not None:
+        raise failure
+    results: list[_T] = []
+    for rank, each in enumerate(gathered):
+        if isinstance(each, _Failure):
+            raise error(f"rank {rank} {cannot}: {each.text}")
+        results.append(each)
+    return results
 
 
 @contextlib.contextmanager

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from headrace.kernels.module_walk import FoundModule, named_modules
@@ -30,6 +29,7 @@ from headrace.streamer.taps.model_tree import Selection, check_names, inner_opti
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable
 from headrace.streamer.taps.torch_optim import TableParameter, TorchOptimTap
 from headrace.streamer.taps.torchrec import is_sharded, managed_collisions, sharded_tables
+from headrace.streamer.world import current_world, together
 
 __all__ = ["Tap", "tap_model"]
 
@@ -96,24 +96,22 @@ def tap_model(
     """
     selection = Selection(tables, may_be_empty=has_dense)
     tap: _ModelTap | None = None
-    failure: Exception | None = None
-    try:
+
+    def tap_here() -> _Report:
+        nonlocal tap
         tap = _ModelTap(
             model, inner_optimizers(optimizers), on_step, selection, is_streamed=is_streamed, has_dense=has_dense
         )
-    except Exception as exc:
-        if _world_size() == 1:
-            raise
-        failure = exc  # `_agree` raises it: the other ranks wait for this one
+        return _Report.of(tap.tables, selection, has_optimizers=tap.has_optimizers)
+
     try:
-        if _world_size() == 1:
+        reports = together(current_world(), tap_here, "cannot stream its tables", error=UnsupportedModelError)
+        assert tap is not None
+        if len(reports) == 1:
             check_names(selection.unmatched, selection.names)
         else:
-            has_optimizers = tap is not None and tap.has_optimizers
-            names = _agree(tap.tables if tap else [], has_optimizers, selection, failure, may_have_none=has_dense)
-            if tap is not None:
-                tap.names = names
-        assert tap is not None
+            _check_reports(reports, may_have_none=has_dense)
+            tap.names = frozenset(part.fqn for report in reports for part in report.parts)
     except BaseException:
         if tap is not None:
             tap.close()
@@ -350,45 +348,24 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
+    """What a rank streams."""
+
     parts: tuple[_Part, ...]
     has_optimizers: bool
     names: tuple[str, ...]
     unmatched: tuple[str, ...]
-    failure: str | None
 
-
-def _agree(
-    tables: Sequence[TappedTable],
-    has_optimizers: bool,
-    selection: Selection,
-    failure: Exception | None,
-    *,
-    may_have_none: bool,
-) -> frozenset[str]:
-    """Check what all ranks stream, and return the names of these tables; blocks until every rank calls it.
-
-    Every rank raises if one cannot stream, if two have the same rows or none has any, or if they count steps
-    differently. This rank's failure is raised once the other ranks know.
-    """
-    parts = tuple(
-        _Part(t.spec.fqn, t.spec.fingerprint, t.shard.offset, t.shard.width, t.row_offset, t.num_local_rows)
-        for t in tables
-    )
-    reason = None if failure is None else str(failure) or type(failure).__name__
-    report = _Report(parts, has_optimizers, tuple(selection.names), tuple(selection.unmatched), reason)
-    gathered: list[_Report | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, report)
-    if failure is not None:
-        raise failure
-    reports = [each for each in gathered if each is not None]
-    _check_reports(reports, may_have_none=may_have_none)
-    return frozenset(part.fqn for each in reports for part in each.parts)
+    @classmethod
+    def of(cls, tables: Sequence[TappedTable], selection: Selection, *, has_optimizers: bool) -> Self:
+        parts = tuple(
+            _Part(t.spec.fqn, t.spec.fingerprint, t.shard.offset, t.shard.width, t.row_offset, t.num_local_rows)
+            for t in tables
+        )
+        return cls(parts, has_optimizers, tuple(selection.names), tuple(selection.unmatched))
 
 
 def _check_reports(reports: list[_Report], *, may_have_none: bool) -> None:
-    for rank, report in enumerate(reports):
-        if report.failure is not None:
-            raise UnsupportedModelError(f"rank {rank} cannot stream its tables: {report.failure}")
+    """Refuse ranks that have the same rows, none of which has any, or that count steps differently."""
     unmatched = [p for p in reports[0].unmatched if all(p in report.unmatched for report in reports)]
     check_names(unmatched, [name for report in reports for name in report.names])
     if not may_have_none and not any(report.parts for report in reports):

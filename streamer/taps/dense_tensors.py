@@ -16,14 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
 from headrace.kernels.module_walk import FoundModule, is_a, named_modules
-from headrace.schemas.errors import ConfigError, HeadraceError, UnsupportedModelError
+from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
 from headrace.streamer.taps.optimizer_rules import Rule, rule_of
 from headrace.streamer.taps.tapped_table import dtype_of
-from headrace.streamer.world import World
+from headrace.streamer.world import World, together
 
 __all__ = ["DenseTensor", "DenseTensors", "DenseValues", "find_dense_tensors", "publishers"]
 
@@ -206,18 +206,13 @@ def find_dense_tensors(
     Raises as `DenseTensors`, on all ranks.
     """
     found: DenseTensors | None = None
-    report: tuple[object, ...] | HeadraceError
-    try:
+
+    def find() -> list[tuple[TableSpec, bool, bool]]:
+        nonlocal found
         found = DenseTensors(model, optimizers, **rest)
-        report = tuple((each.spec, each.is_buffer, each.is_sharded) for each in found.all)
-    except HeadraceError as exc:
-        if world.size == 1:
-            raise
-        report = exc  # raised below: the other ranks wait for this one
-    reports = world.gather(report)
-    for rank, each in enumerate(reports):
-        if isinstance(each, HeadraceError):
-            raise each if each is report else UnsupportedModelError(f"rank {rank} cannot publish tensors: {each}")
+        return [(each.spec, each.is_buffer, each.is_sharded) for each in found.all]
+
+    reports = together(world, find, "cannot publish tensors", error=UnsupportedModelError)
     for rank, each in enumerate(reports):
         if each != reports[0]:
             raise UnsupportedModelError(
