@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,63 +123,38 @@ class Catalog:
         self._dropped: dict[int, tuple[str, int]] = {}  # name and the drop's epoch, by number
         self.drop_epochs: dict[str, int] = {}
         self.renames: dict[str, tuple[str, int]] = {}
-        self._read_dropped(meta)
         for key, value in meta.items():
-            if not key.startswith(_META_PREFIX):
-                continue
-            try:
-                self._add(int(key[len(_META_PREFIX) :]), unpack_spec(msgpack.unpackb(value)))
-            except (ValueError, TypeError, KeyError) as exc:
-                raise CorruptionError(f"store metadata {key!r} is not a table: {exc}") from exc
-        self._read_earlier(meta)
-        for table in self:
-            key = _SCALARS_PREFIX + b"%d" % table.table_id
-            try:
-                for name, dtype, data, epoch, step in msgpack.unpackb(meta.get(key, b"\x90")):
-                    table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
-            except (ValueError, TypeError) as exc:
-                raise CorruptionError(f"store metadata {key!r} is not a list of scalars: {exc}") from exc
-            key = _OWNER_PREFIX + b"%d" % table.table_id
-            try:
-                table.owner = Owner(*msgpack.unpackb(meta[key])) if key in meta else None
-            except (ValueError, TypeError) as exc:
-                raise CorruptionError(f"store metadata {key!r} is not an owner: {exc}") from exc
-            key = _FLOOR_PREFIX + b"%d" % table.table_id
-            try:
-                if key in meta:
-                    epoch, step = msgpack.unpackb(meta[key])
-                    table.floor = int(epoch), int(step)
-            except (ValueError, TypeError) as exc:
-                raise CorruptionError(f"store metadata {key!r} is not a floor: {exc}") from exc
-            key = _FILLING_PREFIX + b"%d" % table.table_id
-            try:
-                table.filling = Filling(*msgpack.unpackb(meta[key])) if key in meta else None
-            except (ValueError, TypeError) as exc:
-                raise CorruptionError(f"store metadata {key!r} is not a generation's: {exc}") from exc
-
-    def _read_earlier(self, meta: Mapping[bytes, bytes]) -> None:
-        by_id = {table.table_id: table for table in self}
-        for key, value in meta.items():
-            if key.startswith(_EARLIER_PREFIX):
-                try:
-                    by_id[int(value)].earlier |= {int(key[len(_EARLIER_PREFIX) :])}
-                except (ValueError, KeyError) as exc:
-                    raise CorruptionError(f"store metadata {key!r} is not an earlier fingerprint: {exc}") from exc
-
-    def _read_dropped(self, meta: Mapping[bytes, bytes]) -> None:
-        for key, value in meta.items():
-            if key.startswith(_DROPPED_PREFIX):
-                try:
+            if key.startswith(_META_PREFIX):
+                with _reading(key, "a table"):
+                    self._add(int(key[len(_META_PREFIX) :]), unpack_spec(msgpack.unpackb(value)))
+            elif key.startswith(_DROPPED_PREFIX):
+                with _reading(key, "a dropped table"):
                     name, epoch = msgpack.unpackb(value)
                     self._note_drop(int(key[len(_DROPPED_PREFIX) :]), name, epoch)
-                except (ValueError, TypeError) as exc:
-                    raise CorruptionError(f"store metadata {key!r} is not a dropped table: {exc}") from exc
             elif key.startswith(_RENAMED_PREFIX):
-                try:
+                with _reading(key, "a rename"):
                     name, epoch = msgpack.unpackb(value)
                     self.renames[key[len(_RENAMED_PREFIX) :].decode()] = name, epoch
-                except (ValueError, TypeError) as exc:
-                    raise CorruptionError(f"store metadata {key!r} is not a rename: {exc}") from exc
+        by_number = {b"%d" % table.table_id: table for table in self}
+        for key, value in meta.items():
+            if key.startswith(_EARLIER_PREFIX):
+                with _reading(key, "an earlier fingerprint"):
+                    by_number[value].earlier |= {int(key[len(_EARLIER_PREFIX) :])}
+        for number, table in by_number.items():
+            if (key := _SCALARS_PREFIX + number) in meta:
+                with _reading(key, "a list of scalars"):
+                    for name, dtype, data, epoch, step in msgpack.unpackb(meta[key]):
+                        table.scalars[name] = Scalar(name, DType(dtype), data, epoch, step)
+            if (key := _OWNER_PREFIX + number) in meta:
+                with _reading(key, "an owner"):
+                    table.owner = Owner(*msgpack.unpackb(meta[key]))
+            if (key := _FLOOR_PREFIX + number) in meta:
+                with _reading(key, "a floor"):
+                    epoch, step = msgpack.unpackb(meta[key])
+                    table.floor = int(epoch), int(step)
+            if (key := _FILLING_PREFIX + number) in meta:
+                with _reading(key, "a generation's"):
+                    table.filling = Filling(*msgpack.unpackb(meta[key]))
 
     def __iter__(self) -> Iterator[Table]:
         return iter(list(self._tables.values()))
@@ -320,7 +296,11 @@ class Catalog:
                 f"table {name!r} was renamed to {new!r} in epoch {rename_epoch}; a trainer that starts from now on can "
                 "make another one of the old name"
             )
-        return (drop_epoch, _dropped(name, drop_epoch)) if drop_epoch else None
+        if not drop_epoch:
+            return None
+        return drop_epoch, UnknownTableError(
+            f"table {name!r} was dropped in epoch {drop_epoch}; a trainer that starts from now on can make it anew"
+        )
 
     def _note_drop(self, table_id: int, name: str, epoch: int) -> None:
         self._dropped[table_id] = name, epoch
@@ -437,17 +417,20 @@ class Catalog:
         return table
 
 
+@contextlib.contextmanager
+def _reading(key: bytes, what: str) -> Iterator[None]:
+    """Report an entry of the store's metadata that cannot be read."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as exc:
+        raise CorruptionError(f"store metadata {key!r} is not {what}: {exc}") from exc
+
+
 def _later(known: Filling | None, new: Filling) -> Filling:
     """Return what counts of two hellos: the newer epoch's, and of one epoch the later step."""
     if known is None or known.epoch < new.epoch:
         return new
     return known if known.epoch > new.epoch else Filling(new.epoch, max(known.after_step, new.after_step))
-
-
-def _dropped(name: str, epoch: int) -> UnknownTableError:
-    return UnknownTableError(
-        f"table {name!r} was dropped in epoch {epoch}; a trainer that starts from now on can make it anew"
-    )
 
 
 def pack_spec(spec: TableSpec) -> list[Any]:

@@ -81,17 +81,25 @@ def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "values", "what"),
     [
-        *((b"table/x", b"\x90"), (b"table/1", b"\x93\x01\x02\x03"), (b"scalars/1", b"\x91\x93\x01\x02\x03")),
-        *((b"scalars/1", b"\x91\x01"), (b"scalars/1", b"\x01"), (b"scalars/1", b"\x91")),
-        *((b"floor/1", b"\x91\x01"), (b"floor/1", b"\x05"), (b"floor/1", b"\x92\x01\xa1x")),
+        (b"table/x", [b"\x90"], "a table"),
+        (b"table/1", [b"\x93\x01\x02\x03"], "a table"),
+        (b"scalars/1", [b"\x91\x93\x01\x02\x03", b"\x91\x01", b"\x01", b"\x91"], "a list of scalars"),
+        (b"owner/1", [b"\x91\xa1r", b"\x01"], "an owner"),
+        (b"floor/1", [b"\x91\x01", b"\x05", b"\x92\x01\xa1x"], "a floor"),
+        (b"generation/1", [b"\xa1x"], "a generation's"),
+        (b"earlier/x", [b"1"], "an earlier fingerprint"),
+        (b"earlier/5", [b"2", b"one"], "an earlier fingerprint"),
+        (b"dropped/2", [b"\x01", b"\x91\x01", b""], "a dropped table"),
+        (b"renamed/x", [b"\x01"], "a rename"),
     ],
 )
-def test_damaged_metadata_is_named(key: bytes, value: bytes) -> None:
-    """A table or scalars that cannot be read stop the shard with the key."""
-    with pytest.raises(CorruptionError, match=key.decode()):
-        Catalog(Catalog({}).add([ITEMS]) | {key: value})
+def test_damaged_metadata_is_named(key: bytes, values: list[bytes], what: str) -> None:
+    """An entry that cannot be read stops the shard with its key."""
+    for value in values:
+        with pytest.raises(CorruptionError, match=f"{key.decode()}' is not {what}"):
+            Catalog(Catalog({}).add([ITEMS]) | {key: value})
 
 
 def test_a_floor_only_rises_and_comes_back_from_metadata() -> None:
@@ -158,13 +166,6 @@ def test_a_table_grows_in_rows_alone(changes: dict[str, int]) -> None:
     assert catalog.find(ITEMS.fqn).spec == ITEMS and not catalog.find(ITEMS.fqn).earlier
 
 
-@pytest.mark.parametrize("entry", [(b"earlier/x", b"1"), (b"earlier/5", b"2"), (b"earlier/5", b"one")])
-def test_a_bad_earlier_fingerprint_is_corruption(entry: tuple[bytes, bytes]) -> None:
-    """An entry that is no fingerprint, or names no table, is reported with its key."""
-    with pytest.raises(CorruptionError, match="is not an earlier fingerprint"):
-        Catalog(Catalog({}).add([ITEMS]) | dict([entry]))
-
-
 def test_what_a_log_says_again_changes_nothing() -> None:
     """Records register, grow and repeat: the catalog ends with the most rows, and takes rows of every fingerprint."""
     catalog, larger = Catalog({}), dataclasses.replace(ITEMS, num_rows=200)
@@ -197,8 +198,6 @@ def test_a_generation_is_complete_once_the_epoch_has_passed_its_step() -> None:
     assert names == [second.fqn]
     assert changed == {b"generation/2": b""}, "the store removes the key"
     assert catalog.fills_of([second.fqn], 6, -1) == {}, "a complete generation stays complete"
-    with pytest.raises(CorruptionError, match="is not a generation's"):
-        Catalog(meta | {b"generation/2": b"\xa1x"})
 
 
 def test_a_dropped_table_leaves_its_number_and_epoch() -> None:
@@ -224,13 +223,6 @@ def test_a_dropped_table_leaves_its_number_and_epoch() -> None:
         assert Catalog(meta | meta_again).find(users.fqn) == table
 
 
-@pytest.mark.parametrize("value", [b"\x01", b"\x91\x01", b""])
-def test_a_bad_drop_is_corruption(value: bytes) -> None:
-    """An entry that is no name and epoch is reported with its key."""
-    with pytest.raises(CorruptionError, match="is not a dropped table"):
-        Catalog({b"dropped/2": value})
-
-
 def test_a_renamed_table_keeps_all_but_its_name() -> None:
     """Number, owner and seed stay; the old name tells the new one, and is free for later clients."""
     catalog = Catalog({})
@@ -250,5 +242,3 @@ def test_a_renamed_table_keeps_all_but_its_name() -> None:
         assert unpack_spec(pack_spec(renamed)) == renamed
         known.add(known.check([ITEMS], epoch=7))
         assert known.find(ITEMS.fqn).table_id == 2
-    with pytest.raises(CorruptionError, match="is not a rename"):
-        Catalog({b"renamed/x": b"\x01"})
