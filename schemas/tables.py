@@ -17,7 +17,10 @@ import numpy.typing as npt
 from headrace.schemas.errors import RequestError, RowRangeError
 from headrace.schemas.routing import table_seed
 
-__all__ = ["MAX_DENSE_DIM", "MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec", "row_ids_of"]
+__all__ = [
+    *("MAX_DENSE_DIM", "MAX_DIM", "ColumnShard", "DType", "StateKind", "StateSpec", "TableSpec"),
+    *("as_ids", "row_ids_of"),
+]
 
 # ON DISK: never raise it; a column offset and a width share 32 bits of a row key.
 MAX_DIM = 65_535
@@ -276,8 +279,8 @@ class TableSpec:
             raise RowRangeError(f"table {self.fqn!r}: row id {bad} is not in 0..{limit - 1}")
 
 
-def row_ids_of(given: Any, what: str = "row ids") -> npt.NDArray[np.int64]:
-    """Return ids as one contiguous array, int64[n], which may share the caller's memory.
+def as_ids(given: Any, what: str = "ids") -> npt.NDArray[np.int64]:
+    """Return ids as a contiguous int64 array of their shape, which may share the caller's memory.
 
     Args:
         given: Integers of any shape and type: a list, an array, or a torch tensor on any device.
@@ -294,7 +297,14 @@ def row_ids_of(given: Any, what: str = "row ids") -> npt.NDArray[np.int64]:
     if ids.size and ids.dtype.kind not in "iu":
         advice = "; pass mask.nonzero() instead of a mask" if ids.dtype.kind == "b" else ""
         raise RequestError(f"{what} are {ids.dtype}, not integers{advice}")
-    return np.ascontiguousarray(ids.reshape(-1), np.int64)
+    if ids.size and ids.dtype == np.uint64 and int(ids.max()) >= 2**63:
+        raise RequestError(f"{what}: {ids.max()} is beyond 2**63 - 1")
+    return np.asarray(ids, np.int64, order="C")
+
+
+def row_ids_of(given: Any, what: str = "row ids") -> npt.NDArray[np.int64]:
+    """Return ids as `as_ids` does, int64[n]."""
+    return as_ids(given, what).reshape(-1)
 
 
 def _check_name(what: str, name: str) -> None:

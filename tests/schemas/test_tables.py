@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.schemas.errors import RequestError, RowRangeError
-from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec, row_ids_of
+from headrace.schemas.tables import MAX_DIM, ColumnShard, DType, StateKind, StateSpec, TableSpec, as_ids, row_ids_of
 
 STATE = StateSpec(name="momentum1", kind=StateKind.ROWWISE, dtype=DType.FLOAT32, width=1)
 SPEC = TableSpec(fqn="user.weight", num_rows=1000, dim=128, dtype=DType.FLOAT32, states=(STATE,))
@@ -154,25 +154,22 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     "given",
     [
+        3,
         [3, 1, 3],
-        (3, 1, 3),
-        np.array([[3, 1, 3]], np.int32),
+        [[3], [4]],
+        [],
         np.array([3, 9, 1, 9, 3, 9], ">u2")[::2],
         torch.tensor([[3], [1], [3]], dtype=torch.uint8),
+        torch.empty(0, 2),
         [torch.tensor(3), np.int8(1), 3],
     ],
     ids=repr,
 )
-def test_integers_of_any_kind_are_accepted(given: Any) -> None:
-    """Lists, arrays and tensors of any shape and integer type become int64[n] in their order."""
-    ids = row_ids_of(given)
-    assert (ids.dtype, ids.flags.c_contiguous, ids.tolist()) == (np.dtype(np.int64), True, [3, 1, 3])
-
-
-@pytest.mark.parametrize("given", [[], np.empty(0), torch.tensor([]), torch.empty(0, 2, dtype=torch.int64)], ids=repr)
-def test_nothing_has_no_type(given: Any) -> None:
-    """An empty list, which numpy and torch take for floats, is no id."""
-    assert row_ids_of(given).tolist() == []
+def test_integers_of_any_kind_are_ids(given: Any) -> None:
+    """Integers of any type and shape become int64 of that shape; empty lists, which numpy takes for floats, as well."""
+    ids, expected = as_ids(given), np.asarray(given)
+    assert (ids.dtype, ids.flags.c_contiguous, ids.shape) == (np.dtype(np.int64), True, expected.shape)
+    assert ids.tolist() == expected.tolist() and row_ids_of(given).tolist() == expected.reshape(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -186,6 +183,7 @@ def test_nothing_has_no_type(given: Any) -> None:
         ([[1], [1, 2]], "row ids of a list are not integers"),
         (["a"], "row ids are <U1, not integers"),
         ([2**70], "row ids are object, not integers"),
+        ([2**63], "row ids: 9223372036854775808 is beyond 2**63 - 1"),
         (None, "row ids are object, not integers"),
     ],
     ids=repr,

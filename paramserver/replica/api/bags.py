@@ -18,8 +18,9 @@ from headrace.paramserver.replica.api.sequences import (
     output_names,
     setting_of,
 )
-from headrace.paramserver.replica.tables.base import Found, Ids, Pooling, ReplicaTable, as_ids
+from headrace.paramserver.replica.tables.base import Found, Ids, Pooling, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.tables import as_ids
 
 __all__ = ["BagTable", "ReplicaEmbeddingBagCollection"]
 

@@ -22,7 +22,7 @@ from headrace.paramserver.replica.copy.copies import Copies
 from headrace.paramserver.replica.copy.live import LiveCopy
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.copy.table_set import TableSet
-from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, as_ids, default_row
+from headrace.paramserver.replica.tables.base import Bools, Found, Ids, ReplicaTable, default_row
 from headrace.paramserver.replica.tables.dense import DenseParameters, as_tensor
 from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
@@ -32,7 +32,7 @@ from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
 from headrace.schemas.row_digest import TableDigest
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import TableSpec, as_ids
 from headrace.schemas.version import Version
 
 __all__ = ["EmbeddingReplica"]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, ReplicaTable, as_ids
+from headrace.paramserver.replica.tables.base import Found, Ids, PoolingMode, ReplicaTable
 from headrace.schemas.errors import ConfigError, RequestError, UnknownTableError
-from headrace.schemas.tables import TableSpec
+from headrace.schemas.tables import TableSpec, as_ids
 
 __all__ = ["BagLookup", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import ReplicaModule, RowLookup, spec_in
-from headrace.paramserver.replica.tables.base import as_ids
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.schemas.table_names import table_name
+from headrace.schemas.tables import as_ids
 
 __all__ = ["EmbeddingTable", "ReplicaEmbeddingCollection", "configs_of", "first_of_names", "output_names", "setting_of"]
 

@@ -13,10 +13,10 @@ import torch
 
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.paramserver.store.deltas import RowDelta
-from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import ColumnShard, TableSpec
 
-__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "SeqLock", "as_ids", "default_row"]
+__all__ = ["Bools", "Found", "Ids", "Pooling", "PoolingMode", "ReplicaTable", "SeqLock", "default_row"]
 
 _T = TypeVar("_T")
 
@@ -123,25 +123,6 @@ class SeqLock:
         self.num_retries += 1
         with self._lock:
             return look()
-
-
-def as_ids(ids: npt.ArrayLike | torch.Tensor) -> Ids:
-    """Return a caller's ids as C-contiguous int64 of the same shape; raise `RequestError` if they are not integers."""
-    if isinstance(ids, torch.Tensor):
-        if not ids.numel():
-            return np.empty(tuple(ids.shape), np.int64)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise RequestError(f"ids are {ids.dtype}, not integers")
-        ids = ids.detach().cpu().numpy()
-    try:
-        given = np.asarray(ids)
-    except ValueError as exc:
-        raise RequestError(f"ids are not an array of integers: {exc}") from exc
-    if given.size and given.dtype.kind not in "iu":
-        raise RequestError(f"ids are {given.dtype}, not integers")
-    if given.size and given.dtype == np.uint64 and int(given.max()) >= 2**63:
-        raise RequestError(f"id {given.max()} is beyond 2**63 - 1")
-    return np.asarray(given, np.int64, order="C")
 
 
 def default_row(spec: TableSpec, default: torch.Tensor | None) -> torch.Tensor:

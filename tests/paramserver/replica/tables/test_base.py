@@ -13,11 +13,11 @@ import pytest
 import torch
 from row_batches import make_delta
 
-from headrace.paramserver.replica.tables.base import ReplicaTable, SeqLock, as_ids
+from headrace.paramserver.replica.tables.base import ReplicaTable, SeqLock
 from headrace.paramserver.replica.tables.disk_stores import DiskStores
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.replica.tables.on_disk import DiskTable
-from headrace.schemas.errors import ConfigError, RequestError
+from headrace.schemas.errors import ConfigError
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 
 DENSE = TableSpec(fqn="dense", num_rows=40, dim=4, dtype=DType.FLOAT32)
@@ -179,47 +179,6 @@ def test_a_default_must_fit(make_table: MakeTable) -> None:
     """A default row of another dim is refused by name."""
     with pytest.raises(ConfigError, match="dense"):
         make_table(DENSE, torch.zeros(5))
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        3,
-        [3, 4],
-        [[3], [4]],
-        [],
-        torch.tensor([]),
-        np.array([3], np.uint8),
-        np.array([3], ">i4"),
-        torch.tensor([3], dtype=torch.int32),
-    ],
-)
-def test_integers_are_ids(ids: Any) -> None:
-    """Integers of any kind and shape are ids, and so is an empty list."""
-    found = as_ids(ids)
-    assert found.dtype == np.int64 and found.flags.c_contiguous
-    assert found.shape == np.shape(ids) and found.tolist() == np.asarray(ids).tolist()
-
-
-@pytest.mark.parametrize(
-    ("ids", "says"),
-    [
-        ([1.5], "float64"),
-        (np.array([1.0], np.float32), "float32"),
-        (torch.tensor([1.0], dtype=torch.bfloat16), "bfloat16"),
-        (torch.tensor([True]), "bool"),
-        ([True, False], "bool"),
-        (["3"], "not integers"),
-        (None, "object"),
-        ([2**63], "beyond"),
-        ([2**64], "object"),
-        ([[1], [2, 3]], "not an array"),
-    ],
-)
-def test_what_is_no_integer_is_no_id(ids: Any, says: str) -> None:
-    """Values that are not integers are refused, never truncated."""
-    with pytest.raises(RequestError, match=says):
-        as_ids(ids)
 
 
 WAIT_S = 20.0
