@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["FoundModule", "inside_wrapper", "is_a", "named_modules"]
+__all__ = ["FoundModule", "FoundTensor", "inside_wrapper", "is_a", "named_modules", "named_tensors"]
 
 # By a wrapper's class, the attribute that holds the user's module. Class names, so that nothing is imported that the
 # model does not use.
@@ -68,6 +69,32 @@ def named_modules(model: nn.Module) -> Iterator[FoundModule]:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module, as in attach(model, optimizer)")
     yield from _named_modules(FoundModule("", model), set())
+
+
+class FoundTensor(NamedTuple):
+    """A parameter or persistent buffer of a model, `name` in the module `owner`."""
+
+    path: str
+    owner: FoundModule
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+
+
+def named_tensors(model: nn.Module) -> Iterator[FoundTensor]:
+    """Yield each parameter and persistent buffer of a model, tied ones under each of their paths.
+
+    Raises:
+        ConfigError: `model` is no module.
+    """
+    for owner in named_modules(model):
+        module, prefix = owner.module, f"{owner.path}." if owner.path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield FoundTensor(prefix + name, owner, name, parameter, False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield FoundTensor(prefix + name, owner, name, buffer, True)
 
 
 def _named_modules(found: FoundModule, seen: set[nn.Module]) -> Iterator[FoundModule]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.kernels.module_walk import named_modules
+from headrace.kernels.module_walk import named_tensors
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import UnsupportedModelError
@@ -30,7 +30,7 @@ from headrace.streamer.taps.optimizer_rules import rule_of
 from headrace.streamer.taps.torch_optim import TableParameter, TrackedParameter
 from headrace.streamer.world import World
 
-__all__ = ["DenseTargets", "RestoredDense", "tensor_paths"]
+__all__ = ["DenseTargets", "RestoredDense"]
 
 _log = logging.getLogger(__name__)
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -97,7 +97,7 @@ class DenseTargets:
         self.stored = {path_of(name): spec for name, spec in stored.items()}
         tables = set(table_paths) - self.stored.keys()
         # A weight of an `nn.Embedding` counts as dense only under its very name.
-        named = [path for path in tensor_paths(model) if path in self.stored]
+        named = [each.path for each in named_tensors(model) if each.path in self.stored]
         settings: dict[str, Any] = {"model_name": "default", "table_paths": tables}
         self._live: dict[str, torch.Tensor] = {}
         self._here: dict[str, DenseTensor] = {}
@@ -207,15 +207,6 @@ class DenseTargets:
             rule=trained.rule,
             states=tuple((name, False) for name in trained.state_names),
         )
-
-
-def tensor_paths(model: nn.Module) -> list[str]:
-    """Return the paths of all parameters and buffers of a model."""
-    found = []
-    for each in named_modules(model):
-        prefix, module = f"{each.path}." if each.path else "", each.module
-        found += [prefix + name for name in (*module._parameters, *module._buffers)]
-    return found
 
 
 def _states(spec: TableSpec) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
+from headrace.kernels.module_walk import named_tensors
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
@@ -29,7 +30,7 @@ from headrace.schemas.row_records import PRESENT
 from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
 from headrace.schemas.tables import StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
-from headrace.streamer.dense_restore import DenseTargets, RestoredDense, tensor_paths
+from headrace.streamer.dense_restore import DenseTargets, RestoredDense
 from headrace.streamer.restore_source import RestoreSource, Scalars, Step, StoredTables, restore_source
 from headrace.streamer.taps.attach import Tap, tap_model
 from headrace.streamer.taps.model_tree import inner_optimizers
@@ -249,7 +250,7 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
     specs, place = described.specs, described.place
     model = wanted.model_name
     if model is None:
-        model = _model_with(tap.names or tensor_paths(wanted.model), specs, place)
+        model = _model_with(tap.names or [each.path for each in named_tensors(wanted.model)], specs, place)
     if wanted.step != "newest":
         described.check_step(model, wanted.step)
     dense_specs = {} if wanted.dense is False else described.dense_of(model)

@@ -6,16 +6,16 @@ parameter that was replaced by another one of the same shape is read too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.kernels.dtypes import DTYPES, TORCH_DTYPES
-from headrace.kernels.module_walk import FoundModule, is_a, named_modules
+from headrace.kernels.module_walk import FoundTensor, is_a, named_modules, named_tensors
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
@@ -128,12 +128,17 @@ class DenseTensors:
         self._optimizers = inner_optimizers(optimizers) if has_states else None
         selection = Selection(names, argument="dense")
         self.all: list[DenseTensor] = []
-        found = list(_tensors(model))
+        found = list(named_tensors(model))
         seen = {id(each.tensor) for each in found if each.path in table_paths}
+        holders = [each.path for each in named_modules(model) if any(is_a(each.module, name) for name in _OF_TABLES)]
+        inside = tuple(f"{path}." if path else "" for path in holders)
         for each in found:
-            if each.path in table_paths and selection.has_name(each.path):
+            is_named = selection.has_name(each.path)
+            if each.path in table_paths and is_named:
                 raise ConfigError(f"dense: {each.path!r} is a table that is streamed by rows: leave it out")
-            if each.path in table_paths or (not selection.has_name(each.path) if each.is_embedding else each.is_inside):
+            is_embedding = each.name == "weight" and isinstance(each.owner.module, nn.Embedding | nn.EmbeddingBag)
+            is_left_out = not is_named if is_embedding else each.path.startswith(inside)
+            if each.path in table_paths or is_left_out:
                 continue
             if selection.takes(each.path) and id(each.tensor) not in seen:
                 seen.add(id(each.tensor))
@@ -151,7 +156,7 @@ class DenseTensors:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the present tensors of the model by path, as `read` takes them."""
-        return {each.path: each.tensor for each in _tensors(self._model)}
+        return {each.path: each.tensor for each in named_tensors(self._model)}
 
     def read(self, dense: DenseTensor, live: dict[str, torch.Tensor]) -> DenseValues:
         """Return the present values; of a DTensor, all ranks call this together.
@@ -182,7 +187,7 @@ class DenseTensors:
         }
         return DenseValues(weights=_whole(tensor), states=tuple(states), scalars=scalars)
 
-    def _describe(self, found: _Found) -> DenseTensor:
+    def _describe(self, found: FoundTensor) -> DenseTensor:
         path, tensor = found.path, found.tensor
         trained = None if found.is_buffer or self._optimizers is None else _trained_by(path, tensor, self._optimizers)
         made = {} if trained is None else trained.state(tensor)
@@ -236,34 +241,7 @@ def publishers(tensors: Collection[DenseTensor], num_ranks: int) -> list[int]:
     return ranks
 
 
-class _Found(NamedTuple):
-    path: str
-    tensor: torch.Tensor
-    is_buffer: bool
-    owner: FoundModule
-    # It is the weight of an `nn.Embedding`, or somewhere inside of a module that holds tables.
-    is_embedding: bool
-    is_inside: bool
-
-
-def _tensors(model: nn.Module) -> Iterator[_Found]:
-    """Yield each parameter and persistent buffer."""
-    holders: list[str] = []
-    for owner in named_modules(model):
-        module, prefix = owner.module, f"{owner.path}." if owner.path else ""
-        if any(is_a(module, name) for name in _OF_TABLES):
-            holders.append(prefix)
-        is_inside = prefix.startswith(tuple(holders))
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                is_embedding = name == "weight" and isinstance(module, nn.Embedding | nn.EmbeddingBag)
-                yield _Found(prefix + name, parameter, False, owner, is_embedding, is_inside)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield _Found(prefix + name, buffer, True, owner, False, is_inside)
-
-
-def _check_tensor(found: _Found) -> None:
+def _check_tensor(found: FoundTensor) -> None:
     """Refuse a tensor that cannot be published."""
     reason = None
     if is_lazy(found.tensor):

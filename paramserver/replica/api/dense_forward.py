@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,32 +11,19 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.kernels.module_walk import named_modules
+from headrace.kernels.module_walk import named_modules, named_tensors
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.dense import as_tensor
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
 
-__all__ = ["DenseForward", "tensor_paths"]
+__all__ = ["DenseForward"]
 
 # Copies of the parameters that torch keeps up to date itself, when an attribute is set.
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 _Place = tuple[nn.Module, str]
-
-
-def tensor_paths(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield path, module, name and value of each parameter and persistent buffer, tied ones under each of their paths.
-
-    Tensors without elements are left out: they have no values.
-    """
-    for found in named_modules(module):
-        own = found.module
-        buffers = {name: b for name, b in own._buffers.items() if name not in own._non_persistent_buffers_set}
-        for name, tensor in (own._parameters | buffers).items():
-            if tensor is not None and tensor.numel():
-                yield f"{found.path}.{name}" if found.path else name, own, name, tensor
 
 
 class DenseForward:
@@ -65,11 +52,12 @@ class DenseForward:
         self._places: dict[int, list[_Place]] = {}
         self._paths: dict[int, list[str]] = {}
         self._kinds: dict[int, tuple[tuple[int, ...], torch.dtype, torch.device, bool]] = {}
-        for path, module, name, tensor in tensor_paths(served):
-            if not any(_is_part_of(path, pattern) for pattern in keep):
+        for path, owner, name, tensor, _ in named_tensors(served):
+            # Tensors without elements have no values, and are not published.
+            if tensor.numel() and not any(_is_part_of(path, pattern) for pattern in keep):
                 device = torch.device("cpu") if tensor.is_meta else tensor.device
                 self._kinds[id(tensor)] = tuple(tensor.shape), tensor.dtype, device, isinstance(tensor, nn.Parameter)
-                self._places.setdefault(id(tensor), []).append((module, name))
+                self._places.setdefault(id(tensor), []).append((owner.module, name))
                 self._paths.setdefault(id(tensor), []).append(f"{start}{path}")
         self._check_containers(served)
         self._taking = threading.Lock()

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
-from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules
+from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
 from headrace.paramserver.replica.api.bags import ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
-from headrace.paramserver.replica.api.dense_forward import DenseForward, tensor_paths
+from headrace.paramserver.replica.api.dense_forward import DenseForward
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.replica.api.sequences import ReplicaEmbeddingCollection, configs_of
@@ -161,7 +161,7 @@ class _Plan:
             if kind is not None and found.module not in kept and found.module not in inside:
                 inside.update(found.module.modules())
                 self._replace(found, kind)
-        paths = [path for path, _, _, _ in tensor_paths(module)]
+        paths = [each.path for each in named_tensors(module)]
         for pattern in sorted(pattern for pattern in unmatched if not any(fnmatchcase(p, pattern) for p in paths)):
             names = [found.path for found in found_modules]
             raise ConfigError(f"keep: no module is named or matches {pattern!r}; {describe_near(pattern, names)}")
