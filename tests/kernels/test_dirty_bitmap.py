@@ -159,29 +159,6 @@ def test_several_blocks_mark_tables(device: str, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(bitmap.cpu(), plain)
 
 
-def test_26_tables_are_two_launches() -> None:
-    """Each launch takes 16 tables in order, zeros where there are fewer, and blocks for the longest of them."""
-
-    class Launches:
-        def __init__(self) -> None:
-            self.all: list[tuple[str, int, int, list[int]]] = []
-
-        def launch(self, kernel: str, blocks: int, threads: int, *args: torch.Tensor | int) -> None:
-            numbers = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-            self.all.append((kernel, blocks, threads, numbers))
-
-    launches, bitmap = Launches(), bm.make_bitmap(26 * 64)
-    row_ids = [torch.arange(300 if table == 20 else 2) % 9 for table in range(26)]
-    bm.launch_mark_dirty_tables(launches, bitmap, row_ids, [64 * table for table in range(26)], [9] * 26)
-    told = []
-    for table, ids in enumerate(row_ids):
-        told += [ids.data_ptr(), ids.numel(), 64 * table, 9]
-    assert launches.all == [
-        ("mark_dirty_tables_kernel", 16, 256, [bitmap.data_ptr(), 26, *told[:64]]),
-        ("mark_dirty_tables_kernel", 32, 256, [bitmap.data_ptr(), 26, *told[64:], *[0] * 24]),
-    ]
-
-
 def test_a_row_beyond_its_table_is_an_error() -> None:
     """A row that lies in the next table's slots raises on the CPU, marking nothing, and stops the kernel."""
     bitmap, row_ids = bm.make_bitmap(200), [torch.tensor([1, 2]), torch.tensor([65, 3])]

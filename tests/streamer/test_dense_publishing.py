@@ -15,7 +15,6 @@ from torch import nn
 from torch_tables import hooks
 
 from headrace.schemas.errors import ConfigError, NonFiniteError, UnknownTableError, UnsupportedModelError
-from headrace.schemas.tables import ColumnShard
 from headrace.streamer import RawEmbeddingStreamer
 from headrace.streamer.flush.dense_schedule import Readiness
 
@@ -151,18 +150,3 @@ def test_pauses_and_failures_are_told_to_other_ranks(store: FakeStore) -> None:
             streamer.flush()
     finally:
         streamer.close(flush=False)
-
-
-def test_whole_rows_of_every_tensor_reach_their_shards(store: FakeStore) -> None:
-    """Every row of a dense tensor is on one shard, in one piece."""
-    streamer, model, optimizer = publishing(store)
-    with streamer:
-        train_dense(model, optimizer, [0])
-    rows = [set(shard.rows.get("turned", {})) for shard in store.shards]
-    assert set().union(*rows) == {0, 1, 2}
-    assert sum(map(len, rows)) == 3
-    assert all(
-        set(each) == {ColumnShard(offset=0, width=1024)}
-        for s in store.shards
-        for each in s.rows.get("turned", {}).values()
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-from expiry_rig import DELETED, PRESENT, SPEC, Rig, open_rig
+from expiry_rig import PRESENT, SPEC, Rig, open_rig
 from hypothesis import given, settings
 from memory_update_log import MemoryUpdateLog
 
@@ -89,18 +89,6 @@ async def test_a_trainer_always_counts(tmp_path: Path) -> None:
         await rig.write(1, 3, [0], value=3.0)  # a duplicate
         assert await _rows(rig) == {0: 3.0}
         assert rig.ingest.sessions.find("run", "rank0").last_client_seq == 1  # type: ignore[union-attr]
-
-
-async def test_a_tombstone_below_the_floor_deletes_older_rows(tmp_path: Path) -> None:
-    """A conditional deletion at or below the floor deletes an older row; nothing at or below it brings that back."""
-    async with open_rig(tmp_path) as rig:
-        await _begin(rig)
-        await rig.write(1, 2, [0, 1])
-        await _raise(rig, 9)
-        await _replay(rig, 5, [], deleted=[0, 3])
-        assert await rig.presence(_ROWS) == [DELETED, PRESENT, 0, DELETED]
-        await _replay(rig, 6, [0, 1, 3], 6.0)
-        assert await _rows(rig) == {1: 6.0}
 
 
 async def test_a_row_is_present_in_whichever_columns(tmp_path: Path) -> None:

@@ -26,14 +26,6 @@ NARROW = dataclasses.replace(
 )
 
 
-async def test_frames_may_arrive_byte_by_byte() -> None:
-    """The borders between TCP segments do not matter."""
-    async with serve() as served, dial(served) as raw:
-        for byte in call_frame("status", 1):
-            await raw.send(bytes([byte]))
-        assert b"fake" in await raw.frame()
-
-
 MALFORMED = {
     "no length": struct.pack(">I", 0),
     "length over the limit": struct.pack(">I", 2**31 + 5),
@@ -392,20 +384,6 @@ def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.expired == []
     watched.clock.advance(0.2)
     assert watched.expired == [(1005.0, True)]
-
-
-def test_who_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle time begins when the last answer is out."""
-    watched = Watched(monkeypatch)
-    watched.is_waiting = True
-    watched.clock.advance(500)
-    watched.is_waiting = False
-    watched.deadlines.touch()
-    watched.deadlines.watch()
-    watched.clock.advance(99)
-    assert watched.expired == []
-    watched.clock.advance(2)
-    assert watched.expired == [(600.0, False)]
 
 
 def test_a_finished_connection_lingers_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,6 @@ from headrace.schemas.idl import idl
 from headrace.schemas.messages import CALL, encode_message
 
 
-async def test_calls_are_answered_in_any_order() -> None:
-    """A read that waits does not hold up the ones behind it on its connection."""
-    async with serve() as served, await served.connect() as client:
-        slow, gate = await served.slow_read(client)
-        assert bytes((await client.get_embeddings(read("fast", b"2"))).weights) == b"2"
-        gate.set()
-        assert bytes((await slow).weights) == b"1"
-
-
 async def test_declared_errors_arrive_with_what_they_carry() -> None:
     """An error of the service is raised at the client as its class, with its fields."""
     async with serve() as served, await served.connect() as client:

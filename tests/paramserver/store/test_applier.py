@@ -40,25 +40,6 @@ async def wait_until(is_done: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_rows_are_read_before_and_after_they_are_applied(store: GatedStore) -> None:
-    """A submitted row is read at once, and the same when RocksDB has it."""
-    model, rows = Model(), list(range(12))
-    async with Applier(store) as applier:
-        async with held(applier, store):
-            for batch in (make_batch(2, [1, 2, 3], deleted=[9]), make_batch(3, [2, 9], deleted=[1])):
-                applier.submit(batch)
-                model.apply(batch)
-            assert (applier.applied_seq, applier.submitted_seq) == (0, 3)
-            result = await read(applier, rows)
-            assert result.seq == 3
-            model.check(rows, result)
-        await applier.wait_applied(3)
-        assert applier.applied_seq == store.applied_seq == 3
-        model.check(rows, await read(applier, rows))
-        model.check([3, 3, 11, 2], await read(applier, [3, 3, 11, 2]))
-        model.check([], await read(applier, []))
-
-
 async def test_batches_of_a_window_are_read_and_written_as_one(store: GatedStore) -> None:
     """Batches that come during a write are written together after it, and reads are right all along."""
     model, rows = Model(), [1, 2, 3, 4, 9]
@@ -365,25 +346,6 @@ def test_bad_settings_are_refused(name: str) -> None:
     """A setting of zero is named."""
     with pytest.raises(ConfigError, match=name):
         ApplierConfig(**{name: 0})  # type: ignore[arg-type]
-
-
-async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
-    """Closing drains: rows, metadata and column shards come back."""
-    model = Model()
-    store = open_store(tmp_path / "db")
-    async with Applier(store) as applier:
-        for seq in range(1, 20):
-            batch = make_batch(seq, range(seq, seq + 5), deleted=[seq + 7], meta={b"m": b"%d" % seq})
-            applier.submit(batch)
-            model.apply(batch)
-    assert store.durable_seq == 19
-    store.close()
-    store = open_store(tmp_path / "db")
-    assert store.read_meta() == {b"m": b"19"}
-    async with Applier(store) as applier:
-        assert applier.applied_seq == applier.submitted_seq == 19
-        model.check(range(30), await read(applier, range(30)))
-    store.close()
 
 
 async def test_store_is_flushed_by_bytes_and_by_time(store: GatedStore) -> None:

@@ -141,22 +141,6 @@ def test_a_crash_leaves_what_was_flushed(tmp_path: Path) -> None:
     after.close()
 
 
-def test_a_flush_amid_a_write_is_counted(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that a flush makes durable during a write are neither counted as unflushed nor flushed again."""
-    put(store, range(100))
-    write = store._db.write
-
-    def write_while_flushed(*pairs: list[bytes]) -> int:
-        size_bytes = write(*pairs)
-        store.flush()
-        return size_bytes
-
-    monkeypatch.setattr(store._db, "write", write_while_flushed)
-    before = store.unflushed_bytes
-    store.write(keys_of(range(1)), [b"v"])
-    assert 0 < store.unflushed_bytes < before
-
-
 def test_a_crash_after_the_first_file_leaves_a_store(file_store: RowStore, tmp_path: Path) -> None:
     """A crash after ingesting a file into a new store leaves a store that opens."""
     put(file_store, range(2))
@@ -208,26 +192,6 @@ def test_rocksdb_goes_past_the_page_cache_where_files_can(
     )
     open_store(tmp_path / "db").close()
     assert asked == [is_direct]
-
-
-def test_position_never_runs_ahead_of_rows(tmp_path: Path) -> None:
-    """After a crash at any moment, the store has all rows up to its position."""
-    store = open_store(tmp_path / "db", StoreConfig(block_cache_bytes=8 << 20, write_buffer_bytes=1 << 16))
-    found = []
-    for seq in range(1, 60):
-        put(store, range(seq * 40), seq)
-        if seq == 25:
-            store.flush()
-        if seq % 10 == 0:
-            after = crash(store, tmp_path / f"crashed{seq}")
-            found.append(after.applied_seq)
-            rows = range(after.applied_seq * 40)
-            records, presence = run_of(1, range(1)).layout.decode(after.get(keys_of(rows)))
-            assert (presence == 1).all()
-            assert (records["step"] >= after.applied_seq).all()
-            after.close()
-    assert 25 <= found[-1] <= 59
-    store.close()
 
 
 @pytest.mark.parametrize("config", [SMALL, FILES])

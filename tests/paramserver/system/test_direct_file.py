@@ -229,16 +229,6 @@ def test_a_missing_folder(tmp_path: Path) -> None:
         supports_direct_io(tmp_path / "none")
 
 
-def test_a_file_truncated_while_it_is_read(tmp_path: Path) -> None:
-    """An early end is an error."""
-    (tmp_path / "file").write_bytes(bytes(9 << 20))
-    pieces = read_direct(tmp_path / "file")
-    assert len(next(pieces)) == 4 << 20
-    os.truncate(tmp_path / "file", 5 << 20)
-    with pytest.raises(OSError, match="shorter than it was"):
-        list(pieces)
-
-
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     """`sync` fails if the disk is full."""
     with DirectFileWriter(Path("/dev/full"), write_buffer()) as file:

@@ -33,11 +33,6 @@ def _merge(file: Path | None = None, environ: dict[str, str] | None = None, **fl
     return merge(_Gate, flags={"name": "n", **flags}, environ=environ or {}, prefix="GATE_", file=file)
 
 
-def test_defaults() -> None:
-    """A setting that is not given has its default."""
-    assert _merge() == _Gate(name="n")
-
-
 def test_the_nearest_source_wins(tmp_path: Path) -> None:
     """Flags > environment > file > defaults, setting by setting."""
     file = tmp_path / "gate.yaml"

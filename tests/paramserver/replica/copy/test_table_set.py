@@ -265,23 +265,6 @@ def test_a_shard_that_is_ahead_keeps_the_steps_that_others_come_to(is_shown: boo
     assert (copy.table_set.visible, copy.values(0)) == ((1, 20), [20.0])
 
 
-def test_a_copy_that_nobody_sees_applies_what_it_cannot_keep() -> None:
-    """A hidden copy bounds its memory during a step, and shows the next step that ends."""
-    copy, shards = begun(2)
-    assert copy.table_set.visible == (1, 1)
-    for value in range(200):
-        shards[0].write(2, float(value), ends=False)
-    assert MAX_BYTES / 2 < take_all(copy, 0, shards[0].take()) <= MAX_BYTES
-    assert copy.table_set.visible is None and copy.values(0)[0] > 100
-    shards[0].write(2, 2.0)
-    shards[0].write(3, 3.0)
-    take_all(copy, 0, shards[0].take())
-    assert copy.table_set.visible is None
-    shards[1].write(2, 2.5)
-    take_all(copy, 1, shards[1].take())
-    assert (copy.table_set.visible, copy.values(0)) == ((1, 2), [2.5])
-
-
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
