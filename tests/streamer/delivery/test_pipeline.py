@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from fake_shard import WAIT_S, FakeStore, Fault, Session, hosted
 from spent_deadline import spent_deadline
 from streamed_training import FAST, Training, compare, streaming
+from thread_ranks import Ranks, ThreadRank
 from watched_server import wait_until
 
 from headrace.schemas.errors import ConfigError, FencedError, RowRangeError, StorageError, UnavailableError
@@ -53,44 +53,8 @@ def test_older_trainer_is_fenced_off(store: FakeStore, training: Training) -> No
         assert old.stats().last_error is not None
 
 
-class ThreadWorld:
-    """Ranks that are threads."""
-
-    def __init__(self, rank: int, size: int, box: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._box, self._barrier = rank, size, box, barrier
-
-    def share(self, value: Any) -> Any:
-        if self.rank == 0:
-            self._box.append(value)
-        self._barrier.wait(WAIT_S)
-        return self._box[-1]
-
-    def gather(self, value: Any) -> list[Any]:
-        self._barrier.wait(WAIT_S)  # nobody reads the box any more
-        self._box.append((self.rank, value))
-        self._barrier.wait(WAIT_S)
-        return [each for _, each in sorted(self._box[-self.size :], key=lambda ranked: ranked[0])]
-
-
-def _start_ranks(address: str, **settings: Any) -> list[RawEmbeddingStreamer | BaseException]:
-    box: list[Any] = []
-    barrier = threading.Barrier(2)
-    results: list[RawEmbeddingStreamer | BaseException] = [RuntimeError("did not end")] * 2
-
-    def start(rank: int) -> None:
-        try:
-            results[rank] = RawEmbeddingStreamer(
-                address, run="test", world=ThreadWorld(rank, 2, box, barrier), **{**FAST, **settings}
-            )
-        except BaseException as exc:
-            results[rank] = exc
-
-    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    return results
+def _start_ranks(address: str) -> list[RawEmbeddingStreamer | BaseException]:
+    return Ranks(2).run(lambda world: RawEmbeddingStreamer(address, run="test", world=world, **FAST))
 
 
 def test_ranks_share_an_epoch(store: FakeStore) -> None:
@@ -148,20 +112,18 @@ def test_each_rank_says_which_it_is() -> None:
 
 def test_a_rank_that_finds_another_store_does_not_begin(store: FakeStore) -> None:
     """A rank that finds another store than rank 0 writes nothing there."""
-    box: list[Any] = []
-    barrier = threading.Barrier(2)
     with hosted(FakeStore(num_shards=3)) as elsewhere:
         elsewhere.server_id = "store-2"
-        leading = threading.Thread(target=lambda: ThreadWorld(0, 2, box, barrier).share(_agreed_on(store)))
-        leading.start()
-        with pytest.raises(StorageError, match=r"rank 1 finds another store at .* than rank 0"):
-            RawEmbeddingStreamer(elsewhere.address, run="test", world=ThreadWorld(1, 2, box, barrier), **FAST)
-        leading.join(WAIT_S)
+
+        def start(world: ThreadRank) -> Any:
+            if world.rank == 0:
+                return world.share(_Agreed(epoch=1, server_ids=(store.server_id,) * 3))
+            return RawEmbeddingStreamer(elsewhere.address, run="test", world=world, **FAST)
+
+        _, error = Ranks(2).run(start)
+        assert isinstance(error, StorageError)
+        assert re.match(r"rank 1 finds another store at .* than rank 0", str(error))
         assert not any(shard.sessions for shard in elsewhere.shards)
-
-
-def _agreed_on(store: FakeStore) -> Any:
-    return _Agreed(epoch=1, server_ids=(store.server_id,) * 3)
 
 
 def test_on_error_log_lets_training_go_on(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from dense_model import dense_of, tensors_of
+from thread_ranks import Ranks, ThreadRank
 from torch import nn
 from trainer_tables import Submitted, Trained
 
@@ -16,55 +17,14 @@ from headrace.streamer.flush.dense_schedule import DenseSchedule, Readiness, Tur
 from headrace.streamer.flush.flusher import Flusher
 
 
-class _Shared:
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.num_exchanges = 0
-
-
-class _Rank:
-    """A rank of several in one process."""
-
-    def __init__(self, shared: _Shared, rank: int) -> None:
-        self._shared, self.rank, self.size = shared, rank, len(shared.values)
-
-    def share(self, value: Any) -> Any:
-        return self.gather(value)[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        self._shared.values[self.rank] = value
-        if self._shared.barrier.wait() == 0:
-            self._shared.num_exchanges += 1
-        values = list(self._shared.values)
-        self._shared.barrier.wait()
-        return values
-
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        return self.gather(list(values))
-
-
-def on_ranks(size: int, work: Callable[[_Rank], Any]) -> tuple[list[Any], int]:
+def on_ranks(size: int, work: Callable[[ThreadRank], Any]) -> tuple[list[Any], int]:
     """Return what work returns on each rank, and how often they have exchanged something."""
-    shared = _Shared(size)
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(_Rank(shared, rank))
-        except BaseException as exc:
-            results[rank] = exc
-            shared.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    ranks = Ranks(size)
+    results = ranks.run(work)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, threading.BrokenBarrierError):
             raise result
-    return results, shared.num_exchanges
+    return results, ranks.num_exchanges
 
 
 def due_steps(
@@ -91,7 +51,7 @@ def due_steps(
 def test_one_rank_has_a_clock() -> None:
     """A run of one rank publishes at the first step after each interval, and at once when told."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         schedule = DenseSchedule(rank)
         return due_steps(schedule, range(1, 25), step_s=1.0)
 
@@ -103,7 +63,7 @@ def test_one_rank_has_a_clock() -> None:
 def test_ranks_publish_at_the_same_steps() -> None:
     """However their clocks differ, ranks publish at the same steps, an interval of the slowest's pace apart."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         return due_steps(DenseSchedule(rank), range(1, 41), step_s=(1.0, 0.5)[rank.rank])
 
     (first, second), num_exchanges = on_ranks(2, run)
@@ -115,7 +75,7 @@ def test_ranks_publish_at_the_same_steps() -> None:
 def test_step_numbers_may_have_gaps() -> None:
     """Steps that the user numbers by tens have intervals of the same time."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         return due_steps(DenseSchedule(rank), range(10, 300, 10), step_s=1.0)
 
     (first, second), _ = on_ranks(2, run)
@@ -126,7 +86,7 @@ def test_step_numbers_may_have_gaps() -> None:
 def test_a_rank_without_a_buffer_is_waited_for() -> None:
     """While a rank has no staging buffer, all ask again at each step, and send nothing else meanwhile."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         lacks = lambda step: Readiness.LACKS_BUFFER if rank.rank and 3 <= step < 6 else Readiness.IS_READY  # noqa: E731
         return due_steps(DenseSchedule(rank), range(1, 9), step_s=1.0, interval_s=2.0, readiness=lacks)
 
@@ -139,7 +99,7 @@ def test_a_rank_without_a_buffer_is_waited_for() -> None:
 def test_a_rank_whose_last_copy_is_on_its_way_is_not_waited_for() -> None:
     """If a rank cannot publish, none does, until the next dense step; rows go on."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         absent = lambda step: Readiness.IS_ABSENT if not rank.rank and step < 4 else Readiness.IS_READY  # noqa: E731
         return due_steps(DenseSchedule(rank), range(1, 9), step_s=1.0, interval_s=2.0, readiness=absent)
 
@@ -150,7 +110,7 @@ def test_a_rank_whose_last_copy_is_on_its_way_is_not_waited_for() -> None:
 def test_all_ranks_attach_anew_together() -> None:
     """After another model is attached, the next step is a dense step."""
 
-    def run(rank: _Rank) -> list[tuple[int, Turn]]:
+    def run(rank: ThreadRank) -> list[tuple[int, Turn]]:
         schedule = DenseSchedule(rank)
         found = due_steps(schedule, range(1, 4), step_s=1.0)
         schedule.begin_anew()
@@ -164,7 +124,7 @@ def test_all_ranks_attach_anew_together() -> None:
 def test_a_rank_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A rank that waits for another one, which may have ended, says where."""
 
-    class Late(_Rank):
+    class Late(ThreadRank):
         def exchange(self, values: Sequence[int]) -> list[list[int]]:
             timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
             for timer in timers:
@@ -172,7 +132,7 @@ def test_a_rank_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
             return [list(values)] * 2
 
     monkeypatch.setattr(world, "_LATE_S", 0.01)
-    schedule = DenseSchedule(Late(_Shared(2), 0))
+    schedule = DenseSchedule(Late(Ranks(2), 0))
     assert schedule.turn(7, 1.0, 1.0, Readiness.IS_READY) is Turn.DUE
     assert "rank 0 of 2 has waited in the end of step 7, where dense parameters are due" in caplog.text
 
@@ -181,7 +141,7 @@ def test_a_rank_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_flushers_of_ranks_publish_each_tensor_once(paused: bool) -> None:
     """Each tensor is in the flush of one rank, at the same steps; while a rank is paused, none publishes."""
 
-    def run(rank: _Rank) -> dict[int, set[str]]:
+    def run(rank: ThreadRank) -> dict[int, set[str]]:
         table = Trained()
         to = Submitted([])
         to.flusher = Flusher(
