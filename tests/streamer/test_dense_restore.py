@@ -11,6 +11,7 @@ import torch
 from dense_model import DenseModel, train_dense
 from dense_trainer import DenseTrainer, dense_specs, tensor_of
 from torch import nn
+from torch_tables import assert_same_states
 
 from headrace import RawEmbeddingStreamer, restore
 from headrace.cli import main
@@ -57,13 +58,7 @@ def assert_equal(ours: Trainer, theirs: Trainer) -> None:
     assert ours.model.state_dict().keys() == expected.keys()
     for name, value in ours.model.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    states, expected_states = ours.optimizer.state_dict()["state"], theirs.optimizer.state_dict()["state"]
-    assert states.keys() == expected_states.keys()
-    for index, state in expected_states.items():
-        assert states[index].keys() == state.keys()
-        for name, value in state.items():
-            found = states[index][name]
-            assert type(found) is type(value) and found.dtype == value.dtype and torch.equal(found, value), name
+    assert_same_states(ours.optimizer, theirs.optimizer)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

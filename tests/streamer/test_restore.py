@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_tables import SIZES, Make, TwoKinds, batch, hooks, row_wise_adagrad, train
+from torch_tables import SIZES, Make, TwoKinds, assert_same_states, batch, hooks, row_wise_adagrad, train
 
 from headrace import RawEmbeddingStreamer, restore
 from headrace.cli import main
@@ -63,19 +63,8 @@ def assert_equal(restored: Trainer, expected: Trainer) -> None:
     """Compare weights and the optimizer's whole state: names, types and values."""
     for (name, ours), theirs in zip(restored.model.named_parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    ours, theirs = restored.optimizer.state_dict(), expected.optimizer.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for index, state in theirs["state"].items():
-        assert ours["state"][index].keys() == state.keys()
-        for name, value in state.items():
-            found = ours["state"][index][name]
-            assert type(found) is type(value), name
-            if isinstance(value, torch.Tensor):
-                assert (found.dtype, found.device, found.requires_grad) == (value.dtype, value.device, False), name
-                assert torch.equal(found, value), name
-            else:
-                assert found == value, name
+    assert restored.optimizer.state_dict()["param_groups"] == expected.optimizer.state_dict()["param_groups"]
+    assert_same_states(restored.optimizer, expected.optimizer)
 
 
 @pytest.fixture
@@ -168,29 +157,8 @@ def test_it_streams_nothing_and_attach_sends_only_what_changes_then(
             restore(restored.model, restored.optimizer, server.address, model_name=request.node.name)
 
 
-def test_from_a_snapshot(tmp_path: Path) -> None:
-    """A snapshot brings back one step exactly, without a server, though training has gone on since."""
-    trained, at_cut = Trainer(), Trainer()
-    with ServerProcess.start(tmp_path / "data", shards=3) as server:
-        trained.stream(server.address, "a")
-        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
-        train(at_cut.model, at_cut.optimizer, BEFORE)
-        trained.stream(server.address, "a", AFTER)
-    restored = Trainer()
-    folder = tmp_path / "data" / "snapshots" / "one"
-    report = restore(restored.model, restored.optimizer, snapshot=folder)
-    assert_equal(restored, at_cut)
-    assert restored.train(AFTER) == at_cut.train(AFTER)
-    assert (report.epoch, report.step) == (1, len(BEFORE))
-    other = Trainer("momentum")
-    with pytest.raises(SpecMismatchError, match=r"does not fit the snapshot .*one, and nothing was changed"):
-        restore(other.model, other.optimizer, snapshot=folder)
-    with pytest.raises(ConfigError):
-        restore(other.model, other.optimizer, snapshot=tmp_path)
-
-
 def test_a_step_of_several_snapshots(tmp_path: Path) -> None:
-    """Of a directory of snapshots, the one of the step is taken, or the newest; a step that none has lists them."""
+    """A snapshot brings back one step exactly; of several, that of the step is taken, or the newest."""
     trained, at_cut = Trainer(), Trainer()
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         trained.stream(server.address, "a")
@@ -205,8 +173,16 @@ def test_a_step_of_several_snapshots(tmp_path: Path) -> None:
             assert_equal(restored, expected)
         with pytest.raises(ConfigError, match=r"no snapshot is at step 3; there are two at step 6, one at step 5"):
             restore(restored.model, restored.optimizer, snapshot=folder, step=3)
+    one, restored, other = tmp_path / "data" / "snapshots" / "one", Trainer(), Trainer("momentum")
+    report = restore(restored.model, restored.optimizer, snapshot=one)
+    assert restored.train(AFTER) == at_cut.train(AFTER)
+    assert (report.epoch, report.step) == (1, len(BEFORE))
     with pytest.raises(ConfigError, match=r"the snapshot is at step 5, not at step 6"):
-        restore(restored.model, restored.optimizer, snapshot=tmp_path / "data" / "snapshots" / "one", step=6)
+        restore(restored.model, restored.optimizer, snapshot=one, step=6)
+    with pytest.raises(SpecMismatchError, match=r"does not fit the snapshot .*one, and nothing was changed"):
+        restore(other.model, other.optimizer, snapshot=one)
+    with pytest.raises(ConfigError, match="no snapshot: there is no"):
+        restore(other.model, other.optimizer, snapshot=tmp_path)
 
 
 def test_a_step_that_the_server_is_at_or_not(tmp_path: Path) -> None:

@@ -84,3 +84,19 @@ def hooks(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     return on_modules + sum(
         len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) for optimizer in optimizers
     )
+
+
+def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Compare all that two optimizers keep of their parameters: names, types and values."""
+    states, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert states.keys() == expected.keys()
+    for index, state in expected.items():
+        assert states[index].keys() == state.keys()
+        for name, value in state.items():
+            found = states[index][name]
+            assert type(found) is type(value), name
+            if isinstance(value, torch.Tensor):
+                assert (found.dtype, found.device, found.requires_grad) == (value.dtype, value.device, False), name
+                assert torch.equal(found, value), name
+            else:
+                assert found == value, name
