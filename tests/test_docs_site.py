@@ -117,7 +117,7 @@ def test_reference_is_of_the_docstrings(site: Path) -> None:
         "headrace.streamer.config.StreamerConfig",
         "headrace.paramserver.replica.api.embedding_replica.EmbeddingReplica.lookup",
         "headrace.paramserver.replica.api.config.ReplicaConfig",
-        "headrace.paramserver.replica.api.bags.ReplicaEmbeddingBagCollection",
+        "headrace.paramserver.replica.api.embedding_collections.ReplicaEmbeddingBagCollection",
         "headrace.paramserver.reading.reader.EmbeddingReader.get",
         "headrace.paramserver.shard.launch.ServerProcess.start",
         "headrace.schemas.errors.HeadraceError",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from headrace.paramserver.replica.api.bags import BagTable, ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
 from headrace.paramserver.replica.api.config import DiskStorage, MemoryStorage, ReplicaConfig
+from headrace.paramserver.replica.api.embedding_collections import (
+    BagTable,
+    EmbeddingTable,
+    ReplicaEmbeddingBagCollection,
+    ReplicaEmbeddingCollection,
+)
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
-from headrace.paramserver.replica.api.sequences import EmbeddingTable, ReplicaEmbeddingCollection
 from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.replica.tables.dense import DenseParameters
 

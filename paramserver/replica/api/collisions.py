@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from headrace.paramserver.replica.api.bags import ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica.api.embedding_collections import (
+    ReplicaEmbeddingBagCollection,
+    ReplicaEmbeddingCollection,
+)
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.lookups import ReplicaModule, spec_in
-from headrace.paramserver.replica.api.sequences import ReplicaEmbeddingCollection
 from headrace.schemas.errors import ConfigError, RequestError
 
 __all__ = ["ReplicaManagedCollisionCollection"]

@@ -13,12 +13,15 @@ from torch import nn
 
 from headrace.kernels.dtypes import TORCH_DTYPES
 from headrace.kernels.module_walk import FoundModule, inside_wrapper, is_a, named_modules, named_tensors
-from headrace.paramserver.replica.api.bags import ReplicaEmbeddingBagCollection
 from headrace.paramserver.replica.api.collisions import ReplicaManagedCollisionCollection
 from headrace.paramserver.replica.api.dense_forward import DenseForward
+from headrace.paramserver.replica.api.embedding_collections import (
+    ReplicaEmbeddingBagCollection,
+    ReplicaEmbeddingCollection,
+    configs_of,
+)
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
-from headrace.paramserver.replica.api.sequences import ReplicaEmbeddingCollection, configs_of
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
 from headrace.schemas.table_names import check_model, model_of, table_name

@@ -11,7 +11,7 @@ from collision_training import BATCH, DIM, ROWS, collision_model, drifting_ids
 from sparse_model import one_rank
 
 from headrace.paramserver.replica import EmbeddingReplica, ReplicaManagedCollisionCollection, serve_model
-from headrace.paramserver.replica.api.bags import BagTable, ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica.api.embedding_collections import BagTable, ReplicaEmbeddingBagCollection
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, RequestError
 from headrace.streamer import RawEmbeddingStreamer

@@ -1,4 +1,4 @@
-"""Pooled lookups of a replica equal TorchRec's own collection, bit for bit."""
+"""Lookups of a replica, pooled or not, equal those of TorchRec's own collections, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from headrace.paramserver.replica import BagTable, EmbeddingReplica, ReplicaEmbeddingBagCollection
+from headrace.paramserver.replica import (
+    BagTable,
+    EmbeddingReplica,
+    EmbeddingTable,
+    ReplicaEmbeddingBagCollection,
+    ReplicaEmbeddingCollection,
+)
 from headrace.paramserver.replica.api.config import DiskStorage
 from headrace.paramserver.replica.tables.in_memory import MemoryTable
 from headrace.paramserver.shard.launch import ServerProcess
@@ -58,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("storage", [{}, {"*": DiskStorage(memory_bytes=4096)}], ids=["memory", "disk"])
-def test_agrees_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is_weighted: bool) -> None:
+def test_bags_agree_with_torchrec_to_the_bit(server: ServerProcess, storage: Any, is_weighted: bool) -> None:
     """Outputs, names and order for random jagged features equal those of the trainer's collection."""
     torch.manual_seed(3)
     model = torch.nn.ModuleDict({f"ebc{is_weighted}": _collection(is_weighted=is_weighted)})
@@ -155,3 +161,60 @@ def test_weights_go_with_a_weighted_collection_alone() -> None:
         plain.pool({"f": (*pair, torch.ones(2))})
     with pytest.raises(RequestError, match=r"weights are torch\.float64, must be torch\.float32"):
         weighted.pool({"f": (*pair, torch.ones(2, dtype=torch.float64))})
+
+
+def _sequences(seed: int, *, batch: int = 5) -> Any:
+    import torchrec
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (2 * batch,), generator=generator)
+    values = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
+    return torchrec.KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths)
+
+
+@pytest.mark.parametrize("need_indices", [False, True])
+@pytest.mark.parametrize("data_type", ["FP32", "FP16"])
+def test_sequences_agree_with_torchrec_to_the_bit(server: ServerProcess, data_type: str, need_indices: bool) -> None:
+    """Names, rows, lengths and indices equal those of the trainer's collection; a feature may be in two tables."""
+    torchrec = pytest.importorskip("torchrec")
+    of = getattr(torchrec.modules.embedding_configs.DataType, data_type)
+    tables = [
+        torchrec.EmbeddingConfig(name=table, num_embeddings=30, embedding_dim=6, feature_names=features, data_type=of)
+        for table, features in (("t0", ["a", "b"]), ("t1", ["b"]))
+    ]
+    ec = torchrec.EmbeddingCollection(tables=tables, need_indices=need_indices)
+    model = torch.nn.ModuleDict({"ec": ec})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name = f"{data_type}-{need_indices}"
+    with RawEmbeddingStreamer(server.address, run=name, model=name) as streamer:
+        streamer.attach(model, optimizer, publish="all")
+        for seed in range(3):
+            optimizer.zero_grad()
+            sum(part.values().pow(2).sum() for part in ec(_sequences(seed)).values()).backward()
+            optimizer.step()
+        streamer.flush()
+        with EmbeddingReplica(server.address, consistency="step", model=name) as replica:
+            replica.wait_for(3, 60.0, epoch=streamer.epoch)
+            ours = ReplicaEmbeddingCollection.like(ec, replica, prefix="ec", model=name)
+            assert [table.fqn for table in ours.tables] == [
+                f"{name}:ec.embeddings.t0.weight",
+                f"{name}:ec.embeddings.t1.weight",
+            ]
+            for seed in range(10, 20):
+                features = _sequences(seed)
+                with torch.no_grad():
+                    expected, found = ec(features), ours(features)
+                assert list(found) == list(expected) == ["a", "b@t0", "b@t1"]
+                for feature, part in expected.items():
+                    assert torch.equal(found[feature].values().view(torch.int32), part.values().view(torch.int32))
+                    assert torch.equal(found[feature].lengths(), part.lengths())
+                    indices = found[feature].weights_or_none()
+                    assert torch.equal(indices, part.weights()) if need_indices else indices is None
+            with pytest.raises(RequestError, match="feature 'b' is missing; there are a"):
+                ours(torchrec.KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])))
+            with pytest.raises(ConfigError, match="no table 'nothing'"):
+                ReplicaEmbeddingCollection(replica, [EmbeddingTable(fqn="nothing", features=("a",))])
+            with pytest.raises(ConfigError, match="features is one string, 'a'"):
+                EmbeddingTable(fqn="t", features=cast("Any", "a"))
+            with pytest.raises(ConfigError, match="a Linear is no EmbeddingBagCollection"):
+                ReplicaEmbeddingCollection.like(torch.nn.Linear(1, 1), replica)
