@@ -19,8 +19,8 @@ from rich.table import Table
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, by_age, read_manifest, verify_snapshot
-from headrace.paramserver.snapshots.object_store import SnapshotStore
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot
 from headrace.paramserver.system.text import format_size

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder, verify_snapshot
-from headrace.paramserver.snapshots.object_store import SnapshotStore
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
