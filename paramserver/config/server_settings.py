@@ -17,6 +17,7 @@ from headrace.paramserver.expiry.policy import ExpiryRules
 from headrace.paramserver.rpc.address import DEFAULT_PORT, check_hosts, problem_of_host
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.limits import machine_memory_bytes
+from headrace.paramserver.system.object_store import check_object_store_url
 from headrace.paramserver.system.settings import (
     REQUIRED,
     Kind,
@@ -127,6 +128,15 @@ class ShardSettings(ThriftSettings):
         default_text="7d",
     )
 
+    object_store: str | None = text_setting(
+        None,
+        "Where snapshots go: s3://, gs://, az:// or file:/// and a prefix for this server alone. Credentials come from "
+        "the environment. See docs/snapshots.md.",
+    )
+    object_store_rate: int = size_setting(
+        0, 0, _MAX_BYTES, "Bytes a second between each shard and the object store, both ways. 0 sets no bound."
+    )
+
     writer_token_file: Path | None = path_setting(
         None, "File with a second token, for trainers and readers: a client that shows it may not snapshot or expire."
     )
@@ -143,6 +153,8 @@ class ShardSettings(ThriftSettings):
         # By name: with slots the class is made anew, and `super()` without arguments fails.
         ThriftSettings.__post_init__(self)
         ExpiryRules.parse(self.expiry or "")
+        if self.object_store is not None:
+            check_object_store_url(self.object_store)
         if 0 < self.block_cache_bytes < _MIB:
             raise ConfigError("block_cache_bytes is less than 1MiB; 0 sizes it from the machine")
         self._check_order("max_frame_bytes", "max_log_pending_bytes")
