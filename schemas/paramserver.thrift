@@ -123,6 +123,8 @@ struct ShardAddress {
   1: required i32 shard,
   2: required string host,
   3: required i32 port,
+  /** The term of the claim by which the shard is there; absent where nobody claims shards. The highest one is right. */
+  4: optional i64 term,
 }
 
 struct Limits {
@@ -176,6 +178,8 @@ struct HelloRequest {
   14: optional list<string> dropped_tables,
   /** Tables that keep all but their names; those that do not exist are skipped. As for `dropped_tables`. */
   15: optional list<TableRename> renamed_tables,
+  /** Where a node of a cluster knows its server's shards to be; the shard takes what has a higher term. Only an ADMIN may. */
+  16: optional list<ShardAddress> shards,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */
@@ -202,6 +206,11 @@ struct HelloReply {
   9: optional list<TableOwner> owners,
   /** Those of `tables` that are generations not complete on this shard. Absent from a server that knows none. */
   10: optional list<string> filling,
+  /**
+   * The term in which this shard runs; absent where nobody claims shards. It is in every reply of such a shard. A client
+   * that has seen a higher one of the same shard talks to an old copy, and takes nothing from it.
+   */
+  11: optional i64 term,
 }
 
 /** `num_rows × width` elements of one optimizer state. */
@@ -269,6 +278,7 @@ struct SetEmbeddingsReply {
   1: required i64 seq,
   /** The batch was already durable; nothing changed. */
   2: required bool is_duplicate,
+  3: optional i64 term,
 }
 
 /** A request for rows of one more table. */
@@ -315,6 +325,7 @@ struct GetEmbeddingsReply {
   8: required i64 seq,
   /** For `more` of the request, in its order, all as of the same moment. */
   9: optional list<RowsFound> more,
+  10: optional i64 term,
 }
 
 struct FindRowsRequest {
@@ -335,6 +346,7 @@ struct FindRowsReply {
    */
   3: required binary epochs,
   4: required binary steps,
+  5: optional i64 term,
 }
 
 /** A table's scalar as this shard has it; the shard with the newest (epoch, step) has the newest value. */
@@ -467,6 +479,7 @@ struct StatusReply {
   /** From a replica, which answers as one shard; its `log_seq` and `applied_seq` are the lowest of its shards'. */
   17: optional ReplicaStatus replica,
   18: optional ExpiryStatus expiry,
+  19: optional i64 term,
 }
 
 struct FetchUpdatesRequest {
@@ -515,6 +528,7 @@ struct FetchUpdatesReply {
   4: optional i64 mark_before,
   /** Nonce of the segment that has the last of `records`, which each start of the server draws anew; absent without records. */
   5: optional i64 mark,
+  6: optional i64 term,
 }
 
 struct CreateSnapshotRequest {
@@ -560,6 +574,7 @@ struct FetchSnapshotReply {
   2: required binary data,
   /** Size of the whole file. */
   3: required i64 size_bytes,
+  4: optional i64 term,
 }
 
 struct DigestRowsRequest {
@@ -593,6 +608,7 @@ struct DigestRowsReply {
   5: required i64 next_row,
   /** The digests include all acked batches up to this seq, and none beyond. A replica sends the sum of its shards' seqs. */
   6: required i64 seq,
+  7: optional i64 term,
 }
 
 struct ExpireRowsRequest {

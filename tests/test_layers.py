@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_440,
-    "kernels": 2_710,
-    "paramserver": 30_290,
-    "streamer": 11_200,
+    "schemas": 2_450,
+    "kernels": 2_730,
+    "paramserver": 30_420,
+    "streamer": 11_150,
     "scripts": 11_170,
-    "tests": 65_120,
+    "tests": 65_010,
 }
 NUM_PRODUCT_FILES = 274
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

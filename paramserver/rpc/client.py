@@ -19,6 +19,7 @@ from thriftpy2.thrift import TApplicationException
 from headrace.paramserver.rpc.address import format_address, keep_alive
 from headrace.paramserver.rpc.frame_writer import FrameWriter
 from headrace.paramserver.rpc.frames import PROGRESS_BYTES, Frame, FrameReader, new_scratch
+from headrace.paramserver.rpc.shard_places import ShardPlaces, StaleTermError
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import (
     HeadraceError,
@@ -68,11 +69,16 @@ class ParamServerClient:
     Attributes:
         address: Host and port it connected to.
         max_frame_bytes: Longest request that the server accepts, from its hello; 64 MiB before.
+        places: Where the server's shards are. Hellos add to it, and a reply of a shard's old copy ends the connection
+            with `StaleTermError`. None takes all replies.
     """
 
-    def __init__(self, protocol: _ClientProtocol, address: str) -> None:
+    def __init__(self, protocol: _ClientProtocol, host: str, port: int) -> None:
         """Use `connect`."""
-        self.address = address
+        self.address = format_address(host, port)
+        self.places: ShardPlaces | None = None
+        self._host, self._port = host, port
+        self._guarded_shard: int | None = None
         self.max_frame_bytes = DEFAULT_MAX_FRAME_BYTES
         self._protocol = protocol
         self._last_seqid = 0
@@ -129,7 +135,7 @@ class ParamServerClient:
             raise UnavailableError(f"no connection to {address}: {_reason(exc)}") from exc
         except ValueError as exc:  # of the lookup: an empty or too long label, a zero byte
             raise UnavailableError(f"no connection to {address}: {host!r} is no name of a host") from exc
-        return cls(protocol, address)
+        return cls(protocol, host, port)
 
     @property
     def is_closed(self) -> bool:
@@ -145,6 +151,10 @@ class ParamServerClient:
         """Call `hello` and note the limits in its reply."""
         reply = await self._call("hello", request, timeout_s)
         self.max_frame_bytes = reply.limits.max_frame_bytes
+        if self.places is not None and reply.server_id == self.places.server_id:
+            self._guarded_shard = reply.shard
+            self._check_term(self.places, reply)
+            self.places.learn(reply, self._host, self._port)
         return reply
 
     async def set_embeddings(self, request: Any, *, timeout_s: float = 60.0) -> Any:
@@ -222,8 +232,19 @@ class ParamServerClient:
                 f"{name} to {self.address}: no answer within {format_seconds(timeout_s)}{why}"
             ) from exc
         try:
-            return _result_of(name, header, frame, result_class)
+            reply = _result_of(name, header, frame, result_class)
         except ProtocolError as exc:
+            self._protocol.fail(exc)
+            raise
+        if self.places is not None and self._guarded_shard is not None and hasattr(reply, "term"):
+            self._check_term(self.places, reply)
+        return reply
+
+    def _check_term(self, places: ShardPlaces, reply: Any) -> None:
+        assert self._guarded_shard is not None
+        try:
+            places.check_term(self._guarded_shard, reply.term or 0, self.address)
+        except StaleTermError as exc:
             self._protocol.fail(exc)
             raise
 

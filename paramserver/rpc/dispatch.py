@@ -123,6 +123,8 @@ class Service(Protocol):
     A method takes a `Call` and the IDL's request, if there is one, and returns the IDL's reply. It raises a
     `HeadraceError` to refuse. Methods of one connection start in the order of its requests, and keep that order up to
     their first `await` that waits. A method runs on when its peer is gone.
+
+    A service with a `term` above 0 has it in every reply.
     """
 
     async def hello(self, call: Call, request: Any) -> Any:
@@ -233,6 +235,9 @@ class Dispatcher:
             self._access.check_hello(argument.role, argument.token)
             argument.token = None  # no longer needed, and must not reach a log
         success = await method.handler(request.call, *([argument] if method.has_request else []))
+        # Here, for all methods: a reply without it would be one that nobody can tell from an old copy's.
+        if (term := getattr(self.service, "term", 0)) and hasattr(success, "term"):
+            success.term = term
         if method.name == "hello":
             peer.role, peer.run, peer.client = argument.role, argument.run, argument.client
         return success

@@ -102,6 +102,37 @@ def test_golden_messages(name: str, part: str) -> None:
     assert message(name, part, decode_struct(cls, frame, header.body_offset)) == golden
 
 
+# As a shard with a term writes them: golden, with the term as their last field.
+_WITH_TERM = {
+    "setEmbeddings": "0a000300000000000000070000",
+    "getEmbeddings": "0a000a00000000000000070000",
+    "findRows": "0a000500000000000000070000",
+    "digestRows": "0a000700000000000000070000",
+    "fetchUpdates": "0a000600000000000000070000",
+    "fetchSnapshot": "0a000400000000000000070000",
+    "status": "0a001300000000000000070000",
+    "hello": "0a000b00000000000000070000",
+}
+
+
+@pytest.mark.parametrize("name", _WITH_TERM)
+def test_terms_in_recorded_replies(name: str) -> None:
+    """An old server's reply has no term; a new one's has it behind the old fields, which an old client reads alone."""
+    cls = getattr(SERVICE, f"{name}_result")
+    golden = golden_messages()[name, "result"]
+    result = decode_struct(cls, memoryview(golden), decode_header(memoryview(golden)).body_offset)
+    assert result.success.term is None
+    result.error = None
+    old = message(name, "result", result)
+    result.success.term = 7
+    new = message(name, "result", result)
+    assert new.endswith(bytes.fromhex(_WITH_TERM[name]))
+    assert thriftpy_decoded(cls, new[decode_header(memoryview(new)).body_offset :]).success.term == 7
+    end = len(bytes.fromhex(_WITH_TERM[name]))
+    unknown = new[:-end] + b"\x0a\x7f\xff" + new[3 - end :]  # to a reader of before terms its number is as foreign
+    assert message(name, "result", decode_struct(cls, memoryview(unknown), 4 + 4 + len(name) + 4)) == old
+
+
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
 @settings(max_examples=15)
 @given(data=st.data())

@@ -36,6 +36,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.limits = ServerLimits()
+        self.term = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.gates: dict[str, asyncio.Event] = {}
