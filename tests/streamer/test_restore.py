@@ -157,7 +157,7 @@ def test_it_streams_nothing_and_attach_sends_only_what_changes_then(
             restore(restored.model, restored.optimizer, server.address, model_name=request.node.name)
 
 
-def test_a_step_of_several_snapshots(tmp_path: Path) -> None:
+def test_from_a_snapshot(tmp_path: Path) -> None:
     """A snapshot brings back one step exactly; of several, that of the step is taken, or the newest."""
     trained, at_cut = Trainer(), Trainer()
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
@@ -175,6 +175,7 @@ def test_a_step_of_several_snapshots(tmp_path: Path) -> None:
             restore(restored.model, restored.optimizer, snapshot=folder, step=3)
     one, restored, other = tmp_path / "data" / "snapshots" / "one", Trainer(), Trainer("momentum")
     report = restore(restored.model, restored.optimizer, snapshot=one)
+    assert_equal(restored, at_cut)
     assert restored.train(AFTER) == at_cut.train(AFTER)
     assert (report.epoch, report.step) == (1, len(BEFORE))
     with pytest.raises(ConfigError, match=r"the snapshot is at step 5, not at step 6"):
