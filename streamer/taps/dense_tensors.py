@@ -19,9 +19,9 @@ from headrace.kernels.module_walk import FoundTensor, is_a, named_modules, named
 from headrace.schemas.errors import ConfigError, UnsupportedModelError
 from headrace.schemas.table_names import table_name
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
-from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
+from headrace.streamer.taps.local_parts import is_dtensor
 from headrace.streamer.taps.model_tree import Selection, check_names, inner_optimizers
-from headrace.streamer.taps.optimizer_rules import Rule, rule_of
+from headrace.streamer.taps.optimizer_rules import Rule, owners_of, rule_of
 from headrace.streamer.taps.tapped_table import dtype_of
 from headrace.streamer.world import World, together
 
@@ -180,12 +180,7 @@ class DenseTensors:
                 continue
             _check_same(f"state {state.name!r} of dense tensor {spec.fqn!r}", value, spec, state.dtype)
             states.append(_whole(value))
-        scalars = {
-            name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
-            for name in trained.rule.scalars
-            if (value := made.get(name)) is not None
-        }
-        return DenseValues(weights=_whole(tensor), states=tuple(states), scalars=scalars)
+        return DenseValues(weights=_whole(tensor), states=tuple(states), scalars=trained.rule.scalars_in(made))
 
     def _describe(self, found: FoundTensor) -> DenseTensor:
         path, tensor = found.path, found.tensor
@@ -258,13 +253,7 @@ def _check_tensor(found: FoundTensor) -> None:
 
 def _trained_by(path: str, tensor: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> _Trained | None:
     """Return what trains a parameter; None for a frozen one."""
-    in_backward: list[torch.optim.Optimizer] = getattr(tensor, "_in_backward_optimizers", [])
-    owners = [
-        (optimizer, group)
-        for optimizer in [*optimizers, *in_backward]
-        for group in optimizer.param_groups
-        if tensor.requires_grad and any(each is tensor for each in group["params"])
-    ]
+    owners = owners_of(tensor, optimizers) if tensor.requires_grad else []
     if not owners:
         return None
     if len(owners) > 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from headrace.schemas.errors import UnsupportedModelError
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
 
-__all__ = ["Reach", "Rule", "changed_rows", "nonzero_rows", "rule_of"]
+__all__ = ["Reach", "Rule", "changed_rows", "group_of", "nonzero_rows", "owners_of", "rule_of"]
 
 _Settings = Mapping[str, Any]
 
@@ -51,6 +51,14 @@ class Rule:
     # Returns the scalars that the first step creates, where the constructor has not; its row states are zeros.
     first_scalars: Callable[[_Settings, torch.Tensor], dict[str, Any]] = lambda group, parameter: {}
 
+    def scalars_in(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the scalars of a parameter's state so far; a plain number (SparseAdam's step) as int64."""
+        return {
+            name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for name in self.scalars
+            if (value := state.get(name)) is not None
+        }
+
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule for an optimizer's exact type, or refuse it: a derived class may do anything."""
@@ -62,6 +70,21 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         f"optimizer {kind.__name__} cannot be streamed exactly: it is not known which rows its step changes; use SGD, "
         f"Adagrad, Adam, AdamW, SparseAdam, RowWiseAdagrad, or a fused optimizer of FBGEMM or TorchRec for the tables"
     )
+
+
+def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any] | None:
+    """Return an optimizer's present settings for a parameter; None if it does not have it."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
+
+
+def owners_of(
+    parameter: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return which of some optimizers, and of those applied in `backward()`, have a parameter, with their settings."""
+    in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    settings = [(optimizer, group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
+    return [(optimizer, group) for optimizer, group in settings if group is not None]
 
 
 def _sgd_states(group: _Settings) -> tuple[tuple[str, bool], ...]:

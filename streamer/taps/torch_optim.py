@@ -29,7 +29,7 @@ from headrace.streamer.taps.guards.hidden_writes import RowProbe, check_not_alia
 from headrace.streamer.taps.guards.unattached_steps import UnattachedSteps
 from headrace.streamer.taps.hooks import StepHooks
 from headrace.streamer.taps.local_parts import is_dtensor, local_tensor
-from headrace.streamer.taps.optimizer_rules import Reach, Rule, changed_rows, nonzero_rows, rule_of
+from headrace.streamer.taps.optimizer_rules import Reach, Rule, changed_rows, group_of, nonzero_rows, owners_of, rule_of
 from headrace.streamer.taps.tapped_table import TablePart, TappedTable, tap_part, zero_state
 
 __all__ = ["TableParameter", "TorchOptimTap", "TrackedParameter"]
@@ -149,7 +149,7 @@ class TrackedParameter:
 
     def group(self) -> dict[str, Any] | None:
         """Return the optimizer's present settings for this table; None if it no longer has the table."""
-        return _group_of(self.optimizer, self.parameter)
+        return group_of(self.optimizer, self.parameter)
 
     def note_move(self) -> None:
         """Record that a part's dirty rows moved to or from a device."""
@@ -227,11 +227,6 @@ def _broadcast_rows(rows: torch.Tensor, source: int, group: Any) -> None:
         dist.broadcast(whole, source, group=group)
         if whole.data_ptr() != piece.data_ptr():
             piece.copy_(whole)
-
-
-def _group_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Any] | None:
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    return next((group for group in groups if any(each is parameter for each in group["params"])), None)
 
 
 def _is_rows(state: torch.Tensor | None) -> bool:
@@ -349,7 +344,7 @@ class TorchOptimTap:
         else:
             return
         if tracked.group() is None:  # its optimizer no longer has it: perhaps another attached one does
-            others = [each for each in self._optimizers if _group_of(each, tracked.parameter) is not None]
+            others = [each for each in self._optimizers if group_of(each, tracked.parameter) is not None]
             tracked.other_optimizer = type(others[0]).__name__ if others else tracked.other_optimizer
         for each in written:
             each.mark_all()
@@ -406,9 +401,7 @@ class TorchOptimTap:
 def _track(source: TableParameter, optimizers: list[torch.optim.Optimizer]) -> TrackedParameter:
     """Find the one optimizer of a table and describe the table, or refuse it."""
     parameter, fqn = source.parameter, source.parts[0].fqn
-    in_backward: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
-    settings = [(optimizer, _group_of(optimizer, parameter)) for optimizer in [*optimizers, *in_backward]]
-    owners = [(optimizer, group) for optimizer, group in settings if group is not None]
+    owners = owners_of(parameter, optimizers)
     if len(owners) != 1:
         names = " and ".join(type(owner).__name__ for owner, _ in owners)
         raise UnsupportedModelError(
@@ -451,7 +444,7 @@ def _part(tracked: TrackedParameter, part: TablePart) -> _TrackedPart:
         weights=lambda: part.columns(part.rows(_weights(tracked))),
         is_in_use=tracked.source.is_in_use,
         states=lambda: _states(tracked, part, num_rows, num_columns),
-        scalars=lambda: _scalars(tracked),
+        scalars=lambda: tracked.rule.scalars_in(tracked.optimizer.state.get(tracked.parameter, {})),
         holder=tracked,
     )
     table.on_move = tracked.note_move
@@ -483,16 +476,6 @@ def _states(tracked: TrackedParameter, part: TablePart, num_rows: int, num_colum
             rows = part.rows(made[name])
             states[name] = rows if is_rowwise else part.columns(rows)
     return states
-
-
-def _scalars(tracked: TrackedParameter) -> dict[str, torch.Tensor]:
-    """Return the optimizer's values of the whole table; a plain number (SparseAdam's step) as int64."""
-    state = tracked.optimizer.state.get(tracked.parameter, {})
-    return {
-        name: local_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
-        for name in tracked.rule.scalars
-        if (value := state.get(name)) is not None
-    }
 
 
 def _warn_once(tracked: TrackedParameter, reason: str) -> None:
