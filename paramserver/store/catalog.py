@@ -192,6 +192,12 @@ class Catalog:
                 if known.spec == spec or (knows_outgrown and known.is_of(spec)):
                     continue
                 if not spec.is_growth_of(known.spec):
+                    if known.spec.is_dense and spec.is_dense:
+                        raise SpecMismatchError(
+                            f"dense tensor {spec.fqn!r} is registered with another spec (registered ≠ yours): "
+                            f"{known.spec.describe_difference(spec)}; remove it with `headrace table drop`, with all "
+                            "other dense tensors that have changed, or give your model another name (model=…)"
+                        )
                     raise SpecMismatchError(
                         f"table {spec.fqn!r} is registered with another spec (registered ≠ yours): "
                         f"{known.spec.describe_difference(spec)}; a table can get more rows and changes in nothing "

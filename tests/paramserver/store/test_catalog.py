@@ -70,6 +70,14 @@ def test_another_spec_of_the_same_name_is_refused(change: dict[str, object], say
         catalog.check([dataclasses.replace(ITEMS, **change)])
 
 
+def test_a_dense_tensor_of_another_shape_is_refused() -> None:
+    """It has no generations, so the error says how to begin anew."""
+    catalog = Catalog({})
+    catalog.add([TableSpec.of_tensor("top.weight", (4, 3), DType.FLOAT32)])
+    with pytest.raises(SpecMismatchError, match=r"shape \(4, 3\) ≠ \(5, 3\); remove it with `headrace table drop`"):
+        catalog.check([TableSpec.of_tensor("top.weight", (5, 3), DType.FLOAT32)])
+
+
 def test_an_unknown_table_is_refused_with_those_that_there_are() -> None:
     """The error lists registered tables, for users who mistyped a name."""
     catalog = Catalog({})
