@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,7 +166,8 @@ def restore(
         model: The model as it trains, as for `RawEmbeddingStreamer.attach`, with its weights in memory.
         optimizer: The optimizers that train the tables, new ones or used ones; None if the tables have fused ones.
         address: `host:port` of any shard. REQUIRES: nothing trains the tables there meanwhile.
-        snapshot: Directory of a snapshot, or of several, that every rank can read, instead of an address.
+        snapshot: Instead of an address, the directory of a snapshot, or of several, that every rank can read; or the
+            URL of an object store, `s3://bucket/prefix`, whose files are fetched to each machine's temporary directory.
         model_name: The model's name on the server; None takes the only one that has tables of these names.
         step: "newest", or a step of the run that owns the tables: a server has to be at that step exactly, as after a
             flush; of several snapshots that of the step is taken.
@@ -212,10 +214,12 @@ def restore(
     try:
         with warn_when_late("restore(...)", rank=world.rank, world_size=world.size):
             plan = _agree(world, tap, source, wanted)
+        plan = dataclasses.replace(plan, source=_with_files(world, source, plan.source))
         parts = [table for table in tap.tables if table.spec.fqn in plan.stored]
         return _restore(world, source, plan, parts, with_states=states)
     finally:
         tap.close()
+        source.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +300,16 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         scalars={path: described.scalars.get(name, {}) for path, name in stored.items()},
         skipped=misfits,
     )
+
+
+def _with_files(world: World, source: RestoreSource, stored: StoredTables) -> StoredTables:
+    """Return what is stored with its directory on this machine, which one rank of each machine fetches if need be."""
+    machines = world.gather(socket.gethostname())
+    first_here = machines.index(machines[world.rank])
+    folders = _together(world, lambda: source.folder(stored) if world.rank == first_here else None)
+    here = dataclasses.replace(stored, folder=folders[first_here])
+    # Containers may have the name of their machine in common, and no files.
+    return dataclasses.replace(here, folder=_together(world, lambda: source.folder(here))[world.rank])
 
 
 def _model_with(paths: Iterable[str], names: Iterable[str], place: str) -> str:

@@ -1,9 +1,10 @@
-"""Where a model is restored from: the shards of a running server, or a snapshot's directory."""
+"""Where a model is restored from: the shards of a running server, a snapshot's directory, or an object store."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart,
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
 from headrace.paramserver.rpc.security import load_token
+from headrace.paramserver.snapshots.bucket import SnapshotStore, is_store_url
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest
 from headrace.paramserver.snapshots.remote import newest_snapshot
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError
 from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordLayout
-from headrace.schemas.snapshot_manifest import MANIFEST_NAME
+from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
 from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
@@ -98,6 +100,12 @@ class RestoreSource(Protocol):
     def describe(self, step: Step) -> StoredTables:
         """Return what is there; of several snapshots, that of a step. Only one rank calls it."""
 
+    def folder(self, stored: StoredTables) -> Path | None:
+        """Return the directory of the chosen snapshot on this machine, fetched if need be; None for a server."""
+
+    def close(self) -> None:
+        """Remove what was fetched; idempotent."""
+
     def read(self, stored: StoredTables, wanted: Sequence[tuple[str, TappedTable]], write: _Write) -> None:
         """Read the rows of tables, or parts of tables, given with their stored names; call `write` with some at a time.
 
@@ -118,9 +126,14 @@ def restore_source(
 ) -> RestoreSource:
     """Return the server or the snapshot that a user means; ConfigError unless it is one of them."""
     if (address is None) == (snapshot is None):
-        raise ConfigError("say where from: the address of a running server, or snapshot=… for a snapshot's directory")
+        raise ConfigError(
+            "say where from: the address of a running server, or snapshot=… for a snapshot's directory or an object "
+            "store's URL"
+        )
     if address is None:
         assert snapshot is not None
+        if isinstance(snapshot, str) and is_store_url(snapshot):
+            return _StoredSnapshot(snapshot)
         return _Snapshot(Path(snapshot))
     host_and_port(address)
     if timeout_s is not None:
@@ -148,6 +161,12 @@ class _Server:
             )
 
         return ask_store(self._address, self._config, self._token, ask, None)
+
+    def folder(self, stored: StoredTables) -> Path | None:
+        return None
+
+    def close(self) -> None:
+        pass
 
     async def _newest_snapshot(self) -> tuple[str, int] | None:
         dial = Dial(
@@ -203,7 +222,15 @@ class _Snapshot:
         self._folder = folder
 
     def describe(self, step: Step) -> StoredTables:
-        folder = _choose(self._folder, step)
+        return self._describe(_choose(self._folder, step))
+
+    def folder(self, stored: StoredTables) -> Path | None:
+        return stored.folder
+
+    def close(self) -> None:
+        pass
+
+    def _describe(self, folder: Path) -> StoredTables:
         with SnapshotReader(folder) as reader:
             scalars = {
                 name: {s.name: np.frombuffer(s.data, DType(s.dtype).numpy)[0] for s in reader.scalars(name).values()}
@@ -251,6 +278,38 @@ class _Snapshot:
         return part, {path: stored.scalars.get(table_name(model, path), {}) for path in part.specs}
 
 
+class _StoredSnapshot(_Snapshot):
+    """A snapshot in an object store. Its files are fetched to a temporary directory, once on each machine."""
+
+    def __init__(self, url: str) -> None:
+        self._store, self._url = SnapshotStore.of_url(url), url
+        self._fetched: tempfile.TemporaryDirectory[str] | None = None
+
+    def describe(self, step: Step) -> StoredTables:
+        manifest = _at(step, self._store.manifests(), self._url)
+        return dataclasses.replace(
+            self._describe(self._fetch(manifest.name)), place=f"the snapshot {manifest.name} of {self._url}"
+        )
+
+    def folder(self, stored: StoredTables) -> Path | None:
+        assert stored.folder is not None
+        if (stored.folder / MANIFEST_NAME).is_file():
+            return stored.folder
+        return self._fetch(stored.folder.name)
+
+    def close(self) -> None:
+        if self._fetched is not None:
+            self._fetched.cleanup()
+
+    def _fetch(self, name: str) -> Path:
+        if self._fetched is None:
+            self._fetched = tempfile.TemporaryDirectory(prefix="headrace-restore-")
+        files = SnapshotFiles(Path(self._fetched.name))
+        if not files.folder_of(name).exists():
+            self._store.fetch(name, files)
+        return files.folder_of(name)
+
+
 def _choose(folder: Path, step: Step) -> Path:
     """Return the directory of a snapshot: this one, or of several in it the newest, or the newest of a step."""
     if (folder / MANIFEST_NAME).is_file():
@@ -265,11 +324,18 @@ def _choose(folder: Path, step: Step) -> Path:
         raise CorruptionError(f"{damage[0]}; give the directory of one sound snapshot")
     if not manifests:
         raise ConfigError(f"{folder}: no snapshot: there is no {MANIFEST_NAME}, and none in a directory in it")
+    return files.folder_of(_at(step, manifests, folder).name)
+
+
+def _at(step: Step, manifests: Sequence[SnapshotManifest], place: object) -> SnapshotManifest:
+    """Return the newest snapshot, or the newest of a step; they are given oldest first."""
+    if not manifests:
+        raise ConfigError(f"{place}: no snapshots")
     fitting = [manifest for manifest in manifests if step in ("newest", manifest.step)]
     if not fitting:
         there = first_of([f"{manifest.name} {_at_step(manifest.step)}" for manifest in reversed(manifests)])
-        raise ConfigError(f"{folder}: no snapshot is at step {step}; there are {there}")
-    return files.folder_of(fitting[-1].name)
+        raise ConfigError(f"{place}: no snapshot is at step {step}; there are {there}")
+    return fitting[-1]
 
 
 def _at_step(step: int | None) -> str:

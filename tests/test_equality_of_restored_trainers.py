@@ -106,7 +106,7 @@ def test_rowwise_states_of_column_shards_are_warned_of(server: ServerProcess) ->
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("dmp", marks=pytest.mark.torchrec)])
 def test_from_a_snapshot(tmp_path: Path, kind: str) -> None:
-    """A snapshot brings all of it back on another number of ranks."""
+    """A snapshot brings all of it back on another number of ranks; an object store's URL does on several."""
     with ServerProcess.start(tmp_path / "data", shards=2) as server:
         job = WholeJob(address=server.address, name=kind, kind=kind, shardings=_FIRST)
         endless = run_ranks(stream_all_on_rank, 2, job)
@@ -116,3 +116,7 @@ def test_from_a_snapshot(tmp_path: Path, kind: str) -> None:
         job, address=None, snapshot=folder, shardings=everywhere("table_wise", *_TABLES, rank=0)
     )
     check(alone, 1, endless)
+    if kind == "fsdp":  # the way of the files is the same for all
+        url = f"file://{tmp_path}/bucket"
+        assert main(["snapshot", "upload", folder, url]) == 0
+        check(dataclasses.replace(job, address=None, snapshot=url), 2, endless)

@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_450,
     "kernels": 2_730,
-    "paramserver": 30_420,
-    "streamer": 11_140,
-    "scripts": 11_170,
-    "tests": 65_020,
+    "paramserver": 30_430,
+    "streamer": 11_220,
+    "scripts": 11_160,
+    "tests": 65_050,
 }
 NUM_PRODUCT_FILES = 274
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -22,7 +22,7 @@ from typing import Any
 
 from crc32c import crc32c
 
-from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, mapped_errors, read_manifest
+from headrace.paramserver.snapshots.directory import SnapshotFiles, by_age, check_file, mapped_errors, read_manifest
 from headrace.paramserver.system.direct_file import read_direct
 from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.limits import check_room
@@ -35,13 +35,18 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest, check_snapshot_name
 
-__all__ = ["SnapshotStore"]
+__all__ = ["SnapshotStore", "is_store_url"]
 
 # ON DISK: never renumber, never rename a field.
 _FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 1
 _IDENTITY, _CLOCK, _FILES, _SNAPSHOTS = "server.json", "clock", "files/", "snapshots/"
 _FILES_AT_ONCE = 4
 _REUSE_AGE, _PRUNE_AGE = timedelta(hours=12), timedelta(days=1)
+
+
+def is_store_url(place: str) -> bool:
+    """Return whether a place is an object store's URL, and no path or address."""
+    return place.startswith(("file://", "s3://", "gs://", "az://"))
 
 
 class SnapshotStore:
@@ -73,6 +78,10 @@ class SnapshotStore:
         """Return the snapshots' names, sorted."""
         paths = sorted(found.path for found in self._objects.list(_SNAPSHOTS))
         return [path.removeprefix(_SNAPSHOTS).removesuffix(".json") for path in paths]
+
+    def manifests(self) -> list[SnapshotManifest]:
+        """Return the snapshots' manifests, oldest first."""
+        return by_age(self.manifest_of(name) for name in self.names())
 
     def manifest_of(self, name: str) -> SnapshotManifest:
         """Return a snapshot's manifest; `GoneError` if there is none."""

@@ -19,8 +19,8 @@ from rich.table import Table
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
-from headrace.paramserver.snapshots.bucket import SnapshotStore
-from headrace.paramserver.snapshots.directory import SnapshotFiles, by_age, read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.bucket import SnapshotStore, is_store_url
+from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot
 from headrace.paramserver.system.text import format_size
@@ -83,7 +83,9 @@ def create(
 @snapshot.command("list")
 def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> None:
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
-    manifests, damage = (_stored(_store(directory)), []) if _is_url(directory) else _files(Path(directory)).list()
+    manifests, damage = (
+        (_store(directory).manifests(), []) if is_store_url(directory) else _files(Path(directory)).list()
+    )
     if as_json:
         print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
     elif manifests:
@@ -150,8 +152,8 @@ def prune(
 
     The newest are those with the highest positions in the store's log, whatever the clocks said.
     """
-    files = _store(directory) if _is_url(directory) else _files(Path(directory))
-    manifests = _stored(files) if isinstance(files, SnapshotStore) else files.list()[0]
+    files = _store(directory) if is_store_url(directory) else _files(Path(directory))
+    manifests = files.manifests() if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
     for manifest in reversed(manifests):
@@ -183,9 +185,9 @@ def fetch(
 
     After an interruption, it continues where it was; from an object store it starts again.
     """
-    if _is_url(address):
+    if is_store_url(address):
         store = _store(address)
-        manifests = [store.manifest_of(name)] if name else _stored(store)
+        manifests = [store.manifest_of(name)] if name else store.manifests()
         if not manifests:
             raise ConfigError(f"{address}: no snapshots")
         newest = manifests[-1]
@@ -231,18 +233,10 @@ def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_url(place: str) -> bool:
-    return place.startswith(("file://", "s3://", "gs://", "az://"))
-
-
 def _store(url: str) -> SnapshotStore:
-    if not _is_url(url):
+    if not is_store_url(url):
         raise ConfigError(f"{url}: not a URL of an object store: file://, s3://, gs:// or az://")
     return SnapshotStore.of_url(url)
-
-
-def _stored(store: SnapshotStore) -> list[SnapshotManifest]:
-    return by_age(store.manifest_of(name) for name in store.names())
 
 
 def _files(directory: Path) -> SnapshotFiles:

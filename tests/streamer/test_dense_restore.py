@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from headrace.cli import main
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnavailableError, UnsupportedModelError
 from headrace.schemas.table_names import path_of
+from headrace.streamer import StreamerConfig
+from headrace.streamer.restore_source import restore_source
 
 BEFORE, AFTER = range(4), range(4, 8)
 
@@ -87,6 +90,34 @@ def test_from_a_snapshot(tmp_path: Path) -> None:
     report = restore(restored.model, restored.optimizer, snapshot=tmp_path / "data", step=len(BEFORE))
     assert_equal(restored, at_cut)
     assert (report.epoch, report.dense.step) == (1, len(BEFORE))
+
+
+def test_from_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL is fetched to the temporary directory, of which nothing stays; what is not there is one line."""
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    trained, restored, url = Trainer(), Trainer(is_blank=True), f"file://{tmp_path}/bucket"
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trained.stream(server.address, "a")
+        assert main(["snapshot", "create", server.address, "--name", "one"]) == 0
+    assert main(["snapshot", "upload", str(tmp_path / "data" / "snapshots" / "one"), url]) == 0
+    (scratch / "others").touch()
+    for step, text in ((3, "no snapshot is at step 3; there are one at step 4"), ("newest", "no snapshots")):
+        with pytest.raises(ConfigError, match=text):
+            place = url if step == 3 else f"file://{tmp_path}/empty"
+            restore(restored.model, restored.optimizer, snapshot=place, step=step)  # type: ignore[arg-type]
+    other = Trainer(model=DenseModel(dtypes=()))
+    with pytest.raises(SpecMismatchError, match=rf"does not fit the snapshot one of {url}, and nothing was changed"):
+        restore(other.model, other.optimizer, snapshot=url)
+    report = restore(restored.model, restored.optimizer, snapshot=url, step=len(BEFORE))
+    assert_equal(restored, trained)
+    assert report.step == report.dense.step == len(BEFORE)
+    # As a rank on a machine that does not have rank 0's files.
+    source = restore_source(None, url, None, StreamerConfig())
+    folder = source.folder(dataclasses.replace(source.describe("newest"), folder=tmp_path / "elsewhere" / "one"))
+    assert folder is not None and folder.parent.parent == scratch and (folder / "manifest.json").is_file()
+    source.close()
+    assert [path.name for path in scratch.iterdir()] == ["others"]
 
 
 def test_by_way_of_a_replay_and_of_another_number_of_shards(tmp_path: Path) -> None:
