@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.log.sessions import Sessions
-from headrace.paramserver.reading.dense_parts import DenseAssemblies, DensePart, dense_sets
+from headrace.paramserver.reading.dense_parts import DensePart, dense_sets
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
 from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_store_url
 from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.dense_part import read_dense_part
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest
 from headrace.paramserver.snapshots.remote import newest_snapshot
 from headrace.paramserver.system.text import first_of
@@ -261,19 +262,13 @@ class _Snapshot:
 
     def read_dense(self, stored: StoredTables, model: str, *, with_states: bool) -> DenseRead:
         assert stored.folder is not None
-        specs, assemblies = stored.dense_of(model), DenseAssemblies(with_states=with_states)
         with SnapshotReader(stored.folder) as reader:
-            for name, spec in specs.items():
-                layout = RecordLayout(spec, spec.whole)
-                for row_ids, records in reader.rows(name):
-                    rows = _decoded(layout, row_ids, records)
-                    columns = {"weights": rows.weights, **rows.states}
-                    assemblies.load(spec, row_ids, columns, rows.presence, rows.epochs, rows.steps)
-        part = assemblies.whole(specs)
-        if part is None:
-            raise ConfigError(
-                f"{stored.place}: the dense tensors of model {model!r} are not of one step: "
-                f"{assemblies.describe(specs)}; take a snapshot at a step of its run, or leave them with dense=False"
+            part = read_dense_part(
+                reader,
+                stored.dense_of(model),
+                with_states=with_states,
+                place=stored.place,
+                way_on="take a snapshot at a step of its run, or leave them with dense=False",
             )
         return part, {path: stored.scalars.get(table_name(model, path), {}) for path in part.specs}
 

@@ -151,6 +151,7 @@ def _fill_directory(
 ) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
     check_target(data.absolute())
     source = config.open(path, None)
+    _name_left_out(source)
     _describe(source, as_json=as_json or not dry_run)
     if dry_run:
         _check_rows(source)
@@ -172,6 +173,7 @@ def _send(
 ) -> tuple[OpenSource, dict[str, BackfillCounts] | None]:
     facts = asyncio.run(ask_server(target))
     source = config.open(path, facts.tables)
+    _name_left_out(source)
     _name_new_tables(source, facts.tables)
     _describe(source, as_json=as_json or not dry_run)
     _check_rows(source)
@@ -258,6 +260,13 @@ def _name_new_tables(source: OpenSource, known: Mapping[str, TableSpec]) -> None
     new = [table.spec.fqn for table in source.tables if table.spec.fqn not in known]
     if new and known:
         print(f"headrace: new to the server: {first_of(new)}", file=sys.stderr)
+
+
+def _name_left_out(source: OpenSource) -> None:
+    """Print the dense tensors of an export: a server takes those from trainers alone."""
+    if source.dense:
+        names = first_of(source.dense)
+        print(f"headrace: left out, for a trainer to load and publish: dense tensors {names}", file=sys.stderr)
 
 
 def _describe(source: OpenSource, *, as_json: bool) -> None:

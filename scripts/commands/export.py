@@ -1,4 +1,4 @@
-"""`headrace export`: write a server's tables at one step to files of a common format."""
+"""`headrace export`: write a server's tables and dense tensors at one step to files of a common format."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.dense_part import dense_specs
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
 from headrace.paramserver.system.durable import fsync_tree, move_into_place
 from headrace.paramserver.system.file_lock import FileLock
@@ -38,7 +40,7 @@ from headrace.scripts.commands.terminal import (
     show_rows,
     with_server_flags,
 )
-from headrace.scripts.table_io.exported import ExportConfig, ExportTable
+from headrace.scripts.table_io.exported import ExportConfig, ExportTable, ExportTensor, tensors_of
 from headrace.scripts.table_io.source import import_with_extra
 
 __all__ = ["ExportResult", "export", "export_snapshot", "work_folder", "written_aside"]
@@ -58,6 +60,7 @@ _WRITERS = {
     "parquet": "parquet:write_parquet",
     "dcp": "dcp:write_checkpoint",
 }
+_OF_ROWS = frozenset({"parquet"})  # formats without a place for dense tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,8 @@ class ExportResult:
     epoch: int  # of its consistent cut; 0 for none
     step: int  # of its consistent cut; −1 for none
     num_rows: dict[str, int]  # written rows by table; in dense formats all other rows of the range are zeros
+    num_dense: dict[str, int]  # written dense tensors by model
+    num_left_out: int  # dense tensors that the format has no place for
     size_bytes: int  # of all files
     seconds: float
 
@@ -86,6 +91,9 @@ def export(
     since_epoch: Annotated[int | None, option("Epoch of --since-step; by default the snapshot's.", min=1)] = None,
     dtype: Annotated[str | None, option("Weights as fp32, fp16 or int8.", "TYPE")] = None,
     with_states: Annotated[bool, typer.Option("--with-states", help="Include optimizer states.")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense/--no-dense", help="Include dense parameters, whole; not in parquet.")
+    ] = True,
     with_deleted: Annotated[
         bool, typer.Option("--with-deleted", help="Include deleted rows, with a column `deleted`; parquet.")
     ] = False,
@@ -101,7 +109,7 @@ def export(
     as_json: AsJson = False,
     access: Access,
 ) -> None:
-    """Write a server's tables, all at one step, to files of a common format.
+    """Write a server's tables and dense parameters, all at one step, to files of a common format.
 
     With --server, the command makes a snapshot, fetches it and removes it again; training continues. The same rows make
     the same bytes. The file or directory of --to is complete or not made.
@@ -136,7 +144,15 @@ def export(
         assert snapshot is not None
         with show_rows("Exporting") as bar:
             result = export_snapshot(
-                snapshot, to, format_name, config, tables=table, model=model, on_progress=bar.update, **options
+                snapshot,
+                to,
+                format_name,
+                config,
+                tables=table,
+                model=model,
+                has_dense=dense,
+                on_progress=bar.update,
+                **options,
             )
     _print(to, result, as_json=as_json)
 
@@ -149,26 +165,29 @@ def export_snapshot(
     *,
     tables: list[str] | None = None,
     model: str | None = None,
+    has_dense: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     **options: str,
 ) -> ExportResult:
-    """Write the embedding tables of a snapshot to a file or a directory, which is complete or not made.
+    """Write the tables and dense tensors of a snapshot to a file or a directory, which is complete or not made.
 
-    Dense tensors are left out. Tables of one model are named as in its `state_dict`, tables of several by their whole
-    names.
+    Dense tensors are whole and in their own type, whatever rows and types are chosen; Parquet leaves them out. What is
+    of one model is named as in its `state_dict`, what is of several by whole names.
 
     Args:
         folder: Directory with `manifest.json`.
         to: File or directory to make.
         format_name: `safetensors`, `parquet` or `dcp`.
         config: Rows and columns to export.
-        tables: Only these tables, by name or path; None for all.
-        model: Only this model's tables; None for all.
+        tables: Only these tables and dense tensors, by name or path; None for all.
+        model: Only those of this model; None for all.
+        has_dense: False leaves dense tensors out.
         on_progress: Called with (rows so far, estimated number of all rows).
         options: Options of the format.
 
     Raises:
-        ConfigError: There is no such table or snapshot, `to` exists, or a library is missing.
+        ConfigError: There is no such table or snapshot, a model's dense tensors are not of one step, `to` exists, or a
+            library is missing.
         CorruptionError: The snapshot is damaged.
         StorageError: The disk failed.
 
@@ -177,9 +196,21 @@ def export_snapshot(
     begin_s = time.perf_counter()
     write = _writer_of(format_name)
     with SnapshotReader(folder) as reader:
-        chosen = _chosen(reader, folder, tables, model)
-        is_of_one_model = len({model_of(fqn) for fqn in chosen}) == 1
-        found = [ExportTable(reader, fqn, config, name=path_of(fqn) if is_of_one_model else fqn) for fqn in chosen]
+        current = dense_specs(reader) if has_dense else {}
+        known = {fqn: spec for fqn, spec in reader.tables.items() if not spec.is_dense}
+        known |= {fqn: spec for specs in current.values() for fqn, spec in specs.items()}
+        chosen = _chosen(reader, known, folder, tables, model)
+        of_tables = [fqn for fqn in chosen if not known[fqn].is_dense]
+        of_dense = [fqn for fqn in chosen if known[fqn].is_dense]
+        if format_name in _OF_ROWS and not of_tables:
+            raise ConfigError(f"--format {format_name}: has tables only, and these are dense tensors; take safetensors")
+        has_paths = len({model_of(fqn) for fqn in chosen}) == 1
+        found = [ExportTable(reader, fqn, config, name=path_of(fqn) if has_paths else fqn) for fqn in of_tables]
+        tensors: list[ExportTensor] = []
+        for specs in current.values() if format_name not in _OF_ROWS else ():
+            if wanted := {fqn: spec for fqn, spec in specs.items() if fqn in of_dense}:
+                tensors += tensors_of(reader, wanted, with_states=config.with_states, has_paths=has_paths)
+        of_format: dict[str, Any] = {**options, "tensors": tensors} if tensors else {**options}
         total = sum(table.num_rows_estimate for table in found)
         num_rows = 0
 
@@ -189,29 +220,39 @@ def export_snapshot(
             on_progress(num_rows, total)
 
         with written_aside(to) as aside:
-            write(aside, found, on_rows=on_rows, **options)
+            write(aside, found, on_rows=on_rows, **of_format)
         return ExportResult(
             snapshot=reader.manifest.name,
             epoch=reader.manifest.parts[0].epoch,
             step=reader.manifest.parts[0].step,
             num_rows={table.spec.fqn: table.num_rows_read for table in found},
+            num_dense=dict(Counter(model_of(tensor.spec.fqn) for tensor in tensors)),
+            num_left_out=len(of_dense) - len(tensors),
             size_bytes=sum(file.stat().st_size for file in (to.rglob("*") if to.is_dir() else [to]) if file.is_file()),
             seconds=time.perf_counter() - begin_s,
         )
 
 
-def _chosen(reader: SnapshotReader, folder: Path, tables: list[str] | None, model: str | None) -> list[str]:
-    of_models = [fqn for fqn in sorted(reader.tables) if model in (None, model_of(fqn))]
-    known = [fqn for fqn in of_models if not reader.tables[fqn].is_dense]
+def _chosen(
+    reader: SnapshotReader, known: Iterable[str], folder: Path, tables: list[str] | None, model: str | None
+) -> list[str]:
+    """Return the names of a user's choice among the known ones."""
+    known = [fqn for fqn in sorted(known) if model in (None, model_of(fqn))]
     if not known:
         of_model = "" if model is None else f" of model {model!r}"
         raise ConfigError(f"{folder}: the snapshot has no tables{of_model}")
+    hidden = [fqn for fqn in reader.tables if fqn not in known and reader.tables[fqn].is_dense]
+    for wanted in tables or ():
+        if any(is_among(fqn, (wanted,)) for fqn in hidden) and not any(is_among(fqn, (wanted,)) for fqn in known):
+            raise ConfigError(f"--table {wanted!r}: a dense tensor that --no-dense leaves out, or of an earlier start")
+    _check_tables(tables, known, "the snapshot")
+    return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
+
+
+def _check_tables(tables: list[str] | None, known: Collection[str], place: str) -> None:
     for wanted in tables or ():
         if not any(is_among(fqn, (wanted,)) for fqn in known):
-            if any(is_among(fqn, (wanted,)) for fqn in of_models):
-                raise ConfigError(f"--table {wanted!r}: a dense tensor; an export has embedding tables only")
-            raise ConfigError(f"--table {wanted!r}: no such table in the snapshot; {describe_near(wanted, known)}")
-    return [fqn for fqn in known if tables is None or is_among(fqn, tables)]
+            raise ConfigError(f"--table {wanted!r}: no such table in {place}; {describe_near(wanted, known)}")
 
 
 async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str | None) -> str | None:
@@ -225,6 +266,7 @@ async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str 
         token=dial.token,
         waits=False,
     ) as reader:
+        _check_tables(tables, reader.tables, "the server")  # before a snapshot is waited for
         runs = {
             table.owner.run
             for status in await reader.status()
@@ -296,10 +338,16 @@ def _print(to: Path, result: ExportResult, *, as_json: bool) -> None:
     if as_json:
         facts = asdict(result)
         facts["tables"] = facts.pop("num_rows")
+        facts["dense_tensors"] = facts.pop("num_dense")
+        facts["dense_tensors_left_out"] = facts.pop("num_left_out")
         print(json.dumps({"to": str(to), **facts}, indent=2))
         return
     for fqn, num_rows in result.num_rows.items():
         print(f"{fqn}: {num_rows} rows")
+    for model, num_tensors in result.num_dense.items():
+        print(f"dense tensors of model {model}: {num_tensors}")
+    if result.num_left_out:
+        print(f"{result.num_left_out} dense tensors are left out: take --format safetensors or dcp for them")
     where = f"epoch {result.epoch}, step {result.step}" if result.step >= 0 else "no common step"
     rate = sum(result.num_rows.values()) / max(result.seconds, 1e-9)
     print(f"{to}: {format_size(result.size_bytes)} at {where}, in {result.seconds:.1f} s ({rate:,.0f} rows/s)")

@@ -137,6 +137,18 @@ class TensorSource:
     files: list[Path]  # the files that it was opened from
     notes: dict[str, Any] | None = None  # notes of `headrace export` on its tables; None in other files
 
+    @property
+    def noted_dense(self) -> tuple[str, ...]:
+        """Names of the dense tensors in the notes.
+
+        Raises:
+            CorruptionError: The notes are damaged.
+        """
+        try:
+            return tuple(str(note["weights"]) for note in (self.notes or {}).get("dense", ()))
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise CorruptionError(f"{self.path}: its notes on dense tensors are damaged: {exc!r}") from exc
+
 
 class map_file_errors:
     """Turn errors of reading a file into ours, with its name."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -30,15 +31,25 @@ from headrace.schemas.errors import ConfigError, CorruptionError, RequestError
 from headrace.schemas.tables import DType
 from headrace.scripts.table_io.columns import Column, Piece, RawColumn, RefusedColumn, TensorSource, map_file_errors
 from headrace.scripts.table_io.dense import IDENTITIES, check_dense, columns_of, dense_windows
-from headrace.scripts.table_io.exported import ExportTable
+from headrace.scripts.table_io.exported import ExportTable, ExportTensor
 from headrace.scripts.table_io.torch_reader import load_places, piece_of
 
-__all__ = ["METADATA_NAME", "STATE_KEY", "WEIGHTS_KEY", "open_checkpoint", "read_metadata", "write_checkpoint"]
+__all__ = [
+    "DENSE_STATE_KEY",
+    "METADATA_NAME",
+    "STATE_KEY",
+    "WEIGHTS_KEY",
+    "open_checkpoint",
+    "read_metadata",
+    "write_checkpoint",
+]
 
 METADATA_NAME = ".metadata"
 WEIGHTS_KEY = "{fqn}"
 STATE_KEY = "state.{fqn}.{table}.{state}"
 """The names in the `state_dict()` of TorchRec's fused optimizers."""
+DENSE_STATE_KEY = "state.{fqn}.{state}"
+"""The names of dense parameters' states, as `get_optimizer_state_dict` flattens them."""
 
 _DATA_NAME = "__0_0.distcp"
 _PART_BYTES = 16 << 20
@@ -239,18 +250,20 @@ def write_checkpoint(
     path: Path,
     tables: list[ExportTable],
     *,
+    tensors: Sequence[ExportTensor] = (),
     on_rows: Callable[[int], None],
     weights_key: str = WEIGHTS_KEY,
-    state_key: str = STATE_KEY,
+    state_key: str | None = None,
 ) -> None:
     """Write a new directory. The snapshot is read once per column.
 
     Args:
         path: REQUIRES: does not exist.
         tables: Ordered by name.
+        tensors: Dense tensors; what an optimizer keeps once for one is a state without dimensions.
         on_rows: Called with the number of rows just read.
         weights_key: Name of a table's weights, with `{fqn}` and `{table}`, the second last part of the fqn.
-        state_key: Name of a state, with `{state}`, too.
+        state_key: Name of a state, with `{state}`, too; None for `STATE_KEY`, and `DENSE_STATE_KEY` of dense tensors.
 
     Raises:
         ConfigError: A table has virtual ids, or two tensors would have the same name.
@@ -260,19 +273,32 @@ def write_checkpoint(
     check_dense(tables, "dcp")
     path.mkdir()
     metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+
+    def claim(fqn: str, field: str, template: str) -> str:
+        key = _key_of(fqn, field, weights_key, template)
+        if key in metadata.state_dict_metadata:
+            raise ConfigError(f"two tensors would have the name {key!r}")
+        metadata.planner_data[key] = (key,)
+        return key
+
     with open(path / _DATA_NAME, "xb") as file:
         for table in tables:
             for number, field in enumerate(columns_of(table)):
-                key = _key_of(table, field, weights_key, state_key)
-                if key in metadata.state_dict_metadata:
-                    raise ConfigError(f"two tensors would have the name {key!r}")
-                _write_tensor(file, metadata, key, table, field, None if number else on_rows)
-                metadata.planner_data[key] = (key,)
+                key = claim(table.spec.fqn, field, state_key or STATE_KEY)
+                _write_table(file, metadata, key, table, field, None if number else on_rows)
+        for tensor in tensors:
+            dtypes = tensor.dtypes | {f"state:{scalar.name}": scalar.dtype for scalar in tensor.scalars}
+            scalars = {f"state:{s.name}": np.frombuffer(s.data, s.dtype.numpy).reshape(()) for s in tensor.scalars}
+            for field, values in (tensor.columns | scalars).items():
+                key = claim(tensor.name, field, state_key or DENSE_STATE_KEY)
+                dtype = TORCH_DTYPES[dtypes[field]]
+                part = torch.from_numpy(np.array(values)).view(dtype)
+                _write_tensor(file, metadata, key, dtype, part.shape, [((0,) * part.dim(), part)])
     # Protocol 4 writes the same bytes in every supported version of Python.
     (path / METADATA_NAME).write_bytes(pickle.dumps(metadata, protocol=4))
 
 
-def _write_tensor(
+def _write_table(
     file: io.BufferedWriter,
     metadata: Metadata,
     key: str,
@@ -280,13 +306,31 @@ def _write_tensor(
     field: str,
     on_rows: Callable[[int], None] | None,
 ) -> None:
+    """Write one column of a table, some megabytes at a time."""
     dtype, shape = columns_of(table)[field]
     row_bytes = dtype.size_bytes * (shape[1] if len(shape) == 2 else 1)
-    of_torch, chunks = TORCH_DTYPES[dtype], []
-    for first, window in dense_windows(table, field, max(1, _PART_BYTES // row_bytes), on_rows=on_rows):
-        values = torch.from_numpy(window if len(shape) == 2 else window[:, 0])
-        part = values.view(of_torch) if dtype is DType.BFLOAT16 else values
-        offsets = torch.Size((first, 0) if len(shape) == 2 else (first,))
+
+    def parts() -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+        for first, window in dense_windows(table, field, max(1, _PART_BYTES // row_bytes), on_rows=on_rows):
+            values = torch.from_numpy(window if len(shape) == 2 else window[:, 0])
+            part = values.view(TORCH_DTYPES[dtype]) if dtype is DType.BFLOAT16 else values
+            yield (first, 0) if len(shape) == 2 else (first,), part
+
+    _write_tensor(file, metadata, key, TORCH_DTYPES[dtype], shape, parts())
+
+
+def _write_tensor(
+    file: io.BufferedWriter,
+    metadata: Metadata,
+    key: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    parts: Iterable[tuple[Sequence[int], torch.Tensor]],
+) -> None:
+    """Write a tensor in parts, each with its place in it."""
+    chunks = []
+    for place, part in parts:
+        offsets = torch.Size(place)
         start = file.tell()
         buffer = io.BytesIO()
         torch.save(part, buffer)
@@ -296,12 +340,11 @@ def _write_tensor(
         info = _StorageInfo(relative_path=_DATA_NAME, offset=start, length=file.tell() - start)
         metadata.storage_data[MetadataIndex(key, offsets, len(chunks) - 1)] = info
     metadata.state_dict_metadata[key] = TensorStorageMetadata(
-        properties=TensorProperties(dtype=of_torch), size=torch.Size(shape), chunks=chunks
+        properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=chunks
     )
 
 
-def _key_of(table: ExportTable, field: str, weights_key: str, state_key: str) -> str:
-    fqn = table.spec.fqn
+def _key_of(fqn: str, field: str, weights_key: str, state_key: str) -> str:
     parts = fqn.split(".")
     state = f"{IDENTITIES}:" if field == IDENTITIES else field.removeprefix("state:")  # no state has this name
     template = weights_key if field == "weights" else state_key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from headrace.schemas.errors import ConfigError, CorruptionError, RequestError, 
 from headrace.schemas.row_records import RecordLayout
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.scripts.table_io.columns import Column, RefusedColumn, TensorSource
-from headrace.scripts.table_io.exported import ExportRows, ExportTable
+from headrace.scripts.table_io.exported import ExportRows, ExportTable, ExportTensor
 from headrace.scripts.table_io.source import Selection, SourceTable, TableScalars, noted_scalars, state_of
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "dense_windows",
     "find_states",
     "names_of",
+    "names_of_tensor",
 ]
 
 IDENTITIES = "identities"
@@ -70,6 +71,9 @@ def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable
     names = [table.spec.fqn for table in found]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{source.path}: two of its tables would be {repeated[0]!r}")
+    dense = source.noted_dense
+    for fqn in sorted(set(selection.config.tables or ()) & set(dense)):
+        raise ConfigError(f"--table {fqn!r}: a dense tensor in {source.path}, which only a trainer publishes")
     selection.check_wanted(set(names), str(source.path))
     tables = []
     for table in found:
@@ -81,6 +85,8 @@ def dense_tables(source: TensorSource, selection: Selection) -> list[SourceTable
         elif not table.spec.num_rows and source.notes is None:  # it would become a table of virtual ids
             raise SpecMismatchError(f"{source.path}: {table.name!r} has no rows, a new table has one or more")
         tables.append(_ready(table, selection))
+    if not tables and dense:
+        raise ConfigError(f"{source.path}: has dense tensors only, which a trainer publishes: load them into its model")
     if not tables:
         raise ConfigError(f"{source.path}: no table in it; name its tensors with --map NAME=FQN")
     return tables
@@ -326,15 +332,17 @@ def check_dense(tables: list[ExportTable], format_name: str) -> None:
             )
 
 
-def check_names(tables: list[ExportTable], format_name: str, reserved: str) -> None:
+def check_names(tables: list[ExportTable], tensors: Sequence[ExportTensor], format_name: str, reserved: str) -> None:
     """Raise ConfigError if two tensors have the same name, or one has the name that the format uses itself."""
     taken = {reserved}
-    for table in tables:
-        for name in names_of(table).values():
+    found = [(f"table {table.spec.fqn!r}", names_of(table)) for table in tables]
+    found += [(f"dense tensor {tensor.name!r}", names_of_tensor(tensor)) for tensor in tensors]
+    for what, names in found:
+        for name in names.values():
             if name in taken:
                 raise ConfigError(
-                    f"--format {format_name}: table {table.spec.fqn!r} needs the name {name!r}, which something else "
-                    "in the file has; take parquet, or other tables with --table"
+                    f"--format {format_name}: {what} needs the name {name!r}, which something else in the file has; "
+                    "take parquet, or other tables with --table"
                 )
             taken.add(name)
 
@@ -354,6 +362,14 @@ def names_of(table: ExportTable) -> dict[str, str]:
     if table.spec.has_identities:
         names[IDENTITIES] = f"{fqn}/{_IDENTITIES_NAME}"
     return names
+
+
+def names_of_tensor(tensor: ExportTensor) -> dict[str, str]:
+    """Return the names by column of what a dense tensor has: `NAME` and `NAME/STATE`."""
+    return {
+        field: tensor.name if field == "weights" else f"{tensor.name}/{field.removeprefix('state:')}"
+        for field in tensor.columns
+    }
 
 
 def blank_column(field: str, num_rows: int, width: int, dtype: npt.DTypeLike) -> _Array:

@@ -1,11 +1,11 @@
-"""Read a snapshot's tables for export: the selected rows and columns, converted to the requested types."""
+"""Read a snapshot for export: tables, of the selected rows and columns in the requested types; whole dense tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.snapshots.contents import SnapshotReader
-from headrace.paramserver.store.catalog import pack_spec
+from headrace.paramserver.snapshots.dense_part import read_dense_part
+from headrace.paramserver.store.catalog import Scalar, pack_spec
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.row_records import FLAG_DELETED, RecordLayout
+from headrace.schemas.table_names import path_of
 from headrace.schemas.tables import DType, StateKind, TableSpec
 from headrace.schemas.version import MAX_EPOCH, is_newer
 
-__all__ = ["ExportConfig", "ExportRows", "ExportTable", "file_name_of"]
+__all__ = ["ExportConfig", "ExportRows", "ExportTable", "ExportTensor", "file_name_of", "tensors_of"]
 
 _Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -144,7 +146,7 @@ class ExportTable:
             "weights": names["weights"],
             "states": {field.removeprefix("state:"): name for field, name in names.items() if field != "weights"},
             "identities": identities,
-            "scalars": [[s.name, int(s.dtype), s.data.hex()] for s in self._scalars],
+            "scalars": _note_of(self._scalars),
         }
 
     def rows(
@@ -207,6 +209,76 @@ class ExportTable:
         quantize = importlib.import_module("headrace.kernels.quantization").quantize_rows
         packed: _Array = quantize(torch.from_numpy(np.array(floats)), "int8").numpy()
         return packed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExportTensor:
+    """A dense tensor of a snapshot, whole and in its own type.
+
+    Attributes:
+        name: Its name in the export.
+        spec: Its description in the snapshot.
+        epoch: With `step`, the version of its model's dense part.
+        step: The trainer's step.
+        columns: `weights` and each `state:NAME`, of the tensor's shape (bfloat16 as uint16).
+        scalars: What the optimizer keeps once for it.
+    """
+
+    name: str
+    spec: TableSpec
+    epoch: int
+    step: int
+    columns: dict[str, _Array]
+    scalars: tuple[Scalar, ...]
+
+    @property
+    def dtypes(self) -> dict[str, DType]:
+        """Element types of the columns."""
+        return {"weights": self.spec.dtype, **{f"state:{state.name}": state.dtype for state in self.spec.states}}
+
+    def note(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the note about it, with the tensors' names by column."""
+        return {
+            "weights": names["weights"],
+            "states": {field.removeprefix("state:"): name for field, name in names.items() if field != "weights"},
+            "epoch": self.epoch,
+            "step": self.step,
+            "scalars": _note_of(self.scalars),
+        }
+
+
+def tensors_of(
+    reader: SnapshotReader, specs: Mapping[str, TableSpec], *, with_states: bool, has_paths: bool
+) -> list[ExportTensor]:
+    """Return dense tensors of one model of a snapshot, by name; `has_paths` names them as in its `state_dict`.
+
+    Raises:
+        ConfigError: They are not of one step.
+        CorruptionError: A file is damaged.
+        StorageError: A file cannot be read.
+    """
+    way_on = "leave them out with --no-dense, or take a snapshot at a step of that model's run"
+    place = f"the snapshot {reader.manifest.name}"
+    part = read_dense_part(reader, specs, with_states=with_states, place=place, way_on=way_on)
+    found = []
+    for name, spec in sorted(specs.items()):
+        path = path_of(name)
+        states = part.states.get(path, {})
+        found.append(
+            ExportTensor(
+                name=path if has_paths else name,
+                spec=spec if with_states else replace(spec, states=()),
+                epoch=part.epoch,
+                step=part.step,
+                columns={"weights": part.tensors[path], **{f"state:{state}": states[state] for state in states}},
+                scalars=tuple(reader.scalars(name).values()) if with_states else (),
+            )
+        )
+    return found
+
+
+def _note_of(scalars: Iterable[Scalar]) -> list[list[Any]]:
+    return [[scalar.name, int(scalar.dtype), scalar.data.hex()] for scalar in scalars]
 
 
 _TO_FLOAT32: dict[DType, Callable[[_Array], _Array]] = {

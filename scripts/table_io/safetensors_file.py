@@ -1,4 +1,4 @@
-"""Read and write safetensors files: a tensor for the weights of a table and one for each state.
+"""Read and write safetensors files: a tensor for the weights of a table and one for each state; dense tensors whole.
 
 The library writes tensors that are in memory. Here a table's rows come a few megabytes at a time, and each column has
 its own place in the file. So the header is written first, and a thread then writes each piece to its place.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from headrace.scripts.table_io.dense import (
     columns_of,
     dense_pieces,
     names_of,
+    names_of_tensor,
 )
-from headrace.scripts.table_io.exported import ExportTable
+from headrace.scripts.table_io.exported import ExportTable, ExportTensor
 
 __all__ = ["open_safetensors", "write_safetensors"]
 
@@ -94,8 +95,10 @@ def open_safetensors(path: Path) -> TensorSource:
         return TensorSource(path=path, columns=columns, files=[path], notes=notes)
 
 
-def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callable[[int], None]) -> None:
-    """Write tables to a new file `path`; call `on_rows` with the number of rows just read.
+def write_safetensors(
+    path: Path, tables: list[ExportTable], *, tensors: Sequence[ExportTensor] = (), on_rows: Callable[[int], None]
+) -> None:
+    """Write tables and dense tensors to a new file `path`; call `on_rows` with the number of rows just read.
 
     Raises:
         OSError: The disk failed.
@@ -103,8 +106,8 @@ def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callabl
         ConfigError: A table has virtual ids, or two tensors would have the same name.
     """
     check_dense(tables, "safetensors")
-    check_names(tables, "safetensors", _METADATA)
-    header, offsets, size_bytes = _header_of(tables)
+    check_names(tables, tensors, "safetensors", _METADATA)
+    header, offsets, size_bytes = _header_of(tables, tensors)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with ThreadPoolExecutor(1, "headrace-export") as pool, ThreadPoolExecutor(1, "headrace-sync") as syncing:
@@ -121,6 +124,9 @@ def write_safetensors(path: Path, tables: list[ExportTable], *, on_rows: Callabl
                         for field, column in columns.items():
                             at = (first - table.first_row) * column.shape[1] * column.itemsize
                             writes.put(len(header) + places[field] + at, column)
+            for tensor in tensors:
+                for field, values in tensor.columns.items():
+                    writes.put(len(header) + offsets[tensor.spec.fqn][field], values)
             writes.wait()
     finally:
         os.close(fd)
@@ -133,23 +139,38 @@ def _put_no_identities(writes: _Writes, offset: int, num_rows: int) -> None:
         writes.put(offset + first * blank.itemsize, blank)
 
 
-def _header_of(tables: list[ExportTable]) -> tuple[bytes, dict[str, dict[str, int]], int]:
-    """Return (header with its length, offset of each field of each table in the data, size of the data in bytes)."""
-    tensors: dict[str, Any] = {}
+def _header_of(
+    tables: list[ExportTable], tensors: Sequence[ExportTensor]
+) -> tuple[bytes, dict[str, dict[str, int]], int]:
+    """Return (header with its length, offset of each field of each table in the data, size of the data in bytes).
+
+    The fields of a dense tensor are there under its name in the snapshot.
+    """
+    entries: dict[str, Any] = {}
     offsets: dict[str, dict[str, int]] = {}
-    notes, end = [], 0
+    end = 0
+
+    def place(fqn: str, field: str, name: str, dtype: DType, shape: Sequence[int]) -> None:
+        nonlocal end
+        size_bytes = dtype.size_bytes * int(np.prod(shape, dtype=object))
+        offsets.setdefault(fqn, {})[field] = end
+        span = [end, end + size_bytes]
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": [*shape], "data_offsets": span}
+        end += size_bytes
+
+    notes: dict[str, Any] = {"version": 1, "tables": []}
     for table in tables:
         names = names_of(table)
-        places = offsets[table.spec.fqn] = {}
         for field, (dtype, shape) in columns_of(table).items():
-            size_bytes = dtype.size_bytes * int(np.prod(shape, dtype=object))
-            places[field] = end
-            span = [end, end + size_bytes]
-            tensors[names[field]] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": span}
-            end += size_bytes
+            place(table.spec.fqn, field, names[field], dtype, shape)
         identities = names.pop("identities", None)
-        notes.append(table.note(names, identities))
-    content = {_METADATA: {_NOTES_KEY: json.dumps({"version": 1, "tables": notes})}, **tensors}
+        notes["tables"].append(table.note(names, identities))
+    for tensor in tensors:
+        names = names_of_tensor(tensor)
+        for field, dtype in tensor.dtypes.items():
+            place(tensor.spec.fqn, field, names[field], dtype, tensor.columns[field].shape)
+        notes.setdefault("dense", []).append(tensor.note(names))
+    content = {_METADATA: {_NOTES_KEY: json.dumps(notes)}, **entries}
     packed = json.dumps(content, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % _ALIGNMENT)
     return len(packed).to_bytes(8, "little") + packed, offsets, end

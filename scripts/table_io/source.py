@@ -136,11 +136,18 @@ class BackfillConfig:
             tables = import_with_extra("dense:dense_tables", what="this")(tensors, selection)
         naming.check_used(str(path))
         targets = [names.find(table.spec.fqn) or self._new_name(table.spec.fqn) for table in tables]
+        for table, fqn in zip(tables, targets, strict=True):
+            if known is not None and fqn in known and known[fqn].is_dense:
+                raise SpecMismatchError(
+                    f"{path}: {table.name!r} would be {fqn!r}, a dense tensor of the server, which only a trainer "
+                    "publishes; name the tables with --table"
+                )
         tables = [table.named(fqn, (known or {}).get(fqn)) for table, fqn in zip(tables, targets, strict=True)]
         tables = sorted(tables, key=lambda table: table.spec.fqn)
         if repeated := [table for table, after in pairwise(tables) if table.spec.fqn == after.spec.fqn]:
             raise ConfigError(f"{path}: two of its tables would be {repeated[0].spec.fqn!r}")
-        return OpenSource(config=self, tables=tables, files=files, stamp=stamp)
+        dense = () if tensors is None else tensors.noted_dense
+        return OpenSource(config=self, tables=tables, dense=dense, files=files, stamp=stamp)
 
     def _new_name(self, name: str) -> str:
         if self.model is None or model_of(name) == self.model:
@@ -203,6 +210,7 @@ class OpenSource:
 
     config: BackfillConfig  # which rows to take
     tables: list[SourceTable]  # ordered by name
+    dense: tuple[str, ...]  # dense tensors that an export noted; only a trainer publishes those
     files: list[Path]  # the files that it was opened from
     stamp: list[Any]  # name, size and modification time of each file; another stamp means other contents
 
@@ -220,11 +228,14 @@ class OpenSource:
 
 
 def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str, TableSpec]:
-    """Return the target's tables by what a source may call them: their names, and paths that one model only has."""
+    """Return the target's tables by what a source may call them: their names, and paths that one model only has.
+
+    Its dense tensors are none: a checkpoint has the same ones, and they stay as they are.
+    """
     here = {}
     for name in {*known, *map(path_of, known)}:
         with contextlib.suppress(RequestError):  # several models have the path
-            if (fqn := names.find(name)) is not None:
+            if (fqn := names.find(name)) is not None and not known[fqn].is_dense:
                 here[name] = replace(known[fqn], fqn=name, renamed_seed=None)
     return here
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 from dense_model import DenseModel, train_dense
 from dense_trainer import DenseTrainer, dense_specs, tensor_of
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch_tables import assert_same_states
 
 from headrace import RawEmbeddingStreamer, restore
@@ -118,6 +125,50 @@ def test_from_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert folder is not None and folder.parent.parent == scratch and (folder / "manifest.json").is_file()
     source.close()
     assert [path.name for path in scratch.iterdir()] == ["others"]
+
+
+def test_an_export_is_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model loads its parameters and buffers from an export; torch's checkpoint brings optimizer states too."""
+    trained, loaded = Trainer("adam"), Trainer("adam", is_blank=True)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        trained.stream(server.address, "a")
+        for name in ("safetensors", "dcp"):
+            to = tmp_path / f"out.{name}"
+            assert main(["export", "--server", server.address, "--to", str(to), "--format", name, "--with-states"]) == 0
+        assert main(["backfill", str(tmp_path / "out.safetensors"), "--server", server.address]) == 0
+        captured = capsys.readouterr()
+        assert "a:user.weight: 0 rows written, 60 kept" in captured.out
+        assert "left out, for a trainer to load and publish: dense tensors bottom.0.bias" in captured.err
+        for arguments, text in (
+            (["out.safetensors", "--table", "top.weight"], "a dense tensor in"),
+            (["model.pt", "--zero-states", "--table", "top.weight"], "would be 'a:top.weight', a dense tensor"),
+        ):
+            torch.save(trained.model.state_dict(), tmp_path / "model.pt")
+            assert main(["backfill", str(tmp_path / arguments[0]), "--server", server.address, *arguments[1:]]) == 1
+            assert text in capsys.readouterr().err
+        # A checkpoint has the dense tensors too: the server's stay as they are.
+        assert main(["backfill", str(tmp_path / "model.pt"), "--server", server.address, "--zero-states"]) == 0
+        assert "a:user.weight: 0 rows written, 60 kept" in capsys.readouterr().out
+    found = load_file(tmp_path / "out.safetensors")
+    missing = loaded.model.load_state_dict(found, strict=False).missing_keys
+    assert sorted(missing) == ["nothing", "tied.weight"]  # no elements; and the name of another's weight
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, trained.model.state_dict()[name]), name
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    loaded = Trainer("adam", is_blank=True)
+    wanted = get_optimizer_state_dict(loaded.model, loaded.optimizer, options=options)
+    of_dense = {name: value for name, value in wanted.items() if name.startswith(("state.top.", "state.bottom."))}
+    assert "state.top.weight.step" in of_dense
+    checkpoint.load(of_dense, checkpoint_id=str(tmp_path / "out.dcp"), no_dist=True)
+    set_optimizer_state_dict(loaded.model, loaded.optimizer, {**wanted, **of_dense}, options=options)
+    states = _states_of_top(loaded)
+    assert states["step"] == len(BEFORE)
+    assert all(torch.equal(states[name], value) for name, value in _states_of_top(trained).items())
+
+
+def _states_of_top(trainer: Trainer) -> dict[str, torch.Tensor]:
+    states: dict[str, torch.Tensor] = trainer.optimizer.state[trainer.model.top.weight]  # type: ignore[union-attr]
+    return states
 
 
 def test_by_way_of_a_replay_and_of_another_number_of_shards(tmp_path: Path) -> None:

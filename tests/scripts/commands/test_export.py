@@ -224,6 +224,9 @@ def test_a_running_server(tmp_path: Path, run: CommandLine) -> None:
         report = run.json("export", "--server", server.address, *to)
         assert report["tables"] == {ITEMS.fqn: IDS.size}
         assert SnapshotFiles(tmp_path / "data" / "snapshots").list() == ([], [])
+        misspelled = ("--format", "dcp", "--table", "itmes")
+        refusal = run.refused("export", "--server", server.address, "--to", tmp_path / "three", *misspelled)
+        assert "--table 'itmes': no such table in the server" in refusal
     assert _bytes(tmp_path / "one.safetensors") == _bytes(tmp_path / "two.safetensors")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["data", "one.safetensors", "snapshots", "two.safetensors"]
@@ -402,16 +405,65 @@ def test_tensors_of_one_name_are_refused(tmp_path: Path, run: CommandLine) -> No
     _export(folder, tmp_path / "out", name, "--table", "a", "--table", "a/x")
 
 
-def test_dense_tensors_are_left_out(tmp_path: Path, run: CommandLine) -> None:
-    """An export has embedding tables only; a dense tensor that is named is refused."""
-    dense = TableSpec.of_tensor("top.weight", (30, 70), DType.FLOAT32)
-    folder = snapshot(tmp_path, {ITEMS: chunk_of(ITEMS, IDS), dense: chunk_of(dense, np.arange(dense.num_rows))})
-    _export(folder, tmp_path / "out.safetensors", "safetensors")
-    names = list(load_file(tmp_path / "out.safetensors"))
-    assert not any("top.weight" in name for name in names)
-    assert any(ITEMS.fqn in name for name in names)
-    refusal = _refused(run, folder, tmp_path / "other", "safetensors", "--table", "top.weight")
-    assert "a dense tensor; an export has embedding tables only" in refusal
+_ADAM = tuple(StateSpec(name=name, kind=StateKind.POINTWISE, dtype=DType.FLOAT32) for name in ("exp_avg", "exp_avg_sq"))
+TOP = TableSpec.of_tensor("top.weight", (30, 70), DType.FLOAT32, states=_ADAM)
+SCALE = TableSpec.of_tensor("scale", (), DType.BFLOAT16)
+
+
+def _with_dense(path: Path, *, step_of_scale: int = 5) -> Path:
+    rows = {ITEMS: chunk_of(ITEMS, IDS), TOP: chunk_of(TOP, np.arange(TOP.num_rows), step=5)}
+    return snapshot(path, rows | {SCALE: chunk_of(SCALE, [0], step=step_of_scale)})
+
+
+def _whole(spec: TableSpec, field: str) -> Any:
+    assert spec.shape is not None
+    column = values_of(spec, np.arange(spec.num_rows))[field]
+    return torch.from_numpy(column.reshape(-1)[: spec.num_elements].reshape(spec.shape))
+
+
+@pytest.mark.parametrize("name", ["safetensors", "dcp"])
+def test_dense_tensors_are_whole(tmp_path: Path, name: str, run: CommandLine) -> None:
+    """They have their own shape and type, whatever is asked of tables, and their states on request."""
+    folder = _with_dense(tmp_path)
+    key = "{}/{}" if name == "safetensors" else "state.{}.{}"
+    names = {"weights": TOP.fqn, **{f"state:{s.name}": key.format(TOP.fqn, s.name) for s in _ADAM}}
+    found = {SCALE.fqn: torch.empty((), dtype=torch.bfloat16), **{n: torch.empty(30, 70) for n in names.values()}}
+    output = run("export", "--snapshot", folder, "--to", tmp_path / "out", "--format", name, "--with-states")
+    assert "dense tensors of model default: 2" in output
+    if name == "dcp":
+        torch.distributed.checkpoint.load(found, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    else:
+        with safe_open(tmp_path / "out", framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in found}
+    assert all(torch.equal(found[name], _whole(TOP, field)) for field, name in names.items())
+    assert torch.equal(found[SCALE.fqn], _whole(SCALE, "weights").view(torch.bfloat16))
+    chosen = ["--table", TOP.fqn, "--table", ITEMS.fqn, "--dtype", "fp16"]
+    report = run.json("export", "--snapshot", folder, "--to", tmp_path / "some", "--format", name, *chosen)
+    assert (report["tables"], report["dense_tensors"]) == ({ITEMS.fqn: IDS.size}, {"default": 1})
+    chosen += ["--no-dense"]
+    refusal = _refused(run, folder, tmp_path / "none", name, *chosen)
+    assert "--table 'top.weight': a dense tensor that --no-dense leaves out" in refusal
+
+
+def test_dense_tensors_have_no_place_in_parquet(tmp_path: Path, run: CommandLine) -> None:
+    """They are left out and counted; alone they are refused."""
+    folder = _with_dense(tmp_path)
+    output = run("export", "--snapshot", folder, "--to", tmp_path / "out", "--format", "parquet")
+    assert "2 dense tensors are left out: take --format safetensors or dcp for them" in output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [file_name_of(ITEMS, ".parquet")]
+    refusal = _refused(run, folder, tmp_path / "other", "parquet", "--table", TOP.fqn)
+    assert "has tables only, and these are dense tensors" in refusal
+
+
+def test_dense_tensors_of_two_steps_are_not_mixed(tmp_path: Path, run: CommandLine) -> None:
+    """The error names the steps, and --no-dense is a way on."""
+    folder = _with_dense(tmp_path, step_of_scale=6)
+    refusal = _refused(run, folder, tmp_path / "out", "safetensors")
+    assert "the dense tensors of model 'default' are not of one step: step 5 of epoch 3 lacks rows" in refusal
+    assert "leave them out with --no-dense" in refusal
+    assert not (tmp_path / "out").exists()
+    _export(folder, tmp_path / "out", "safetensors", "--no-dense")
+    assert list(load_file(tmp_path / "out")) == [ITEMS.fqn]
 
 
 def test_names_of_tables_are_no_paths() -> None:
