@@ -1,6 +1,6 @@
 """A server's data directory: its manifest, its shards' directories, and the lock of the server that uses it.
 
-    DIR/headrace.json   manifest: format, server id, number of shards; written once
+    DIR/headrace.json   manifest: format, server id, number of shards; of a cluster's node also which shards are its own
     DIR/LOCK            flock held by the supervisor and each of its shard processes; holds the supervisor's pid
     DIR/shard-0000/     one directory per shard; its log, there from the start, and its store are the shard's affair
 
@@ -15,10 +15,11 @@ import json
 import os
 import re
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.system.durable import fsync_path, write_file
 from headrace.paramserver.system.file_lock import FileLock
@@ -29,8 +30,10 @@ __all__ = ["FORMAT_VERSION", "LOCK_NAME", "MANIFEST_NAME", "DataDir", "Manifest"
 
 MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
-# ON DISK: raise it when an older Headrace must not open the directory.
+# ON DISK: raise it when an older Headrace must not open the directory. One with some of a server's shards has the next
+# version: an older Headrace would look for all of them.
 FORMAT_VERSION = 1
+_NODE_FORMAT_VERSION = 2
 _FORMAT = "headrace-data"
 _TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 _LOG_NAME = "log"
@@ -45,9 +48,27 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class Manifest:
     """Contents of `headrace.json`."""
 
-    format_version: int  # of the directory's layout
     server_id: str  # identity of the store (a UUID)
-    num_shards: int  # fixed
+    num_shards: int  # fixed; of the whole server
+    node_shards: tuple[int, ...] | None = None  # those of a cluster's node; None for all
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards whose directories lie here."""
+        return tuple(range(self.num_shards)) if self.node_shards is None else self.node_shards
+
+    def encode(self) -> bytes:
+        """Return the file's contents."""
+        version = FORMAT_VERSION if self.node_shards is None else _NODE_FORMAT_VERSION
+        values = {"format": _FORMAT, "format_version": version, "server_id": self.server_id}
+        values |= {"num_shards": self.num_shards} | ({} if self.node_shards is None else {"shards": self.node_shards})
+        return json.dumps(values, indent=2).encode() + b"\n"
+
+    @classmethod
+    def of_node(cls, cluster: ClusterFile, node: ClusterNode) -> Self:
+        """Return the manifest of a node's directory."""
+        shards = None if len(node.shards) == cluster.num_shards else tuple(sorted(node.shards))
+        return cls(server_id=cluster.server_id, num_shards=cluster.num_shards, node_shards=shards)
 
 
 class DataDir:
@@ -66,28 +87,42 @@ class DataDir:
         self.path = path
         self.manifest = manifest
         self._lock = lock
+        self._is_written = lock is not None
 
     @classmethod
-    def claim(cls, path: Path, *, num_shards: int | None) -> Self:
+    def claim(
+        cls, path: Path, *, num_shards: int | None, cluster: ClusterFile | None = None, node: ClusterNode | None = None
+    ) -> Self:
         """Check a directory, which may be missing, and lock it if it holds a store.
 
-        Without `num_shards`, a store keeps its number of shards, and a new one gets 1.
+        Without `num_shards`, a store keeps its number of shards, and a new one gets 1. That of a `node` must have the
+        shards that the `cluster` gives it.
 
         Raises:
-            ConfigError: Not a directory, in use, not accessible, not ours, or of another number of shards.
+            ConfigError: Not a directory, in use, not accessible, not ours, or of another number of shards; or it has
+                other shards than its node, which the message says how to mend.
             CorruptionError: The manifest cannot be read.
         """
         path = path.absolute()
-        if not _has_store(path):
-            new = Manifest(format_version=FORMAT_VERSION, server_id=str(uuid.uuid4()), num_shards=num_shards or 1)
-            return cls(path, new, None)
+        if not _has_store(path, of_node=node):
+            if cluster is None or node is None:
+                return cls(path, Manifest(server_id=str(uuid.uuid4()), num_shards=num_shards or 1), None)
+            if _shards_in(path):  # all of them were moved here
+                _check_node(path, Manifest(server_id=cluster.server_id, num_shards=0), cluster, node)
+            return cls(path, Manifest.of_node(cluster, node), None)
         lock = _lock(path)
         try:
             manifest = _read_manifest(path, num_shards)
+            if cluster is None or node is None:
+                _refuse_node(path, manifest)
+                return cls(path, manifest, lock)
+            _check_node(path, manifest, cluster, node)
+            claimed = cls(path, Manifest.of_node(cluster, node), lock)
+            claimed._is_written = claimed.manifest == manifest
         except BaseException:
             lock.close()
             raise
-        return cls(path, manifest, lock)
+        return claimed
 
     @property
     def lock_fd(self) -> int:
@@ -111,6 +146,8 @@ class DataDir:
             if self._lock is None:
                 self._create()
             _check_shards(self.path, self.manifest)
+            if not self._is_written:  # shards were moved here, or away
+                self._write_manifest()
             os.ftruncate(self.lock_fd, 0)
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as exc:
@@ -122,14 +159,17 @@ class DataDir:
         self._lock = _lock(self.path)
         if (self.path / MANIFEST_NAME).exists():
             raise ConfigError(f"--data {self.path}: another server made it just now; start again")
-        for shard in range(self.manifest.num_shards):
+        for shard in self.manifest.shards:
             (self.shard_path(shard) / _LOG_NAME).mkdir(parents=True, exist_ok=True)
             fsync_path(self.shard_path(shard))
         # The manifest comes last: where it exists, every shard's log has existed.
-        data = json.dumps({"format": _FORMAT, **asdict(self.manifest)}, indent=2).encode() + b"\n"
-        write_file(self.path / MANIFEST_NAME, data, aside=self.path / _TEMPORARY_NAME)
+        self._write_manifest()
         for path in missing:
             fsync_path(path.parent)
+
+    def _write_manifest(self) -> None:
+        write_file(self.path / MANIFEST_NAME, self.manifest.encode(), aside=self.path / _TEMPORARY_NAME)
+        self._is_written = True
 
     def close(self) -> None:
         """Give the lock up; shard processes that still run keep it. Idempotent."""
@@ -144,7 +184,9 @@ class DataDir:
         self.close()
 
 
-def check_data_dir(path: Path, *, num_shards: int | None) -> Manifest | None:
+def check_data_dir(
+    path: Path, *, num_shards: int | None, cluster: ClusterFile | None = None, node: ClusterNode | None = None
+) -> Manifest | None:
     """Check a directory as `claim` and `prepare` do, but write nothing and take no lock: a server may be using it.
 
     Returns:
@@ -155,9 +197,12 @@ def check_data_dir(path: Path, *, num_shards: int | None) -> Manifest | None:
         CorruptionError: The manifest cannot be read, or a shard's directory is gone.
     """
     path = path.absolute()
-    if not _has_store(path):
+    if not _has_store(path, of_node=node):
         return None
     manifest = _read_manifest(path, num_shards)
+    if cluster is not None and node is not None:
+        _check_node(path, manifest, cluster, node)
+        manifest = Manifest.of_node(cluster, node)
     try:
         _check_shards(path, manifest)
     except OSError as exc:
@@ -180,13 +225,14 @@ def is_in_use(path: Path) -> bool:
         _fail(path, exc)
 
 
-def _has_store(path: Path) -> bool:
-    """Return whether there is a store; otherwise check that nothing foreign is there."""
+def _has_store(path: Path, *, of_node: ClusterNode | None = None) -> bool:
+    """Return whether there is a store; otherwise check that nothing foreign is there, but shards of a node."""
     try:
         names = set(os.listdir(path))
         if MANIFEST_NAME in names:
             return True
-        foreign = sorted(name for name in names - _HARMLESS if not _is_empty_shard(path / name))
+        moved = set() if of_node is None else {shard_folder(shard) for shard in of_node.shards}
+        foreign = sorted(name for name in names - _HARMLESS - moved if not _is_empty_shard(path / name))
     except FileNotFoundError:
         return False
     except OSError as exc:
@@ -200,12 +246,55 @@ def _has_store(path: Path) -> bool:
 
 
 def _check_shards(path: Path, manifest: Manifest) -> None:
-    for shard in range(manifest.num_shards):
+    for shard in manifest.shards:
         # An empty directory is a disk that is not mounted, not a new shard: its acked rows would vanish silently.
         folder = path / shard_folder(shard)
         if not (folder / _LOG_NAME).is_dir():
             what = "log" if folder.is_dir() else "directory"
             raise CorruptionError(f"{folder}: the shard's {what} is missing; is its disk mounted?")
+
+
+def _shards_in(path: Path) -> set[int]:
+    """Return the shards that a directory has. Those with an empty log are of a first start that was interrupted."""
+    try:
+        found = [name for name in os.listdir(path) if _SHARD_NAME.fullmatch(name)]
+        return {int(name.removeprefix("shard-")) for name in found if not _is_empty_shard(path / name)}
+    except FileNotFoundError:
+        return set()
+    except OSError as exc:
+        _fail(path, exc)
+
+
+def _refuse_node(path: Path, manifest: Manifest) -> None:
+    if manifest.node_shards is not None:
+        raise ConfigError(
+            f"--data {path}: has {len(manifest.shards)} of a cluster's {manifest.num_shards} shards: serve it with "
+            "--cluster FILE --node NAME"
+        )
+
+
+def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: ClusterNode) -> None:
+    """Check that a directory has the shards that the cluster file gives to its node."""
+    if manifest.server_id != cluster.server_id:
+        ours, theirs = cluster.server_id, manifest.server_id
+        raise ConfigError(f"--data {path}: is of server {theirs}, and {cluster.path} of {ours}")
+    if manifest.num_shards not in (0, cluster.num_shards):
+        raise ConfigError(
+            f"{cluster.path}: shards: {cluster.num_shards}: {path} is of a server of {manifest.num_shards} shards, and "
+            "rows stay where they were hashed to"
+        )
+    there = _shards_in(path)
+    for shard in sorted(there - set(node.shards)):
+        raise ConfigError(
+            f"--data {path}: has shard {shard}, which {cluster.path} gives to node {cluster.node_of(shard).name}: move "
+            f"{path / shard_folder(shard)} there while neither node runs, or give the shard back to node {node.name}"
+        )
+    for shard in sorted(set(node.shards) - set(manifest.shards) - there):
+        raise ConfigError(
+            f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: move "
+            f"{shard_folder(shard)} here from the node that has it"
+            + (", or restore it with --restore" if cluster.object_store else "")
+        )
 
 
 def _is_empty_shard(path: Path) -> bool:
@@ -241,17 +330,26 @@ def _read_manifest(path: Path, required_shards: int | None) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CorruptionError(f"{file}: not a manifest of a Headrace server")
     version = values.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ConfigError(f"{file}: format version {version}, this Headrace reads {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, _NODE_FORMAT_VERSION):
+        raise ConfigError(f"{file}: format version {version}, this Headrace reads 1 and 2")
     server_id, num_shards = values.get("server_id"), values.get("num_shards")
+    shards = values.get("shards") if version == _NODE_FORMAT_VERSION else None
     if not isinstance(server_id, str) or type(num_shards) is not int or not 1 <= num_shards <= MAX_SHARDS:
         raise CorruptionError(f"{file}: server_id {server_id!r} or num_shards {num_shards!r} makes no sense")
+    if version == _NODE_FORMAT_VERSION and not _are_shards(shards, num_shards):
+        raise CorruptionError(f"{file}: shards {shards!r} make no sense")
     if required_shards not in (None, num_shards):
         raise ConfigError(
             f"--shards {required_shards}: {path} was made with {num_shards} shards, and rows stay where "
             "they were hashed to; leave --shards out or name a new directory"
         )
-    return Manifest(format_version=FORMAT_VERSION, server_id=server_id, num_shards=num_shards)
+    return Manifest(server_id=server_id, num_shards=num_shards, node_shards=None if shards is None else tuple(shards))
+
+
+def _are_shards(shards: Any, num_shards: int) -> bool:
+    """Return whether these are ascending numbers of shards."""
+    is_list = isinstance(shards, list) and all(type(shard) is int and 0 <= shard < num_shards for shard in shards)
+    return is_list and bool(shards) and shards == sorted(set(shards))
 
 
 def _fail(path: Path, exc: OSError) -> NoReturn:

@@ -228,13 +228,25 @@ class ServerConfig(ShardSettings):
         return self.advertise_host or self.host
 
     @classmethod
-    def load(cls, *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServerConfig:
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        file: Path | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> ServerConfig:
         """Return the configuration that flags (None if absent), environment and YAML file make together; see `merge`.
+
+        A cluster file gives `defaults` for what they leave out, and `fixed` values that they may not give.
 
         Raises:
             ConfigError: A key is unknown, or a value is missing or wrong.
         """
-        return merge(cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file)
+        return merge(
+            cls, flags=flags, environ=environ, prefix=ENV_PREFIX, file=file, defaults=defaults or {}, fixed=fixed or {}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,16 +260,24 @@ class ShardConfig(ShardSettings):
     shard: int  # index, 0 to `num_shards` - 1
     server_id: str  # identity of the data directory
     addresses: tuple[tuple[str, int], ...]  # host and port at which clients reach each shard, by index
+    term: int = 0  # in which the shard runs; 0 for none
+    node: str | None = None  # its node of a cluster; None if the whole server is on this machine
+    local_shards: tuple[int, ...] | None = None  # those of this directory; None for all
 
     @property
     def snapshots_path(self) -> Path:
-        """Directory of the server's snapshots: one for all shards, on the same file system as theirs."""
+        """Directory of the snapshots: one for all shards of this machine, on the same file system as theirs."""
         return self.directory.parent / "snapshots"
 
     @property
     def num_shards(self) -> int:
         """Number of shards of the server."""
         return len(self.addresses)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether it does what is done once for all shards of a directory."""
+        return self.shard == min(self.local_shards or (0,))
 
     @classmethod
     def of_server(
@@ -268,13 +288,25 @@ class ShardConfig(ShardSettings):
         shard: int,
         server_id: str,
         addresses: tuple[tuple[str, int], ...],
+        term: int = 0,
+        node: str | None = None,
+        local_shards: tuple[int, ...] | None = None,
     ) -> ShardConfig:
         """Return the configuration of one shard of a server."""
         settings = {field.name: getattr(server, field.name) for field in dataclasses.fields(ShardSettings)}
         if not settings["block_cache_bytes"]:
-            share = machine_memory_bytes() // 4 // len(addresses)
+            share = machine_memory_bytes() // 4 // len(local_shards or addresses)
             settings["block_cache_bytes"] = max(share, _MIN_AUTO_CACHE_BYTES)
-        return cls(directory=directory, shard=shard, server_id=server_id, addresses=addresses, **settings)
+        return cls(
+            directory=directory,
+            shard=shard,
+            server_id=server_id,
+            addresses=addresses,
+            term=term,
+            node=node,
+            local_shards=local_shards,
+            **settings,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return a form that `json` can write."""
@@ -291,4 +323,5 @@ class ShardConfig(ShardSettings):
         names = ["directory", *(field.name for field, known in settings_of(cls) if known.kind is Kind.PATH)]
         paths = {name: None if values[name] is None else Path(values[name]) for name in names}
         addresses = tuple((str(host), int(port)) for host, port in values["addresses"])
-        return cls(**{**values, **paths, "addresses": addresses})
+        local = None if values["local_shards"] is None else tuple(values["local_shards"])
+        return cls(**{**values, **paths, "addresses": addresses, "local_shards": local})

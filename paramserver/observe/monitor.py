@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,14 +103,14 @@ class ServerMonitor:
         self._sock = sock
         self.address = format_address(*sock.getsockname()[:2])
         self._interval_s, self._timeout_s, self._clock_s = interval_s, timeout_s, clock_s
-        self._addresses: Sequence[str] = ()
+        self._addresses: Mapping[int, str] = {}
         self._receivers: dict[int, SampleReceiver] = {}
         self._num_starts: dict[int, int] = {}
         self.history = History()
 
     @contextlib.asynccontextmanager
-    async def serve(self, addresses: Sequence[str]) -> AsyncIterator[None]:
-        """Serve until the block ends; `addresses` are host and port of each shard."""
+    async def serve(self, addresses: Mapping[int, str]) -> AsyncIterator[None]:
+        """Serve until the block ends; `addresses` are host and port of each shard that runs here."""
         self._addresses = addresses
         pages: dict[str, Page] = {
             "/": _static(*PAGE_FILES["index.html"]),
@@ -140,7 +140,7 @@ class ServerMonitor:
 
     async def states(self) -> list[ShardState]:
         """Return the present state of each shard."""
-        return list(await asyncio.gather(*(self._state_of(shard) for shard in range(len(self._addresses)))))
+        return list(await asyncio.gather(*(self._state_of(shard) for shard in self._addresses)))
 
     async def _state_of(self, shard: int) -> ShardState:
         sample, error = None, None

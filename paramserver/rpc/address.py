@@ -12,7 +12,7 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.paramserver.rpc.security import check_bind
@@ -146,14 +146,14 @@ def keep_alive(sock: socket.socket) -> None:
 
 @contextlib.contextmanager
 def bind_listeners(
-    host: str, port: int, num_shards: int, *, is_protected: bool = False, insecure_bind: bool = False
+    host: str, port: int, shards: int | Sequence[int], *, is_protected: bool = False, insecure_bind: bool = False
 ) -> Iterator[list[socket.socket]]:
     """Yield a listening socket per shard, non-blocking and not inheritable; close them at the end.
 
     Args:
         host: Name or address to listen on.
-        port: Port of shard 0; shard i gets `port + i`. 0 lets the system choose each.
-        num_shards: Number of sockets.
+        port: Port of the first shard; each next one gets the next port. 0 lets the system choose each.
+        shards: Their numbers, or how many there are.
         is_protected: Clients authenticate over TLS, so that addresses other than loopback are safe.
         insecure_bind: The user accepts them without protection.
 
@@ -162,13 +162,14 @@ def bind_listeners(
     """
     family, address = _resolve(host, "--host")
     check_bind(address.partition("%")[0], is_protected=is_protected, allow_insecure=insecure_bind)
-    if port + num_shards - 1 > 65535:
-        raise ConfigError(f"--port {port}: {num_shards} shards would need ports up to {port + num_shards - 1}")
+    shards = range(shards) if isinstance(shards, int) else shards
+    if port + len(shards) - 1 > 65535:
+        raise ConfigError(f"--port {port}: {len(shards)} shards would need ports up to {port + len(shards) - 1}")
     with contextlib.ExitStack() as stack:
         sockets = []
-        for shard in range(num_shards):
+        for at, shard in enumerate(shards):
             sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            _bind(sock, host, address, port + shard if port else 0, f"shard {shard}", "--port", "--host")
+            _bind(sock, host, address, port + at if port else 0, f"shard {shard}", "--port", "--host")
             sockets.append(sock)
         yield sockets
 

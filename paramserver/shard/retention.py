@@ -95,7 +95,7 @@ class LogRetention:
 
         Cancellation: a removal that has started is finished.
         """
-        if self._config.shard == 0:  # snapshots belong to all shards
+        if self._config.is_first_here:  # snapshots belong to all shards of the directory
             await asyncio.to_thread(self._prune_snapshots)
         await self._trim_log()
         await self._saved.save()

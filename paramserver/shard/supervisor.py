@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ServerConfig, ShardConfig
 from headrace.paramserver.observe.monitor import ServerMonitor
@@ -75,17 +76,22 @@ class Supervisor:
         watch_stdin: bool = False,
         command: Sequence[str] = SHARD_COMMAND,
         monitor: ServerMonitor | None = None,
+        cluster: ClusterFile | None = None,
+        node: ClusterNode | None = None,
     ) -> None:
         """Prepare to run a server in a prepared directory; `command` starts a shard process.
 
         `sockets` has the listening socket of each shard; `stop` closes them. `ready_file` receives address and process
-        ids whenever all shards are ready. `watch_stdin` stops the server when stdin ends.
+        ids whenever all shards are ready. `watch_stdin` stops the server when stdin ends. Of a `cluster`'s server this
+        runs the shards of one `node`, to which `sockets` belong in the order of its list.
         """
-        self._config, self._data_dir, self._sockets = config, data_dir, sockets
+        self._config, self._data_dir, self._cluster, self._node = config, data_dir, cluster, node
+        self._sockets = dict(zip(range(len(sockets)) if node is None else node.shards, sockets, strict=True))
         self._ready_file, self._monitor = ready_file, monitor
         self._watch_stdin, self._command = watch_stdin, command
         self._log_format = resolve_log_format(config.log_format, sys.stderr)
-        self._addresses = tuple((config.client_host, sock.getsockname()[1]) for sock in sockets)
+        ours = {shard: (config.client_host, sock.getsockname()[1]) for shard, sock in self._sockets.items()}
+        self._addresses = tuple(ours.values()) if cluster is None else cluster.addresses
         self._children: dict[int, ShardChild] = {}
         self._ready: set[int] = set()
         self._was_ready, self._num_signals, self._exit_code = False, 0, EXIT_OK
@@ -93,8 +99,8 @@ class Supervisor:
 
     @property
     def address(self) -> str:
-        """Address of shard 0, from which a client finds all shards."""
-        return format_address(*self._addresses[0])
+        """Address of the first shard here, from which a client finds all shards."""
+        return format_address(*self._addresses[min(self._sockets)])
 
     async def run(self) -> int:
         """Run until SIGTERM, SIGINT or the end of stdin, or until a shard fails for good.
@@ -103,18 +109,20 @@ class Supervisor:
         killed by a second signal.
         Cancellation: the shard processes are killed.
         """
-        num_shards = len(self._sockets)
-        fact(_log, logging.INFO, "server starts", shards=num_shards, data=str(self._data_dir.path), pid=os.getpid())
+        started: dict[str, Any] = {"shards": len(self._sockets), "data": str(self._data_dir.path), "pid": os.getpid()}
+        if self._node is not None:
+            started |= {"node": self._node.name, "of_shards": len(self._addresses)}
+        fact(_log, logging.INFO, "server starts", **started)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(stop_requests(self._on_signal, self._on_stdin_end if self._watch_stdin else None))
             if self._ready_file is not None:
                 stack.callback(self._ready_file.remove)
             if self._monitor is not None:
-                addresses = [format_address(*address) for address in self._addresses]
+                addresses = {shard: format_address(*self._addresses[shard]) for shard in sorted(self._sockets)}
                 await stack.enter_async_context(self._monitor.serve(addresses))
                 fact(_log, logging.INFO, "metrics are served", address=self._monitor.address)
             async with asyncio.TaskGroup() as tasks:
-                for shard in range(num_shards):
+                for shard in self._sockets:
                     tasks.create_task(self._keep_running(shard), name=f"shard-{shard}")
         if not self._stopping.is_set():
             self._exit_code = EXIT_FENCED
@@ -128,7 +136,7 @@ class Supervisor:
         self._exit_code = exit_code
         self._stopping.set()
         # New connections are refused now; clients go elsewhere or retry.
-        for sock in self._sockets:
+        for sock in self._sockets.values():
             sock.close()
         for child in self._children.values():
             child.terminate()
@@ -223,6 +231,9 @@ class Supervisor:
                 shard=shard,
                 server_id=self._data_dir.manifest.server_id,
                 addresses=self._addresses,
+                term=0 if self._cluster is None else self._cluster.term,
+                node=None if self._node is None else self._node.name,
+                local_shards=None if self._node is None else tuple(sorted(self._sockets)),
             ),
             socket_fd=self._sockets[shard].fileno(),
             report_fd=report_fd,

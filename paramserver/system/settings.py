@@ -152,6 +152,8 @@ def merge(
     prefix: str,
     file: Path | None = None,
     flag: Callable[[str], str] = flag_of,
+    defaults: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
 ) -> _T:
     """Return an instance filled from flags, environment, file and defaults; the first that has a value wins.
 
@@ -162,17 +164,22 @@ def merge(
         prefix: Such as `HEADRACE_SERVE_`; a field's name in capitals follows it.
         file: YAML file: a mapping of field names.
         flag: Returns how errors name a value of `flags`, given the field's name.
+        defaults: Values, checked already, for what no source gives.
+        fixed: Values, checked already, of fields that no source may give.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a required value is missing.
     """
     known_by_name = {field.name: known for field, known in settings_of(cls)}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     given = ((name, flag(name), raw) for name, raw in flags.items() if raw is not None)
     sources = (_from_file(file, known_by_name), _from_environ(environ, prefix, known_by_name), given)
     for source in sources:
         for name, where, raw in source:
+            if name in (fixed or {}):
+                raise ConfigError(f"{where}: leave it out: the cluster file says it")
             values[name] = _parse(known_by_name[name], raw, where)
+    values |= fixed or {}
     for field, _ in settings_of(cls):
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ConfigError(f"{flag(field.name)} is missing")

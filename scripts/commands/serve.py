@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
@@ -28,6 +29,7 @@ from headrace.paramserver.system.flags import (
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import StorageError
+from headrace.scripts.commands.terminal import option
 
 __all__ = ["serve"]
 
@@ -38,6 +40,12 @@ _OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
 def serve(
     *,
     config: Annotated[Path | None, config_option(ENV_PREFIX, example="port: 7601")] = None,
+    cluster: Annotated[
+        Path | None, option("YAML file of a server on several hosts. Also HEADRACE_SERVE_CLUSTER.", "FILE")
+    ] = None,
+    node: Annotated[
+        str | None, option("Run the shards of this node of the cluster. Also HEADRACE_SERVE_NODE.", "NAME")
+    ] = None,
     ready_file: ReadyFileFlag = None,
     watch_stdin: WatchStdinFlag = False,
     **flags: Any,
@@ -56,34 +64,51 @@ def serve(
         ConfigError: A setting is wrong, or the directory or a port cannot be used; nothing was written.
     """
     environ, file = settings_sources(ENV_PREFIX, config, os.environ)
-    settings = ServerConfig.load(flags=flags, environ=environ, file=file)
+    of_cluster, of_node = cluster_of(cluster, node, environ=environ, env_prefix=ENV_PREFIX)
+    defaults, fixed = settings_of_node(of_cluster, of_node)
+    settings = ServerConfig.load(flags=flags, environ=environ, file=file, defaults=defaults, fixed=fixed)
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
-        return _run(settings, ready_file, watch_stdin)
+        return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
         print(f"headrace: error: {exc}", file=sys.stderr)
         return EXIT_STORAGE
 
 
-def _run(config: ServerConfig, ready_file: Path | None, watch_stdin: bool) -> int:
+def _run(
+    config: ServerConfig,
+    ready_file: Path | None,
+    watch_stdin: bool,
+    cluster: ClusterFile | None,
+    node: ClusterNode | None,
+) -> int:
     """Lock the directory, bind the ports, and only then write anything."""
     ready = None if ready_file is None else ReadyFile(ready_file)
     # Each shard loads it again; this finds its mistakes early.
     is_protected = Protection.load(config, os.environ).is_complete
     with (
-        DataDir.claim(config.data, num_shards=config.shards) as data_dir,
+        DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
         bind_listeners(
             config.host,
             config.port,
-            data_dir.manifest.num_shards,
+            data_dir.manifest.shards if node is None else node.shards,
             is_protected=is_protected,
             insecure_bind=config.insecure_bind,
         ) as sockets,
         _bind_metrics(config) as monitor,
     ):
         data_dir.prepare()
-        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready, watch_stdin=watch_stdin, monitor=monitor)
+        supervisor = Supervisor(
+            config,
+            data_dir,
+            sockets,
+            ready_file=ready,
+            watch_stdin=watch_stdin,
+            monitor=monitor,
+            cluster=cluster,
+            node=node,
+        )
         return asyncio.run(supervisor.run())
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir, is_in_use
+from headrace.paramserver.config.cluster_file import ClusterFile
+from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir, Manifest, is_in_use
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
 
@@ -135,7 +136,11 @@ def test_refuses_a_file(tmp_path: Path) -> None:
         ("[]", CorruptionError, "not a manifest"),
         ("[" * 100_000, CorruptionError, "not a manifest"),
         ('{"format": "other"}', CorruptionError, "not a manifest"),
-        ('{"format": "headrace-data", "format_version": 2}', ConfigError, "format version 2, this Headrace reads 1"),
+        (
+            '{"format": "headrace-data", "format_version": 3}',
+            ConfigError,
+            "format version 3, this Headrace reads 1 and 2",
+        ),
         ('{"format": "headrace-data", "format_version": 1}', CorruptionError, "makes no sense"),
         (
             '{"format": "headrace-data", "format_version": 1, "server_id": "x", "num_shards": true}',
@@ -223,3 +228,110 @@ def test_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
             data_dir.prepare()
     assert not (tmp_path / "d" / MANIFEST_NAME).exists()
     _make(tmp_path / "d", 1)
+
+
+_SERVER_ID = "3f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11"
+
+
+class _Cluster:
+    """Two nodes' directories under one path, as a cluster file gives them shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self, name: str, a: list[int], b: list[int], **more: Any) -> Manifest:
+        """Start a node once, with shards given to `a` and `b`; fill the logs of its shards."""
+        nodes = {"a": {"host": "ha", "shards": a}, "b": {"host": "hb", "shards": b}}
+        values = {"server_id": _SERVER_ID, "shards": len(a) + len(b), "nodes": nodes, **more}
+        (self.path / "cluster.yaml").write_text(json.dumps(values))
+        cluster = ClusterFile.load(self.path / "cluster.yaml")
+        with DataDir.claim(self.path / name, num_shards=None, cluster=cluster, node=cluster.node(name)) as directory:
+            directory.prepare()
+            for shard in directory.manifest.shards:
+                (directory.shard_path(shard) / "log" / "segment").touch()
+            return directory.manifest
+
+    def move(self, shard: int, source: str, target: str) -> None:
+        name = f"shard-{shard:04d}"
+        (self.path / target).mkdir(exist_ok=True)
+        (self.path / source / name).rename(self.path / target / name)
+
+    def stored(self, name: str) -> Any:
+        return json.loads((self.path / name / MANIFEST_NAME).read_text())
+
+
+def test_a_nodes_directory_has_its_shards(tmp_path: Path) -> None:
+    """A node's directory is of the cluster's server, has the node's shards alone, and opens again."""
+    cluster = _Cluster(tmp_path)
+    for _ in range(2):
+        assert cluster.start("a", [2, 0], [1]).shards == (0, 2)
+    assert {path.name for path in (tmp_path / "a").glob("shard-*")} == {"shard-0000", "shard-0002"}
+    stored = cluster.stored("a")
+    assert (stored["server_id"], stored["num_shards"], stored["shards"]) == (_SERVER_ID, 3, [0, 2])
+    assert stored["format_version"] == 2  # an older Headrace would look for all shards
+    with pytest.raises(ConfigError, match=r"has 2 of a cluster's 3 shards: serve it with --cluster FILE --node NAME$"):
+        DataDir.claim(tmp_path / "a", num_shards=None)
+
+
+def test_a_shards_directory_moves_to_another_node(tmp_path: Path) -> None:
+    """A shard that the file gives to another node is refused on both until its directory has been moved."""
+    cluster = _Cluster(tmp_path)
+    cluster.start("a", [0, 2], [1])
+    cluster.start("b", [0, 2], [1])
+    with pytest.raises(ConfigError, match=r"/a: has shard 2, which .* gives to node b: move .*/a/shard-0002 there"):
+        cluster.start("a", [0], [1, 2])
+    with pytest.raises(ConfigError, match=r"/b: lacks shard 2, which .* gives to node b: move shard-0002 here [^-]*$"):
+        cluster.start("b", [0], [1, 2])
+    with pytest.raises(ConfigError, match=r"lacks shard 2, .*, or restore it with --restore$"):
+        cluster.start("b", [0], [1, 2], object_store="s3://bucket")
+    cluster.move(2, "a", "b")
+    assert cluster.start("a", [0], [1, 2]).shards == (0,)
+    assert cluster.start("b", [0], [1, 2]).shards == (1, 2)
+    assert (cluster.stored("a")["shards"], cluster.stored("b")["shards"]) == ([0], [1, 2])
+
+
+def test_shards_move_to_a_new_node(tmp_path: Path) -> None:
+    """A directory that holds nothing but moved shards is a node's, if they are all that the file gives to it."""
+    cluster = _Cluster(tmp_path)
+    cluster.start("a", [0, 1, 2], [3])
+    cluster.move(1, "a", "b")
+    with pytest.raises(ConfigError, match=r"/b: lacks shard 2"):
+        cluster.start("b", [0], [1, 2, 3])
+    cluster.move(2, "a", "b")
+    assert cluster.start("b", [0, 3], [1, 2]).shards == (1, 2)
+
+
+def test_a_server_of_one_machine_becomes_a_cluster(tmp_path: Path) -> None:
+    """Its directory is a node's that has all shards, unchanged, and then its shards may move."""
+    (tmp_path / "a").mkdir()
+    cluster = _Cluster(tmp_path)
+    with DataDir.claim(tmp_path / "a", num_shards=2) as directory:
+        directory.manifest = Manifest(server_id=_SERVER_ID, num_shards=2)
+        directory.prepare()
+    before = (tmp_path / "a" / MANIFEST_NAME).read_bytes()
+    (tmp_path / "cluster.yaml").write_text(
+        json.dumps({"server_id": _SERVER_ID, "shards": 2, "nodes": {"a": {"host": "h", "shards": [0, 1]}}})
+    )
+    whole = ClusterFile.load(tmp_path / "cluster.yaml")
+    with DataDir.claim(tmp_path / "a", num_shards=None, cluster=whole, node=whole.node("a")) as directory:
+        directory.prepare()
+        for shard in range(2):
+            (directory.shard_path(shard) / "log" / "segment").touch()
+    assert (tmp_path / "a" / MANIFEST_NAME).read_bytes() == before
+    cluster.move(1, "a", "b")
+    assert cluster.start("a", [0], [1]).shards == (0,)
+    assert cluster.start("b", [0], [1]).shards == (1,)
+
+
+def test_a_nodes_directory_of_another_cluster(tmp_path: Path) -> None:
+    """Another server's directory, one of another number of shards, and one with a disk that is not mounted are told."""
+    cluster = _Cluster(tmp_path)
+    cluster.start("a", [0], [1])
+    with pytest.raises(ConfigError, match=r"shards: 3: .* is of a server of 2 shards"):
+        cluster.start("a", [0, 1], [2])
+    with pytest.raises(ConfigError, match=rf"is of server {_SERVER_ID}, and .* of 1f0c6e0e"):
+        cluster.start("a", [0], [1], server_id="1f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11")
+    (tmp_path / "a" / "shard-0000" / "log" / "segment").unlink()
+    (tmp_path / "a" / "shard-0000" / "log").rmdir()
+    with pytest.raises(CorruptionError, match="the shard's log is missing; is its disk mounted"):
+        cluster.start("a", [0], [1])

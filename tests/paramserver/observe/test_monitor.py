@@ -153,7 +153,7 @@ async def test_history_grows_without_a_shard() -> None:
 
     monitor = ServerMonitor(socket.create_server(("127.0.0.1", 0)), interval_s=0.001, clock_s=clock_s)
 
-    async with asyncio.timeout(20), monitor.serve(["127.0.0.1:1", "127.0.0.1:2"]):
+    async with asyncio.timeout(20), monitor.serve({0: "127.0.0.1:1", 1: "127.0.0.1:2"}):
         async with monitor.sampling(0) as theirs, send_samples(theirs.dup(), sample):
             states = await monitor.states()
             assert [state.sample for state in states] == [SAMPLE, None]
