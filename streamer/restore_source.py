@@ -19,7 +19,7 @@ from headrace.paramserver.reading.dense_parts import DensePart, dense_sets
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader, Rows, scalars_by_table
 from headrace.paramserver.rpc.security import load_token
-from headrace.paramserver.snapshots.bucket import SnapshotStore, is_store_url
+from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import read_dense_part
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest
@@ -133,7 +133,7 @@ def restore_source(
         )
     if address is None:
         assert snapshot is not None
-        if isinstance(snapshot, str) and is_store_url(snapshot):
+        if isinstance(snapshot, str) and is_object_store_url(snapshot):
             return _StoredSnapshot(snapshot)
         return _Snapshot(Path(snapshot))
     host_and_port(address)
@@ -281,7 +281,7 @@ class _StoredSnapshot(_Snapshot):
         self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     def describe(self, step: Step) -> StoredTables:
-        manifest = _at(step, self._store.manifests(), self._url)
+        manifest = _at(step, self._store.list(), self._url)
         return dataclasses.replace(
             self._describe(self._fetch(manifest.name)), place=f"the snapshot {manifest.name} of {self._url}"
         )

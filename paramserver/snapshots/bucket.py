@@ -5,48 +5,71 @@
     snapshots/NAME.json               the manifest and the object of each file; put if absent, makes the snapshot exist
     clock                             written to learn the store's time
 
-Prune deletes objects that no snapshot names and that are older than a day. An upload sends again what is older than
-half a day, under another number, and publishes within half a day. So nothing that it names is old enough to be deleted.
+Prune deletes objects that no snapshot names and that are older than a day. An upload puts again what is older than
+half a day, under another number, and a manifest is put only while all that it names is younger than that day by an
+hour. So nothing that it names is old enough to be deleted, however many shards upload and prune at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from crc32c import crc32c
 
-from headrace.paramserver.snapshots.directory import SnapshotFiles, by_age, check_file, mapped_errors, read_manifest
+from headrace.paramserver.snapshots.directory import (
+    FileIdentity,
+    SnapshotFiles,
+    by_age,
+    check_file,
+    identity_of,
+    mapped_errors,
+    read_manifest,
+)
 from headrace.paramserver.system.direct_file import read_direct
 from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.limits import check_room
-from headrace.paramserver.system.object_store import Content, ContentHash, ObjectStore
-from headrace.schemas.errors import (
-    ConfigError,
-    CorruptionError,
-    RequestError,
-    UnavailableError,
-)
+from headrace.paramserver.system.object_store import Content, ContentHash, ObjectStore, StoredObject
+from headrace.paramserver.system.text import first_of
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError, UnavailableError
 from headrace.schemas.snapshot_manifest import SnapshotFile, SnapshotManifest, check_snapshot_name
 
-__all__ = ["SnapshotStore", "is_store_url"]
+__all__ = ["SnapshotStore", "is_object_store_url", "local_snapshot"]
 
 # ON DISK: never renumber, never rename a field.
 _FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 1
-_IDENTITY, _CLOCK, _FILES, _SNAPSHOTS = "server.json", "clock", "files/", "snapshots/"
+_IDENTITY, _FILES, _SNAPSHOTS = "server.json", "files/", "snapshots/"
+# Together at most 100 MiB of pieces on their way.
 _FILES_AT_ONCE = 4
-_REUSE_AGE, _PRUNE_AGE = timedelta(hours=12), timedelta(days=1)
+_REUSE_AGE, _NAMED_AGE, _PRUNE_AGE = timedelta(hours=12), timedelta(hours=23), timedelta(days=1)
+
+_T = TypeVar("_T")
+_NOBODY_COUNTS: Callable[[int], None] = lambda _: None  # noqa: E731
 
 
-def is_store_url(place: str) -> bool:
-    """Return whether a place is an object store's URL, and no path or address."""
-    return place.startswith(("file://", "s3://", "gs://", "az://"))
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a store has for an upload to reuse.
+
+    Attributes:
+        objects: The youngest object of each content.
+        named: Objects of the newest snapshot: they were checked before it was made.
+        at: The store's time of the look.
+    """
+
+    objects: dict[Content, StoredObject]
+    named: frozenset[str]
+    at: datetime
 
 
 class SnapshotStore:
@@ -60,7 +83,7 @@ class SnapshotStore:
 
     def __init__(self, objects: ObjectStore) -> None:
         """Use the prefix of an object store."""
-        self._objects, self._where = objects, objects.where
+        self._objects, self.where = objects, objects.where
 
     @classmethod
     def of_url(cls, url: str) -> SnapshotStore:
@@ -72,22 +95,42 @@ class SnapshotStore:
         ours = json.dumps({"format": _FORMAT, "format_version": _FORMAT_VERSION, "server_id": server_id}).encode()
         found = self._objects.put_if_absent(_IDENTITY, ours)
         if found != ours:
-            raise ConfigError(f"{self._where}: has snapshots of another server: use another prefix for {server_id}")
+            raise ConfigError(f"{self.where}: has snapshots of another server: use another prefix for {server_id}")
 
     def names(self) -> list[str]:
         """Return the snapshots' names, sorted."""
-        paths = sorted(found.path for found in self._objects.list(_SNAPSHOTS))
-        return [path.removeprefix(_SNAPSHOTS).removesuffix(".json") for path in paths]
+        return sorted(_name_of(found.path) for found in self._objects.list(_SNAPSHOTS))
 
-    def manifests(self) -> list[SnapshotManifest]:
-        """Return the snapshots' manifests, oldest first."""
-        return by_age(self.manifest_of(name) for name in self.names())
+    def list(self) -> list[SnapshotManifest]:
+        """Return the manifests of all snapshots, oldest first."""
+        manifests = []
+        for name in self.names():
+            with contextlib.suppress(GoneError):  # removed meanwhile
+                manifests.append(self.manifest_of(name))
+        return by_age(manifests)
 
     def manifest_of(self, name: str) -> SnapshotManifest:
         """Return a snapshot's manifest; `GoneError` if there is none."""
         return self._read(name)[0]
 
-    def upload(self, folder: Path, *, on_progress: Callable[[int], None] = lambda _: None) -> int:
+    def newest(self) -> SnapshotManifest | None:
+        """Return the manifest of the snapshot that was made last, by the store's clock; None if there is none."""
+        found = self._newest()
+        return None if found is None else found[0]
+
+    def choose(self, name: str = "", *, step: int | None = None) -> SnapshotManifest:
+        """Return the manifest of a snapshot by name, or of the newest, or of the newest at a step; `ConfigError`."""
+        if name:
+            return self.manifest_of(name)
+        manifests = self.list()
+        fitting = [manifest for manifest in manifests if step in (None, manifest.step)]
+        if not fitting:
+            there = first_of([f"{manifest.name} at step {manifest.step}" for manifest in reversed(manifests)])
+            at_step = f"no snapshot is at step {step}; there are {there}" if manifests else "no snapshots"
+            raise ConfigError(f"{self.where}: {at_step}")
+        return fitting[-1]
+
+    def upload(self, folder: Path, *, on_progress: Callable[[int], None] = _NOBODY_COUNTS) -> int:
         """Put a published snapshot's directory into the store, read back what was sent, and publish it.
 
         A call after an interruption sends only what is missing. `on_progress` gets the bytes done since its last call.
@@ -99,79 +142,170 @@ class SnapshotStore:
             ConfigError: The prefix is another server's, or `folder` is no snapshot.
             CorruptionError: A local file is damaged, or an object came back altered.
             RequestError: The store has another snapshot of that name.
-            UnavailableError: The store is away, or the upload took more than half a day; call again.
+            UnavailableError: The store is away, or the upload took too long; call again.
             StorageError: A local file cannot be read.
         """
         manifest = replace(read_manifest(folder), lease_s=0)
-        self.claim(manifest.server_id)
-        began = self._objects.now()
-        named = {key for name in self.names() for key in self._read(name)[1].values()}
-        # By content, the youngest last.
-        stored = sorted(self._objects.list(_FILES), key=lambda found: found.put_at)
-        there = {f.path.rpartition("-")[0]: f.path for f in stored if _is_young(f.put_at, began)}
+        sent_bytes = 0
 
-        def send(item: tuple[str, SnapshotFile]) -> tuple[str, str, int]:
-            path, file = item
-            content = _content_of(folder / path, file)
-            prefix = f"{_FILES}{content}"
-            key, sent_bytes = there.get(prefix), 0
-            if key is not None and key not in named and not self._objects.is_whole(key, content):
-                key = None  # sent by an upload that was killed before it had checked
+        def count(num_bytes: int) -> None:
+            nonlocal sent_bytes
+            sent_bytes += num_bytes
+
+        objects = self.upload_files(
+            folder, manifest.files(), server_id=manifest.server_id, on_progress=on_progress, on_sent=count
+        )
+        self.publish(manifest, objects)
+        return sent_bytes
+
+    def upload_files(
+        self,
+        folder: Path,
+        files: Mapping[str, SnapshotFile],
+        *,
+        server_id: str,
+        contents: MutableMapping[FileIdentity, Content] | None = None,
+        on_progress: Callable[[int], None] = _NOBODY_COUNTS,
+        on_sent: Callable[[int], None] = _NOBODY_COUNTS,
+    ) -> dict[str, str]:
+        """Put files of a snapshot that is being made; return the object of each, checked by reading it back.
+
+        Objects that are there already are used and not sent again. `publish` makes the snapshot.
+
+        Args:
+            folder: The snapshot's directory.
+            files: What to put, by path in `folder`.
+            server_id: Takes the prefix for this server.
+            contents: Of files that need not be read to know their content; gets those that were read.
+            on_progress: Called with the bytes done since its last call, in several threads; may raise to stop.
+            on_sent: Called with the bytes of a file that has been sent, in several threads.
+
+        Raises: as `upload`.
+        """
+        self.claim(server_id)
+        found, known = self._look(), {} if contents is None else contents
+
+        def send(path: str, file: SnapshotFile) -> str:
+            with mapped_errors(folder / path):
+                identity = identity_of(folder / path)
+            content = known.get(identity)
+            if content is None:
+                content = known[identity] = _content_of(folder / path, file, on_progress)
+            key = self._reused(content, found)
             if key is None:
-                key, sent_bytes = f"{prefix}-{secrets.token_hex(4)}", file.size_bytes
-                self._objects.upload(key, content, lambda: read_direct(folder / path))
+                key = _new_key(content)
+                self._objects.upload(
+                    key, content, lambda: read_direct(folder / path), on_progress=lambda _: on_progress(0)
+                )
+                on_sent(file.size_bytes)
             on_progress(file.size_bytes)
-            return path, key, sent_bytes
+            return key
 
-        with ThreadPoolExecutor(_FILES_AT_ONCE, "headrace-upload") as pool:
-            sent = list(pool.map(send, manifest.files().items()))
-        if not _is_young(began, self._objects.now()):
-            raise UnavailableError(f"{self._where}: the upload of {manifest.name} took more than half a day: try again")
-        data = _encode(manifest, {path: key for path, key, _ in sent})
+        return dict(zip(files, _in_threads(send, files.items(), "headrace-upload"), strict=True))
+
+    def publish(self, manifest: SnapshotManifest, objects: Mapping[str, str]) -> None:
+        """Make a snapshot of objects that `upload_files` has returned, of all shards; safe to repeat.
+
+        Raises:
+            RequestError: The store has another snapshot of that name, or the objects are not those of its files.
+            UnavailableError: An object is gone or so old that it may be pruned: the upload took too long; try again.
+        """
+        manifest = replace(manifest, lease_s=0)
+        if set(objects) != set(manifest.files()):
+            raise RequestError(f"snapshot {manifest.name!r}: its objects are not those of its files")
+        if self._published(manifest):
+            return
+        now, put_at = self._objects.now(), {found.path: found.put_at for found in self._objects.list(_FILES)}
+        for key in objects.values():
+            if key not in put_at or now - put_at[key] > _NAMED_AGE:
+                raise UnavailableError(f"{self.where}: the upload of {manifest.name} took most of a day: try again")
+        found = self._objects.put_if_absent(_path_of(manifest.name), _encode(manifest, objects))
         # A lost reply makes us meet our own manifest, or one whose objects were sent by an earlier call.
-        found = self._objects.put_if_absent(_path_of(manifest.name), data)
-        if _decode(found, self._where)[0] != manifest:
-            raise RequestError(f"{self._where}: there is another snapshot {manifest.name!r} already")
-        return sum(sent_bytes for *_, sent_bytes in sent)
+        self._check_same(manifest, _decode(found, self.where)[0])
 
-    def check(self, name: str, *, on_progress: Callable[[int], None] = lambda _: None) -> SnapshotManifest:
+    def _published(self, manifest: SnapshotManifest) -> bool:
+        try:
+            self._check_same(manifest, self.manifest_of(manifest.name))
+        except GoneError:
+            return False
+        return True
+
+    def _check_same(self, manifest: SnapshotManifest, found: SnapshotManifest) -> None:
+        if found != manifest:
+            raise RequestError(f"{self.where}: there is another snapshot {manifest.name!r} already")
+
+    def check(self, name: str, *, on_progress: Callable[[int], None] = _NOBODY_COUNTS) -> SnapshotManifest:
         """Read every byte of a snapshot and return its manifest; `CorruptionError` names a damaged object."""
         manifest, objects = self._read(name)
-        for key in objects.values():
+
+        def check(_path: str, key: str) -> None:
             for chunk in self._checked_chunks(key):
                 on_progress(len(chunk))
+
+        _in_threads(check, objects.items(), "headrace-check")
         return manifest
 
     def fetch(
-        self, name: str, files: SnapshotFiles, *, on_progress: Callable[[int], None] = lambda _: None
+        self, name: str, files: SnapshotFiles, *, on_progress: Callable[[int], None] = _NOBODY_COUNTS
     ) -> SnapshotManifest:
         """Copy a snapshot into a directory, checked, whole or not at all, and return its manifest.
 
+        A call after an interruption reads only what is missing. `on_progress` is called in several threads, with the
+        bytes since its last call; it may raise to stop.
+
         Raises:
             GoneError: There is no such snapshot.
-            RequestError: The directory has one of that name.
+            RequestError: The directory has another snapshot of that name.
+            CorruptionError: An object is altered.
             StorageError: The disk failed or lacks room.
         """
-        manifest, objects = self._read(name)
+        manifest = self.manifest_of(name)
         if files.folder_of(name).exists():
-            raise RequestError(f"there is a snapshot {name!r} in {files.path} already")
-        files.discard(name)  # of an interrupted fetch
+            if replace(files.manifest_of(name), lease_s=0) == manifest:
+                on_progress(manifest.size_bytes)
+                return manifest
+            raise RequestError(f"there is another snapshot {name!r} in {files.path} already")
         folder = files.new_folder(name)
         with mapped_errors(folder):
-            folder.mkdir(parents=True)
-            check_room(folder, manifest.size_bytes, what=f"snapshot {name!r}")
-            for path, file in manifest.files().items():
-                (folder / path).parent.mkdir(exist_ok=True)
-                with open(folder / path, "wb") as target:
-                    for chunk in self._checked_chunks(objects[path]):
-                        target.write(chunk)
-                        on_progress(len(chunk))
-                check_file(folder / path, file)
-                fsync_path(folder / path)
-            for part in {(folder / path).parent for path in objects}:
-                fsync_path(part)
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(folder)  # a fetch that goes on after a day would look abandoned
+            there_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        check_room(folder, manifest.size_bytes - there_bytes, what=f"the rest of snapshot {name!r}")
+        self.fetch_files(name, lambda path: folder / path, on_progress=on_progress)
         files.publish(manifest)
         return manifest
+
+    def fetch_files(
+        self, name: str, place: Callable[[str], Path], *, on_progress: Callable[[int], None] = _NOBODY_COUNTS
+    ) -> None:
+        """Copy all files of a snapshot to where `place` puts each, checked and durable; those that are there stay.
+
+        Raises: as `fetch`.
+        """
+        manifest, objects = self._read(name)
+
+        def fetch(path: str, file: SnapshotFile) -> None:
+            target = place(path)
+            with mapped_errors(target):
+                target.parent.mkdir(exist_ok=True)
+            if _is_there(target, file):
+                on_progress(file.size_bytes)
+                return
+            crc = 0
+            with mapped_errors(target), open(target, "wb") as out:
+                for chunk in self._checked_chunks(objects[path]):
+                    crc = crc32c(chunk, crc, True)
+                    out.write(chunk)
+                    on_progress(len(chunk))
+            if crc != file.crc32c:
+                raise CorruptionError(f"{self.where}/{objects[path]}: not the file {path} of snapshot {name!r}")
+            with mapped_errors(target):
+                fsync_path(target)
+
+        _in_threads(fetch, manifest.files().items(), "headrace-fetch")
+        for folder in {place(path).parent for path in objects}:
+            with mapped_errors(folder):
+                fsync_path(folder)
 
     def remove(self, name: str) -> None:
         """Remove a snapshot; its objects go with a later `prune`. Removing one twice is harmless."""
@@ -182,35 +316,146 @@ class SnapshotStore:
         now = self._objects.now()
         # First the objects: whatever is named later is younger than these.
         old = [found.path for found in self._objects.list(_FILES) if now - found.put_at > _PRUNE_AGE]
-        named = {key for name in self.names() for key in self._read(name)[1].values()}
+        named: set[str] = set()
+        for name in self.names() if old else ():
+            with contextlib.suppress(GoneError):  # removed meanwhile
+                named.update(self._read(name)[1].values())
         gone = [key for key in old if key not in named]
-        for key in gone:
-            self._objects.delete(key)
+        _in_threads(self._objects.delete, ((key,) for key in gone), "headrace-prune")
         return len(gone)
+
+    def _look(self) -> _Found:
+        at, newest = self._objects.now(), self._newest()
+        objects: dict[Content, StoredObject] = {}
+        for found in self._objects.list(_FILES):
+            with contextlib.suppress(CorruptionError):  # a name that is none of ours
+                content = _content_in(found.path, self.where)
+                if content not in objects or objects[content].put_at < found.put_at:
+                    objects[content] = found
+        return _Found(objects, frozenset(() if newest is None else newest[1].values()), at)
+
+    def _reused(self, content: Content, found: _Found) -> str | None:
+        """Return an object of that content that no prune may delete before it is named; None to send one."""
+        there = found.objects.get(content)
+        if there is None:
+            return None
+        if found.at - there.put_at < _REUSE_AGE:
+            # What no snapshot names comes from an upload that was killed, perhaps before it had checked.
+            if there.path in found.named or self._objects.is_whole(there.path, content):
+                return there.path
+            return None
+        key = _new_key(content)
+        try:
+            put_at = self._objects.copy(there.path, key)
+        except (ConfigError, GoneError, UnavailableError):  # pruned just now, too large for a copy, or no right to it
+            return None
+        return key if found.at - put_at < _REUSE_AGE and self._objects.is_whole(key, content) else None
+
+    def _newest(self) -> tuple[SnapshotManifest, dict[str, str]] | None:
+        for found in sorted(self._objects.list(_SNAPSHOTS), key=lambda found: found.put_at, reverse=True):
+            with contextlib.suppress(GoneError):  # removed meanwhile
+                return self._read(_name_of(found.path))
+        return None
 
     def _read(self, name: str) -> tuple[SnapshotManifest, dict[str, str]]:
         path = _path_of(name)
-        return _decode(self._objects.get(path), f"{self._where}/{path}")
+        try:
+            return _decode(self._objects.get(path), f"{self.where}/{path}")
+        except GoneError as exc:
+            raise GoneError(f"{self.where}: there is no snapshot {name!r}") from exc
 
     def _checked_chunks(self, key: str) -> Iterator[bytes]:
-        return self._objects.download(key, _content_in(key, self._where))
+        return self._objects.download(key, _content_in(key, self.where))
+
+
+def is_object_store_url(place: str) -> bool:
+    """Return whether a place that a user names is a URL, and not a directory or an address."""
+    return "://" in place
+
+
+@contextlib.contextmanager
+def local_snapshot(
+    url: str,
+    *,
+    name: str = "",
+    step: int | None = None,
+    scratch: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[Path]:
+    """Yield a directory with a snapshot of an object store, fetched for the block.
+
+    Args:
+        url: Of the store.
+        name: Of the snapshot; empty for the newest.
+        step: The newest that is at this step; None for any.
+        scratch: Directory for the copy; None for the system's temporary one.
+        on_progress: Called with (bytes so far, bytes in all), one at a time.
+
+    Raises:
+        ConfigError: There is no such snapshot; otherwise as `SnapshotStore.fetch`.
+    """
+    store = SnapshotStore.of_url(url)
+    manifest = store.choose(name, step=step)
+    lock, done = threading.Lock(), 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            on_progress(done, manifest.size_bytes)
+
+    with tempfile.TemporaryDirectory(prefix=".headrace-", dir=scratch) as folder:
+        files = SnapshotFiles(Path(folder))
+        store.fetch(manifest.name, files, on_progress=count)
+        yield files.folder_of(manifest.name)
+
+
+def _in_threads(work: Callable[..., _T], items: Iterable[tuple[Any, ...]], name: str) -> list[_T]:
+    """Return what `work` returns for each item, some at a time; after the first error none begins."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE, name) as pool:
+        futures = [pool.submit(work, *item) for item in items]
+        try:
+            return [future.result() for future in _until_error(futures)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _until_error(futures: list[Future[_T]]) -> list[Future[_T]]:
+    """Wait for all, or for the first that fails; return those to look at, that one first."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = [future for future in futures if future in done and future.exception() is not None]
+    return failed or futures
+
+
+def _is_there(path: Path, file: SnapshotFile) -> bool:
+    try:
+        check_file(path, file)
+    except CorruptionError:
+        return False
+    return True
+
+
+def _new_key(content: Content) -> str:
+    return f"{_FILES}{content}-{secrets.token_hex(4)}"
 
 
 def _path_of(name: str) -> str:
     return f"{_SNAPSHOTS}{check_snapshot_name(name)}.json"
 
 
-def _is_young(at: datetime, now: datetime) -> bool:
-    return now - at < _REUSE_AGE
+def _name_of(path: str) -> str:
+    return path.removeprefix(_SNAPSHOTS).removesuffix(".json")
 
 
-def _content_of(path: Path, expected: SnapshotFile) -> Content:
+def _content_of(path: Path, expected: SnapshotFile, on_progress: Callable[[int], None]) -> Content:
     """Return a local file's content; `CorruptionError` if it is not the manifest's."""
     found, crc = ContentHash(), 0
     with mapped_errors(path):
         for chunk in read_direct(path):
             found.update(chunk)
             crc = crc32c(chunk, crc, True)
+            on_progress(0)
     content = found.content()
     if (content.size_bytes, crc) != (expected.size_bytes, expected.crc32c):
         raise CorruptionError(f"{path}: not the file of the manifest; it is not uploaded")
@@ -225,8 +470,8 @@ def _content_in(key: str, where: str) -> Content:
         raise CorruptionError(f"{where}: an object of a snapshot has a wrong name: {exc}") from exc
 
 
-def _encode(manifest: SnapshotManifest, objects: dict[str, str]) -> bytes:
-    body = {"manifest": manifest.encode().decode(), "objects": objects}
+def _encode(manifest: SnapshotManifest, objects: Mapping[str, str]) -> bytes:
+    body = {"manifest": manifest.encode().decode(), "objects": dict(objects)}
     values = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **body}
     return _dump(values | {"crc32c": crc32c(_dump(values))})
 

@@ -41,6 +41,7 @@ __all__ = [
     "check_file",
     "hash_file",
     "hash_folder",
+    "identity_of",
     "link_or_copy",
     "mapped_errors",
     "part_folder",
@@ -123,7 +124,7 @@ class SnapshotFiles:
         path = self.folder_of(name) / MANIFEST_NAME
         try:
             with mapped_errors(path, FileNotFoundError):
-                identity = _identity_of(path)
+                identity = identity_of(path)
                 known = self._read_manifests.get(name)
                 if known is None or known.identity != identity:
                     manifest = SnapshotManifest.decode(path.read_bytes())
@@ -156,7 +157,7 @@ class SnapshotFiles:
                         mapped_errors(folder, FileNotFoundError),
                         contextlib.suppress(FileNotFoundError),
                     ):  # removed meanwhile
-                        known[_identity_of(folder / path)] = file
+                        known[identity_of(folder / path)] = file
         return known
 
     def publish(self, manifest: SnapshotManifest) -> None:
@@ -323,7 +324,7 @@ def hash_folder(
     with mapped_errors(folder, FileNotFoundError):
         files = []
         for path in sorted(folder.iterdir()):
-            identity = _identity_of(path)
+            identity = identity_of(path)
             if (before := known.get(identity)) is not None:
                 files.append(replace(before, name=path.name))
                 continue
@@ -338,7 +339,8 @@ def hash_folder(
     return tuple(files)
 
 
-def _identity_of(path: Path) -> FileIdentity:
+def identity_of(path: Path) -> FileIdentity:
+    """Return what tells a file that was written once from any other."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -7,13 +7,21 @@ where its sessions start again too. Sessions keep their step, because the rows u
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.paramserver.ingest.pipeline import META_MARK
 from headrace.paramserver.log.sessions import Sessions
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
-from headrace.paramserver.snapshots.directory import link_or_copy, part_folder, read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.directory import (
+    SnapshotFiles,
+    link_or_copy,
+    part_folder,
+    read_manifest,
+    verify_snapshot,
+)
 from headrace.paramserver.snapshots.new_data_dir import FIRST_SEQ, NewDataDir, StoreBuilder, check_target
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rocksdb import StoreConfig
@@ -21,10 +29,10 @@ from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.durable import fsync_tree
 from headrace.paramserver.system.limits import check_room
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.snapshot_manifest import SnapshotManifest
+from headrace.schemas.snapshot_manifest import SnapshotManifest, shard_folder
 from headrace.schemas.version import MAX_EPOCH
 
-__all__ = ["restore_snapshot"]
+__all__ = ["restore_snapshot", "restore_stored_snapshot"]
 
 _WORK = "restore"
 _STORE_CONFIG = StoreConfig(block_cache_bytes=4 << 20, max_open_files=64)
@@ -64,26 +72,78 @@ def restore_snapshot(
         check_room(parent, found.size_bytes, what=f"the copy of snapshot {found.name!r}")
     manifest = verify_snapshot(snapshot, on_progress=on_progress)
     if num_shards in (None, len(manifest.parts)):
-        _restore_files(snapshot, target, manifest)
+
+        def link(directory: NewDataDir) -> None:
+            for part in manifest.parts:
+                for file in part.files:
+                    target = _store_path(directory, part.shard) / file.name
+                    link_or_copy(part_folder(snapshot, part) / file.name, target)
+
+        _restore_files(target, manifest, link)
     else:
         assert num_shards is not None
         _distribute_rows(snapshot, target, num_shards, on_rows)
     return manifest
 
 
-def _restore_files(snapshot: Path, target: Path, manifest: SnapshotManifest) -> None:
+def restore_stored_snapshot(
+    store: SnapshotStore,
+    name: str,
+    target: Path,
+    *,
+    num_shards: int | None = None,
+    on_progress: Callable[[int], None] = lambda _: None,
+    on_rows: Callable[[int], None] = lambda _: None,
+) -> SnapshotManifest:
+    """Make a server's directory from a snapshot in an object store, as `restore_snapshot` does from a directory.
+
+    Files go from the store to their place, checked on the way. With another number of shards they are fetched beside
+    `target` first. `on_progress` is called in several threads.
+
+    Raises:
+        GoneError: There is no such snapshot.
+        UnavailableError: The store is away; otherwise as `restore_snapshot`.
+    """
+    check_target(target.absolute())
+    manifest, parent = store.manifest_of(name), target.absolute().parent
+    check_room(parent, manifest.size_bytes, what=f"snapshot {name!r}")
+    if num_shards not in (None, len(manifest.parts)):
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=parent) as folder:
+            files = SnapshotFiles(Path(folder))
+            store.fetch(name, files, on_progress=on_progress)
+            assert num_shards is not None
+            _distribute_rows(files.folder_of(name), target, num_shards, on_rows)
+        return manifest
+
+    def fetch(directory: NewDataDir) -> None:
+        places = {
+            f"{shard_folder(part.shard)}/{file.name}": _store_path(directory, part.shard) / file.name
+            for part in manifest.parts
+            for file in part.files
+        }
+        store.fetch_files(name, places.__getitem__, on_progress=on_progress)
+
+    _restore_files(target, manifest, fetch)
+    return manifest
+
+
+def _restore_files(target: Path, manifest: SnapshotManifest, place_files: Callable[[NewDataDir], None]) -> None:
     run = f"{_WORK}-{manifest.name}"
     with NewDataDir(target, num_shards=len(manifest.parts), work=_WORK) as directory:
+        with directory.mapped_errors():
+            for part in manifest.parts:
+                _store_path(directory, part.shard).mkdir()
+            place_files(directory)
         for part in manifest.parts:
-            store_path = directory.shard_path(part.shard) / "store"
-            with directory.mapped_errors():
-                store_path.mkdir()
-                for file in part.files:
-                    link_or_copy(part_folder(snapshot, part) / file.name, store_path / file.name)
+            store_path = _store_path(directory, part.shard)
             _reset_store(store_path, directory, run)
             with directory.mapped_errors():
                 fsync_tree(store_path)
         directory.publish(run, manifest.parts[0].tables)
+
+
+def _store_path(directory: NewDataDir, shard: int) -> Path:
+    return directory.shard_path(shard) / "store"
 
 
 def _reset_store(path: Path, directory: NewDataDir, run: str) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from headrace.paramserver.config.data_dir import MANIFEST_NAME as DATA_DIR_MANIFEST
 from headrace.paramserver.config.server_settings import MAX_SHARDS
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument
-from headrace.paramserver.snapshots.bucket import SnapshotStore, is_store_url
+from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
 from headrace.paramserver.snapshots.restore import restore_snapshot
@@ -84,7 +84,7 @@ def create(
 def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> None:
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
     manifests, damage = (
-        (_store(directory).manifests(), []) if is_store_url(directory) else _files(Path(directory)).list()
+        (_store(directory).list(), []) if is_object_store_url(directory) else _files(Path(directory)).list()
     )
     if as_json:
         print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
@@ -152,8 +152,8 @@ def prune(
 
     The newest are those with the highest positions in the store's log, whatever the clocks said.
     """
-    files = _store(directory) if is_store_url(directory) else _files(Path(directory))
-    manifests = files.manifests() if isinstance(files, SnapshotStore) else files.list()[0]
+    files = _store(directory) if is_object_store_url(directory) else _files(Path(directory))
+    manifests = files.list() if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
     for manifest in reversed(manifests):
@@ -185,9 +185,9 @@ def fetch(
 
     After an interruption, it continues where it was; from an object store it starts again.
     """
-    if is_store_url(address):
+    if is_object_store_url(address):
         store = _store(address)
-        manifests = [store.manifest_of(name)] if name else store.manifests()
+        manifests = [store.manifest_of(name)] if name else store.list()
         if not manifests:
             raise ConfigError(f"{address}: no snapshots")
         newest = manifests[-1]
@@ -234,7 +234,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _store(url: str) -> SnapshotStore:
-    if not is_store_url(url):
+    if not is_object_store_url(url):
         raise ConfigError(f"{url}: not a URL of an object store: file://, s3://, gs:// or az://")
     return SnapshotStore.of_url(url)
 

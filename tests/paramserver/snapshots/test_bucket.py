@@ -52,8 +52,10 @@ def test_a_snapshot_goes_up_and_comes_back(tmp_path: Path) -> None:
     fetched = SnapshotFiles(tmp_path / "other")
     store.fetch("a", fetched)
     assert verify_snapshot(fetched.folder_of("a")) == verify_snapshot(folder)
-    with pytest.raises(RequestError, match=r"'a' in .* already"):
-        store.fetch("a", fetched)
+    assert store.fetch("a", fetched) == verify_snapshot(folder)  # it is there
+    publish(tmp_path / "third", "a", {"1.sst": b"x"})
+    with pytest.raises(RequestError, match=r"another snapshot 'a' in .* already"):
+        store.fetch("a", SnapshotFiles(tmp_path / "third"))
 
 
 def test_unchanged_files_are_not_sent_again(tmp_path: Path) -> None:

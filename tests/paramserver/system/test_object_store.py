@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from object_server import Fault, ObjectServer, first, object_server
 
 from headrace.paramserver.system.object_store import Content, ContentHash, ObjectStore, RateLimit
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
-from tests.support.object_server import Fault, ObjectServer, first, object_server
 
 MIB = 1 << 20
 
