@@ -11,7 +11,7 @@
          32  u64 nonce                              24  u64 durable seq
          40  u64 first seq                          32  u32 epoch
          48  i64 created, µs since 1970             36  u32 crc32c of the payload
-         56  8 zero bytes                           40  u32 header bytes (msgpack)
+         56  i64 mark of the source, or 0           40  u32 header bytes (msgpack)
                                                     44  u8 kind, 3 zero bytes            all little-endian
 
 Each segment has a random *nonce*. Bytes that another segment left on the disk never pass for a record of this one, and
@@ -65,7 +65,7 @@ RECORD_HEADER_BYTES = 48
 SEAL_BYTES = 64
 MAX_PAYLOAD_BYTES = 2**30
 _MAGIC = b"HEADRACE"
-_SEGMENT = struct.Struct("<8sII16sQQq8x")
+_SEGMENT = struct.Struct("<8sII16sQQqq")
 _RECORD = struct.Struct("<IIQQQIIIB3x")
 _SEAL_BODY = struct.Struct("<qQ")
 _CRC = struct.Struct("<I")
@@ -100,12 +100,15 @@ class SegmentHeader:
         nonce: Random, 1 to 2⁶⁴ − 1, different in every segment.
         first_seq: Seq of the segment's first record, ≥ 1.
         created_us: Wall clock, microseconds since 1970.
+        source_mark: In a mirror of another log: the nonce of the source's segment that has these records, -2⁶³ to
+            2⁶³ − 1. 0 in a log of its own, and where the source gave none.
     """
 
     log_id: bytes
     nonce: int
     first_seq: int
     created_us: int
+    source_mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,8 @@ class Seal:
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
     """Return a segment's header, 64 bytes."""
-    packed = _SEGMENT.pack(_MAGIC, 0, FORMAT_VERSION, header.log_id, header.nonce, header.first_seq, header.created_us)
+    fields = (header.log_id, header.nonce, header.first_seq, header.created_us, header.source_mark)
+    packed = _SEGMENT.pack(_MAGIC, 0, FORMAT_VERSION, *fields)
     return packed[:8] + _CRC.pack(crc32c(packed[12:])) + packed[12:]
 
 
@@ -165,7 +169,7 @@ def decode_segment_header(data: Segment) -> SegmentHeader:
     """
     if len(data) < SEGMENT_HEADER_BYTES:
         raise CorruptionError(f"{len(data)} bytes are less than a segment's header")
-    magic, crc, version, log_id, nonce, first_seq, created_us = _SEGMENT.unpack_from(data)
+    magic, crc, version, log_id, nonce, first_seq, created_us, source_mark = _SEGMENT.unpack_from(data)
     if magic != _MAGIC:
         raise CorruptionError(f"not a log segment: it begins with {bytes(data[:8]).hex()}")
     if crc != crc32c(data[12:SEGMENT_HEADER_BYTES]):
@@ -174,7 +178,9 @@ def decode_segment_header(data: Segment) -> SegmentHeader:
         raise CorruptionError(f"log format version {version}, this build reads {FORMAT_VERSION}")
     if not nonce or not first_seq:
         raise CorruptionError("the segment header has nonce 0 or first seq 0")
-    return SegmentHeader(log_id=log_id, nonce=nonce, first_seq=first_seq, created_us=created_us)
+    return SegmentHeader(
+        log_id=log_id, nonce=nonce, first_seq=first_seq, created_us=created_us, source_mark=source_mark
+    )
 
 
 def pack_header(header: dict[str, Any]) -> bytes:

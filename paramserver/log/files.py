@@ -75,6 +75,7 @@ class FileUpdateLog:
         lock: FileLock,
         *,
         torn_tail: str | None,
+        begin_seq: int,
         config: UpdateLogConfig,
         ops: FileOps,
         clock_us: Callable[[], int],
@@ -85,11 +86,11 @@ class FileUpdateLog:
         self.metrics = LogMetrics()
         self.pending_bytes = 0
         self.torn_tail = torn_tail
-        self._segments = SegmentList(segments)
+        self._segments = SegmentList(segments, begin_seq=begin_seq)
         self._lock = lock
         self._config, self._ops, self._clock_us = config, ops, clock_us
         self._trim_lock = threading.Lock()
-        last_seq = segments[-1].last_seq if segments else 0
+        last_seq = segments[-1].last_seq if segments else begin_seq - 1
         self._next_seq = last_seq + 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed: asyncio.Future[None] | None = None
@@ -112,13 +113,15 @@ class FileUpdateLog:
         cls,
         path: Path,
         *,
+        begin_seq: int = 1,
         config: UpdateLogConfig | None = None,
         ops: FileOps | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> FileUpdateLog:
         """Open a log and repair what a crash left; create the directory if it is missing.
 
-        `clock_us` is a wall clock in microseconds since 1970. Tests pass an `ops` that fails.
+        `begin_seq` is the first seq of a log without segments, 1 except in a mirror. `clock_us` is a wall clock in
+        microseconds since 1970. Tests pass an `ops` that fails.
 
         Raises:
             ConfigError: The log is open elsewhere.
@@ -134,7 +137,16 @@ class FileUpdateLog:
             if torn_tail is not None:
                 _log.warning("the update log had a torn tail: %s", torn_tail)
             with storage_errors(path, f"taking {config.tail_bytes} bytes of memory for the log's tail"):
-                log = cls(path, segments, lock, torn_tail=torn_tail, config=config, ops=ops, clock_us=clock_us)
+                log = cls(
+                    path,
+                    segments,
+                    lock,
+                    torn_tail=torn_tail,
+                    begin_seq=begin_seq,
+                    config=config,
+                    ops=ops,
+                    clock_us=clock_us,
+                )
         except BaseException:
             lock.close()
             raise
@@ -167,8 +179,8 @@ class FileUpdateLog:
         self._failure = self._failure or asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._failure)
 
-    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
-        """See `UpdateLog.append`."""
+    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment], source_mark: int = 0) -> Append:
+        """See `UpdateLog.append`. A mirror gives the source's mark; a segment has records of one mark only."""
         if (failed := self._writer.failed) is not None:
             raise StorageError(str(failed))  # not `failed`: each raise adds a traceback, whose frames keep buffers
         if self._closed is not None:
@@ -183,7 +195,8 @@ class FileUpdateLog:
         loop = asyncio.get_running_loop()
         self._loop = self._loop or loop
         assert self._loop is loop, "a log is appended to from one event loop"
-        pending = PendingRecord(self._next_seq, epoch, packed, body, size_bytes, DurableFuture(loop=loop))
+        durable = DurableFuture(loop=loop)
+        pending = PendingRecord(self._next_seq, epoch, packed, body, size_bytes, source_mark, durable)
         self._next_seq += 1
         self.pending_bytes += size_bytes
         self._writer.put(pending)
@@ -207,6 +220,11 @@ class FileUpdateLog:
             return None
         nonce = segment.header.nonce
         return nonce - 2**64 if nonce >= 2**63 else nonce
+
+    def source_mark_of(self, seq: int) -> int | None:
+        """Return the mark that a mirror's record came with; 0 for none, None if the record is not here."""
+        segment = self._segments.find(seq)
+        return None if segment is None else segment.header.source_mark
 
     def trim(self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None) -> int:
         """See `UpdateLog.trim`."""

@@ -253,6 +253,18 @@ class LogReader:
                 break
         check_chain(self.segments)
 
+    @classmethod
+    def of_segments(cls, segments: Sequence[LogSegment]) -> Self:
+        """Return a reader of segments that were loaded before.
+
+        Raises:
+            CorruptionError: A segment is missing between others.
+        """
+        reader = cls.__new__(cls)
+        reader.segments = list(segments)
+        check_chain(reader.segments)
+        return reader
+
     @property
     def log_id(self) -> str:
         """See `LogSource`."""

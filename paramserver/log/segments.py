@@ -119,10 +119,11 @@ class LogSegment:
 class SegmentList:
     """A log's segments, oldest first. The writer adds, retention removes, anyone reads. Thread: any."""
 
-    def __init__(self, segments: Sequence[LogSegment]) -> None:
-        """Begin with the segments found at opening."""
+    def __init__(self, segments: Sequence[LogSegment], *, begin_seq: int = 1) -> None:
+        """Begin with the segments found at opening; without any, the first record will have `begin_seq`."""
         self._lock = threading.Lock()
         self._segments = list(segments)
+        self._begin_seq = begin_seq
 
     def snapshot(self) -> list[LogSegment]:
         """Return the present segments."""
@@ -131,9 +132,9 @@ class SegmentList:
 
     @property
     def first_seq(self) -> int:
-        """Oldest record; 1 in a new log."""
+        """Oldest record; where it begins in a new log."""
         segments = self.snapshot()
-        return segments[0].first_seq if segments else 1
+        return segments[0].first_seq if segments else self._begin_seq
 
     @property
     def size_bytes(self) -> int:

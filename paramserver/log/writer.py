@@ -21,7 +21,7 @@ from headrace.schemas.errors import StorageError
 from headrace.schemas.log_records import SegmentHeader, encode_record
 from headrace.schemas.messages import Segment
 
-__all__ = ["LogWriter", "PendingRecord"]
+__all__ = ["LogWriter", "OutgoingRecord", "PendingRecord", "write_records"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +30,21 @@ _CHECKPOINT_AFTER_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class PendingRecord:
-    """A record on its way to the disk, of `size_bytes` in all. The loop's thread resolves `durable`."""
+class OutgoingRecord:
+    """A record to write, of `size_bytes` in all; `source_mark` is that of its segment, see `SegmentHeader`."""
 
     seq: int
     epoch: int
     header: bytes
     body: Sequence[Segment]
     size_bytes: int
+    source_mark: int
+
+
+@dataclass(slots=True, eq=False)
+class PendingRecord(OutgoingRecord):
+    """A record on its way to the disk. The loop's thread resolves `durable`."""
+
     durable: DurableFuture
 
 
@@ -138,41 +145,31 @@ class LogWriter:
         """Make a group durable, in parts if it spans segments. Remove each part from the list once it is."""
         while group:
             writer = self._writer_for(group[0])
+            mark = group[0].source_mark
             count, size_bytes = 1, group[0].size_bytes
             while count < len(group) and writer.fits(size_bytes + group[count].size_bytes):
+                if group[count].source_mark != mark:
+                    break
                 size_bytes += group[count].size_bytes
                 count += 1
             part = group[:count]
-            self._write(writer, part, size_bytes)
+            write_records(writer, part, durable_seq=self.last_seq)
             del group[:count]
             self.last_seq = part[-1].seq
             self._metrics.num_groups += 1
             self._metrics.num_records += count
             self._on_settled(part, None)
 
-    def _write(self, writer: SegmentWriter, part: Sequence[PendingRecord], size_bytes: int) -> None:
-        buffers: list[Segment] = []
-        places: list[tuple[int, int]] = []
-        offset = 0
-        nonce = writer.segment.header.nonce
-        for pending in part:
-            seq, epoch, header, body = pending.seq, pending.epoch, pending.header, pending.body
-            last_seq = self.last_seq
-            head = encode_record(nonce=nonce, seq=seq, durable_seq=last_seq, epoch=epoch, header=header, body=body)
-            buffers += [head, *body]
-            places.append((seq, offset))
-            offset += pending.size_bytes
-        writer.write(buffers, size_bytes, places)
-
     def _writer_for(self, pending: PendingRecord) -> SegmentWriter:
-        """Return the segment for the record; begin a new one if the record does not fit."""
-        writer = self._writer
+        """Return the segment for the record; begin a new one if it does not fit, or has another source's mark."""
+        writer, mark = self._writer, pending.source_mark
         if writer is not None:
-            if writer.is_empty or writer.fits(pending.size_bytes):
+            if mark == writer.segment.header.source_mark and (writer.is_empty or writer.fits(pending.size_bytes)):
                 return writer
             writer.seal(self._clock_us())
+        nonce, now_us = secrets.randbits(64) or 1, self._clock_us()
         header = SegmentHeader(
-            log_id=self._log_id, nonce=secrets.randbits(64) or 1, first_seq=pending.seq, created_us=self._clock_us()
+            log_id=self._log_id, nonce=nonce, first_seq=pending.seq, created_us=now_us, source_mark=mark
         )
         self._writer = writer = SegmentWriter(
             self._path, header, tail=self._tail, ops=self._ops, metrics=self._metrics, config=self._config
@@ -205,6 +202,21 @@ class LogWriter:
         self._on_stopped()
 
 
+def write_records(writer: SegmentWriter, records: Sequence[OutgoingRecord], *, durable_seq: int) -> None:
+    """Write records to a segment and sync them. `durable_seq` is the last one that was synced before."""
+    buffers: list[Segment] = []
+    places: list[tuple[int, int]] = []
+    offset = 0
+    nonce = writer.segment.header.nonce
+    for record in records:
+        seq, epoch, header, body = record.seq, record.epoch, record.header, record.body
+        head = encode_record(nonce=nonce, seq=seq, durable_seq=durable_seq, epoch=epoch, header=header, body=body)
+        buffers += [head, *body]
+        places.append((seq, offset))
+        offset += record.size_bytes
+    writer.write(buffers, offset, places)
+
+
 # Says that nothing was taken; None is the order to stop.
 
-_NOTHING = PendingRecord(0, 0, b"", (), 0, None)  # type: ignore[arg-type]
+_NOTHING = PendingRecord(0, 0, b"", (), 0, 0, None)  # type: ignore[arg-type]

@@ -97,10 +97,14 @@ def test_checkpoints_seals_and_zeros_are_decoded() -> None:
     nonce=st.integers(1, 2**64 - 1),
     created_us=st.integers(-(2**63), 2**63 - 1),
     log_id=st.binary(min_size=16, max_size=16),
+    source_mark=st.integers(-(2**63), 2**63 - 1),
 )
-def test_segment_header_round_trip(first_seq: int, nonce: int, created_us: int, log_id: bytes) -> None:
+def test_segment_header_round_trip(
+    first_seq: int, nonce: int, created_us: int, log_id: bytes, source_mark: int
+) -> None:
     """Every segment header is decoded as it was."""
-    header = SegmentHeader(log_id=log_id, nonce=nonce, first_seq=first_seq, created_us=created_us)
+    fields = {"log_id": log_id, "nonce": nonce, "first_seq": first_seq, "created_us": created_us}
+    header = SegmentHeader(**fields, source_mark=source_mark)  # type: ignore[arg-type]
     assert decode_segment_header(encode_segment_header(header) + b"more") == header
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from faulty_file_ops import FaultyFileOps
 from memory_update_log import MemoryUpdateLog
 
 from headrace.paramserver.log.files import FileUpdateLog
-from headrace.paramserver.log.interface import UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.interface import Append, UpdateLog, UpdateLogConfig
+from headrace.paramserver.log.mirror import LogMirror
 from headrace.schemas.errors import StorageError
+from headrace.schemas.messages import Segment
 
 SMALL = UpdateLogConfig(segment_bytes=4096, allocate_bytes=4096)
 
@@ -57,6 +62,31 @@ class FileLogHarness(LogHarness):
 
     def break_next_sync(self) -> None:
         self.ops.fail("fdatasync", errno.EIO)
+
+
+class MirroredLog:
+    """A mirror that is appended to as any log: each seq is the next one, each opening a new segment of the source."""
+
+    def __init__(self, mirror: LogMirror) -> None:
+        self.mirror = mirror
+        self._next_seq = mirror.last_seq + 1
+        self._mark = secrets.randbits(63) + 1
+
+    def append(self, *, epoch: int, header: dict[str, Any], body: Sequence[Segment]) -> Append:
+        seq, mark = self._next_seq, self._mark
+        append = self.mirror.append(seq=seq, mark=mark, epoch=epoch, header=header, body=body)
+        self._next_seq += 1
+        return append
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mirror, name)
+
+
+class MirrorHarness(FileLogHarness):
+    def make(self, config: UpdateLogConfig) -> UpdateLog:
+        mirror = LogMirror.open(self.path, config=config, ops=self.ops, clock_us=lambda: self.now_us)
+        log: Any = MirroredLog(mirror)
+        return log
 
 
 class MemoryLogHarness(LogHarness):

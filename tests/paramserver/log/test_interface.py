@@ -1,4 +1,4 @@
-"""The promises of every update log: one suite, run on files and in memory."""
+"""The promises of every update log: one suite, run on files, on a mirror and in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from log_files import body_of, fill
-from log_harness import FileLogHarness, LogHarness, MemoryLogHarness
+from log_harness import FileLogHarness, LogHarness, MemoryLogHarness, MirrorHarness
 
 from headrace.paramserver.log.interface import Append, LogRecord, UpdateLog, UpdateLogConfig
 from headrace.schemas.errors import (
@@ -27,9 +27,10 @@ from headrace.schemas.errors import (
 from headrace.schemas.log_records import MAX_PAYLOAD_BYTES
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "mirror", "memory"])
 async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LogHarness]:
-    made: LogHarness = FileLogHarness(tmp_path / "log") if request.param == "file" else MemoryLogHarness()
+    kinds = {"file": FileLogHarness, "mirror": MirrorHarness}
+    made = kinds[request.param](tmp_path / "log") if request.param in kinds else MemoryLogHarness()
     yield made
     if made.logs:
         made.release()
