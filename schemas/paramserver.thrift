@@ -211,6 +211,8 @@ struct HelloReply {
    * that has seen a higher one of the same shard talks to an old copy, and takes nothing from it.
    */
   11: optional i64 term,
+  /** The server archives its log in an object store, from which a lost shard comes back. */
+  13: optional bool is_archived,
 }
 
 /** `num_rows × width` elements of one optimizer state. */

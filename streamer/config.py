@@ -145,6 +145,12 @@ class StreamerConfig:
         "When an empty store with as many shards has replaced the old one: `raise` stops streaming, `resync` "
         "sends it all rows.",
     )
+    on_set_back: str = _choice(
+        ("auto", "raise", "resend"),
+        "When a shard has come back from an older copy, or was restored, and lacks rows that it had acked: `raise` "
+        "stops streaming, `resend` sends all rows of that shard again, also those that never changed. `auto` is "
+        "`resend` where the server archives its log, else `raise`.",
+    )
     metrics_port: int | None = count_setting(
         None, 0, 65535, "Port of the Prometheus page /metrics; rank r takes this plus r. Off by default; 0 picks any."
     )

@@ -81,20 +81,20 @@ class ShardChannel:
         connect: Connect,
         random: Callable[[], float],
         on_durable: Callable[[Flush], None],
-        on_new_store: Callable[[], int],
+        on_loss: Callable[[int | None], int],
     ) -> None:
         """Prepare; `run` connects. `random` returns numbers in [0, 1), for the pauses.
 
-        `on_durable` is called once for each flush, when this shard has all of its part. Under `on_new_store="resync"`,
-        `on_new_store` is called when an empty store is in the shard's place; it has all rows sent again, and returns
-        the least `Flush.num_new_stores` of flushes made for the new store.
+        `on_durable` is called once for each flush, when this shard has all of its part. `on_loss` is called when rows
+        must be sent again: those of a shard that was set back, or all of them (None) because an empty store is in its
+        place. It returns the least `Flush.num_losses` of flushes that are made after they were marked.
         """
         self.shard, self.server_id = shard, shard.server_id
         self.acked_seq, self.place = 0, (0, 0)
         self.num_reconnects, self.is_connected = 0, False
         self.last_error: HeadraceError | None = None
         self._writer, self._config, self._connect = writer, config, connect
-        self._on_durable, self._on_new_store = on_durable, on_new_store
+        self._on_durable, self._on_loss = on_durable, on_loss
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
         self._after_step = -1
@@ -193,11 +193,7 @@ class ShardChannel:
         if reply.server_id != self.server_id:
             self._begin_anew(reply.server_id, durable_seq)
         if durable_seq < self.acked_seq:
-            raise StorageError(
-                f"{self.shard} has lost acked data: it had acked batch {self.acked_seq}, and now holds batches up to "
-                f"{durable_seq}: was its directory set back to an older copy? Put the newer one back, or start the "
-                "trainer again, from a checkpoint with load_state_dict or with publish='all', to send what is needed"
-            )
+            self._go_back(durable_seq, is_archived=bool(reply.is_archived))
         if durable_seq > self._last_sent_seq:
             raise self.other_writer_error(durable_seq)
         self._num_sent = self._sent_bytes = 0
@@ -216,9 +212,30 @@ class ShardChannel:
             )
         _log.warning("%s is another store than before: sending every row again", self.shard)
         # First, so that whoever sees the new store's identity or place also sees that it is new.
-        self._generation = self._on_new_store()
-        self.server_id, self.place, self._next_seq = server_id, (0, 0), 1
-        self.acked_seq = self._last_sent_seq = 0
+        self._generation = self._on_loss(None)
+        self.server_id = server_id
+        self._number_again(after_seq=0)
+
+    def _go_back(self, durable_seq: int, *, is_archived: bool) -> None:
+        """Continue with a shard that lacks batches it had acked, because it was restored or set back."""
+        mode = self._config.on_set_back
+        what = f"{self.shard} has lost acked data: it had acked batch {self.acked_seq}, and now holds batches up to "
+        what += str(durable_seq)
+        if mode == "raise" or (mode == "auto" and not is_archived):
+            raise StorageError(
+                f"{what}: was its directory set back to an older copy? Put the newer one back, or start the "
+                "trainer again, from a checkpoint with load_state_dict or with publish='all', to send what is needed; "
+                "with on_set_back='resend' a trainer sends the shard's rows again and goes on"
+            )
+        _log.warning("%s: sending all rows of the shard again", what)
+        # First, as for a new store.
+        self._generation = self._on_loss(self.shard.shard)
+        self._number_again(after_seq=durable_seq)
+
+    def _number_again(self, *, after_seq: int) -> None:
+        """Number what is not acked anew, from the last batch that the shard has."""
+        self.place, self._next_seq = (0, 0), after_seq + 1
+        self.acked_seq = self._last_sent_seq = after_seq
         for batch in (*self._unacked, self._next_batch):
             if batch is not None:
                 batch.client_seq, batch.num_sends, batch.is_acked = self._next_seq, 0, False
@@ -226,8 +243,8 @@ class ShardChannel:
                 self._strip_step_mark(batch)
 
     def _strip_step_mark(self, batch: _Batch) -> None:
-        """Remove a step mark that was true of the old store only."""
-        if batch.origin.flush.num_new_stores < self._generation:
+        """Remove a step mark that is not true of a shard that has lost rows: they come with later flushes."""
+        if batch.origin.flush.num_losses < self._generation:
             batch.message.ends_step = batch.message.is_exact_cut = False
 
     async def _send_all(self, client: ParamServerClient) -> NoReturn:

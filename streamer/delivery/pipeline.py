@@ -58,7 +58,7 @@ class Delivery:
             HeadraceError: As from `take_over`; no thread is left.
         """
         self._config = config
-        self._num_new_stores = 0  # known to the flusher
+        self._num_losses = 0  # known to the flusher
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
         self.failure: HeadraceError | None = None
@@ -135,7 +135,7 @@ class Delivery:
             self.raise_failure()
             self._check_alone()
             with self._flushing:
-                self._mark_for_new_store()
+                self._mark_losses()
                 if is_paused:
                     self.flusher.pass_step(step)
                 else:
@@ -163,11 +163,11 @@ class Delivery:
             with self._flushing:
                 is_repeated = False
                 while True:
-                    self._mark_for_new_store()
+                    self._mark_losses()
                     self.flusher.flush_all(step, deadline_s - time.monotonic(), is_repeated=is_repeated)
                     is_repeated = True
                     self.sender.wait_durable(deadline_s - time.monotonic())
-                    if self._num_new_stores == self.sender.num_new_stores:
+                    if self._num_losses == len(self.sender.losses):
                         return
         except UnavailableError as exc:
             self.raise_failure()
@@ -184,9 +184,9 @@ class Delivery:
     def accounts_for_all(self) -> bool:
         """Whether each row that the store may lack is dirty or on its way.
 
-        Not during a flush, as in a signal handler, nor before the next flush has marked all rows for a new store.
+        Not during a flush, as in a signal handler, nor before the next flush has marked what a shard has lost.
         """
-        return not self._flushing.locked() and self._num_new_stores == self.sender.num_new_stores
+        return not self._flushing.locked() and self._num_losses == len(self.sender.losses)
 
     def raise_failure(self) -> None:
         """Raise the error that has ended streaming; with `on_error="log"`, also an outage under `block`, or a NaN."""
@@ -229,11 +229,16 @@ class Delivery:
                 "flag there, and flush or close between two steps"
             )
 
-    def _mark_for_new_store(self) -> None:
-        num_new_stores = self.sender.num_new_stores
-        if num_new_stores != self._num_new_stores:
-            self._num_new_stores = num_new_stores
-            self.flusher.mark_all(num_new_stores=num_new_stores)
+    def _mark_losses(self) -> None:
+        new = self.sender.losses[self._num_losses :]
+        if not new:
+            return
+        self._num_losses += len(new)
+        if None in new:
+            self.flusher.mark_all(num_losses=self._num_losses)
+        shards = {shard for shard in new if shard is not None}
+        if shards:
+            self.flusher.mark_shards(shards, num_losses=self._num_losses)
 
 
 def _abandon(run: str, sender: Sender, flusher: weakref.ref[Flusher], pid: int) -> None:

@@ -38,7 +38,8 @@ class Sender:
     Thread: the training thread's, except where a method says otherwise.
 
     Attributes:
-        num_new_stores: How often an empty store replaced the old one, so that every row must be sent again.
+        losses: What must be sent again, in the order in which it was noticed: the rows of a shard that lacks what it
+            had acked, or every row (None) after an empty store replaced the old one. Thread: any; only appended to.
     """
 
     def __init__(self, *, config: StreamerConfig, pool: StagingPool) -> None:
@@ -62,7 +63,7 @@ class Sender:
         # Once a flush was incomplete, all go through this queue, which keeps their order.
         self._incomplete: asyncio.Queue[OutstandingFlush] | None = None
         self._is_stopping = False
-        self.num_new_stores = 0
+        self.losses: list[int | None] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
@@ -111,7 +112,7 @@ class Sender:
                 connect=self._connect,
                 random=self._random,
                 on_durable=self._on_durable,
-                on_new_store=self._on_new_store,
+                on_loss=self._on_loss,
             )
             for shard in store.shards
         ]
@@ -347,6 +348,6 @@ class Sender:
         if flush.staging is not None:
             self._pool.release(flush.staging)
 
-    def _on_new_store(self) -> int:
-        self.num_new_stores += 1
-        return self.num_new_stores
+    def _on_loss(self, shard: int | None) -> int:
+        self.losses.append(shard)
+        return len(self.losses)

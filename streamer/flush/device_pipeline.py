@@ -259,7 +259,7 @@ class DevicePipeline:
             buffer=buffer,
             event=runtime.record(),
             scalars=scalars,
-            outcome=dataclasses.replace(outcome, changed_s=changed_s, restarts=self._restarts),
+            outcome=dataclasses.replace(outcome, changed_s=changed_s, restarts=outcome.restarts or self._restarts),
             give_back=give_back,
         )
         self._restarts, self._changed_s = False, math.inf

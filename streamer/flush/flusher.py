@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import numpy as np
@@ -162,7 +162,8 @@ class Flusher:
         self._changed_s: float | None = None
         self._last_flush_s = float("-inf")
         self._costs_s: deque[float] = deque(maxlen=_NUM_COSTS)
-        self._num_new_stores = 0
+        self._num_losses = 0
+        self._restarts = False  # a running pass begins anew with the next flush
         # Step of the last flush if it was an exact cut and no table was added or marked since.
         self._exact_step: int | None = None
         self._last_drain: DeviceDrain | None = None
@@ -229,14 +230,28 @@ class Flusher:
         self._sources += sources if self._device is None else self._device.adopt(sources)
         self._exact_step = self._last_drain = None
 
-    def mark_all(self, *, num_new_stores: int = 0) -> None:
+    def mark_all(self, *, num_losses: int = 0) -> None:
         """Mark every row of every table, except those that were evicted and not used since.
 
-        Later flushes carry `num_new_stores`, which never falls.
+        Later flushes carry `num_losses`, which never falls.
         """
         for source in self._all_sources():
             source.table.mark_all(spares_evicted=True)
-        self._num_new_stores = max(self._num_new_stores, num_new_stores)
+        self._begin_resending(num_losses)
+
+    def mark_shards(self, shards: Collection[int], *, num_losses: int) -> None:
+        """Mark every row that lives on some shards, and delete evicted ones there again; see `mark_all`.
+
+        It costs a hash of each row id.
+        """
+        for source in self._all_sources():
+            source.table.mark_shards(shards, self._num_shards)
+        self._begin_resending(num_losses)
+
+    def _begin_resending(self, num_losses: int) -> None:
+        self._num_losses = max(self._num_losses, num_losses)
+        # A pass that runs would end without the rows before its cursor, and its mark would be false.
+        self._restarts = True
         self._exact_step = self._last_drain = None
         self._schedule.make_due()
 
@@ -455,6 +470,7 @@ class Flusher:
             now_s=now_s,
             changed_s=now_s if self._changed_s is None else self._changed_s,
             remainders=(host, NO_REMAINDER),
+            restarts=self._restarts,
             lacks_dense=self.dense.is_attached and not taken.has_dense,
         )
         judgment = None
@@ -472,7 +488,7 @@ class Flusher:
             num_rows=sum(table.bounds[-1] for table in tables),
             size_bytes=sum(table.bounds[-1] * table.row_bytes for table in tables),
             staging=buffer,
-            num_new_stores=self._num_new_stores,
+            num_losses=self._num_losses,
             pending=taken.drain,
         )
         return flush, judgment
@@ -516,6 +532,7 @@ class Flusher:
 
     def _note_sent(self, flush: Flush, judgment: Judgment | None, taken: TakenRows, now_s: float) -> None:
         taken.note_sent()
+        self._restarts = False
         self._last_flush_s, self.last_step = now_s, flush.step
         self._cursor = taken.cursor
         self._changed_s = None

@@ -212,7 +212,7 @@ class Flush:
         num_rows, size_bytes: Rows of all tables, including deletions, and their bytes.
         staging: Holds the columns; None once they are elsewhere. A flush without rows has a buffer too, which bounds
             the number of flushes.
-        num_new_stores: How often all rows had been marked because the server had a new store; see `ShardChannel`.
+        num_losses: How many losses of the server's had been marked to be sent again; see `Sender.losses`.
         pending: The device part. Until it is complete, tables, mark and numbers are those of the host part. None if
             everything is here.
         is_taken: The sender owns the flush and its staging buffer.
@@ -226,7 +226,7 @@ class Flush:
     num_rows: int
     size_bytes: int
     staging: StagingBuffer | None
-    num_new_stores: int = 0
+    num_losses: int = 0
     pending: Pending | None = None
     is_taken: bool = False
 

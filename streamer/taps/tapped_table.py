@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from headrace.kernels.dirty_sets import VIRTUAL_ROWS, DirtyIds, DirtyRows, bitmap_bytes, dirty_set
 from headrace.kernels.dtypes import DTYPES
 from headrace.schemas.errors import UnsupportedModelError
+from headrace.schemas.routing import shards_of_rows
 from headrace.schemas.table_names import plain_name, table_name
 from headrace.schemas.tables import ColumnShard, DType, StateKind, StateSpec, TableSpec
 from headrace.streamer.device.dirty_rows import DeviceDirtyRows, TableDirtySet
@@ -20,6 +22,7 @@ from headrace.streamer.taps.row_extras import RowMeta
 __all__ = ["DeletedRows", "Holder", "RowIndex", "TablePart", "TappedTable", "dtype_of", "tap_part", "zero_state"]
 
 _DEFAULT_BITMAP_BYTES = 256 * 2**20
+_IDS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +192,32 @@ class TappedTable:
         if unused is not None:
             self.dirty.discard(unused)
 
+    def mark_shards(self, shards: Collection[int], num_shards: int) -> None:
+        """Mark every row on this rank that lives on some shards of a server.
+
+        Those that were evicted and not used since are to be deleted again; an `index` forgets them once they were sent.
+        """
+        unused = self.deleted.unused(self.dirty)
+        # As in `mark_all`: with many rows in it, a bitmap is smaller.
+        if self.index is None and isinstance(self.dirty, DirtyIds):
+            self.dirty = _as_bitmap(self.dirty, self.num_local_rows)
+        for local_ids in self._all_ids():
+            global_ids = local_ids + self.row_offset
+            home = shards_of_rows(self.spec.seed, global_ids.numpy(), num_shards)
+            is_lost = torch.from_numpy(np.isin(home, list(shards)))
+            self.dirty.mark(local_ids[is_lost])
+        self.dirty.discard(unused)
+        home = shards_of_rows(self.spec.seed, (unused + self.row_offset).numpy(), num_shards)
+        self.deleted.give_back(unused[torch.from_numpy(np.isin(home, list(shards)))])
+
+    def _all_ids(self) -> Iterator[torch.Tensor]:
+        """Yield the local ids of all rows, int64 on the CPU, some at a time."""
+        known = None if self.index is None else self.index.row_ids().cpu()
+        num_ids = self.num_local_rows if known is None else known.numel()
+        for first in range(0, num_ids, _IDS_AT_ONCE):
+            end = min(first + _IDS_AT_ONCE, num_ids)
+            yield torch.arange(first, end) if known is None else known[first:end]
+
     def limit_bitmap(self, max_bytes: int) -> None:
         """Keep dirty rows in a bitmap if it takes at most `max_bytes`, else as ids while those take less memory."""
         assert not isinstance(self.dirty, DeviceDirtyRows)
@@ -198,10 +227,7 @@ class TappedTable:
             if size_bytes > max_bytes and self.dirty.is_empty:
                 self.dirty = DirtyIds(self._num_ids)
         elif size_bytes <= max(max_bytes, self.dirty.size_bytes):
-            bitmap = DirtyRows(self._num_ids)
-            for part in self.dirty.parts():
-                bitmap.mark(part)
-            self.dirty = bitmap
+            self.dirty = _as_bitmap(self.dirty, self._num_ids)
 
     def join_device(self, dirty: DeviceDirtyRows) -> None:
         """Move dirty rows to a set on the table's device."""
@@ -292,6 +318,13 @@ class TappedTable:
             f"TappedTable({self.spec.fqn!r}, rows {self.row_offset}:{last_row} of {self.spec.num_rows}, "
             f"columns {self.shard.offset}:{last_column} of {self.spec.dim}, {self.spec.dtype.name})"
         )
+
+
+def _as_bitmap(ids: DirtyIds, num_rows: int) -> DirtyRows:
+    bitmap = DirtyRows(num_rows)
+    for part in ids.parts():
+        bitmap.mark(part)
+    return bitmap
 
 
 def dtype_of(what: str, dtype: torch.dtype) -> DType:

@@ -230,7 +230,7 @@ class _Trainer:
 class _RawFlush:
     """Stands for a `Flush`: one ready-made message a shard."""
 
-    num_new_stores = 0
+    num_losses = 0
 
     def __init__(self, messages: dict[int, Message]) -> None:
         self.messages_by_shard = messages
@@ -298,7 +298,7 @@ class RawWriter:
                 connect=connect,
                 random=rng,
                 on_durable=self._on_durable,
-                on_new_store=lambda: 0,
+                on_loss=lambda shard: 0,
             )
             for shard in store.shards
         ]

@@ -97,6 +97,7 @@ class FakeShard:
         self.num_requests = self.num_hellos = self.num_inflight = self.max_inflight = 0
         self.server: ThriftServer | None = None
         self.port = 0
+        self.is_archived = False
 
     async def start(self) -> None:
         """Listen, at the same port as before."""
@@ -125,6 +126,11 @@ class FakeShard:
         self.rows.clear()
         self.received.clear()
 
+    def set_back(self, writer: Any, *, last_client_seq: int) -> None:
+        """Forget a writer's later batches, as an older copy has, and drop connections. The rows stay."""
+        self.sessions[writer.run, writer.client].last_client_seq = last_client_seq
+        self.drop_connections()
+
     async def hello(self, call: Call, request: Any) -> Any:
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
@@ -144,6 +150,7 @@ class FakeShard:
             last_client_seq=last_client_seq,
             tables=[spec_to_idl(spec) for spec in self.tables.values()],
             filling=[],
+            is_archived=self.is_archived or None,
         )
 
     def _open(self, request: Any) -> Session:

@@ -45,16 +45,16 @@ class Channel:
         self.table = table
         self.task: asyncio.Task[Any] = asyncio.create_task(channel.run())
         self.durable: list[int] = []
-        self.new_stores = 0
+        self.losses: list[int | None] = []
         self.changed = asyncio.Event()
 
     def on_durable(self, flush: Flush) -> None:
         self.durable.append(flush.step)
         self.changed.set()
 
-    def on_new_store(self) -> int:
-        self.new_stores += 1
-        return self.new_stores
+    def on_loss(self, shard: int | None) -> int:
+        self.losses.append(shard)
+        return len(self.losses)
 
     def send(self, step: int, rows: range = range(50)) -> None:
         """Enqueue a flush of some rows, each worth the step's number."""
@@ -113,7 +113,7 @@ async def channel_to(store: FakeStore, **settings: Any) -> AsyncIterator[Channel
             connect=connect,
             random=lambda: 0.5,
             on_durable=lambda flush: running.on_durable(flush) if running else None,
-            on_new_store=lambda: running.on_new_store() if running else 0,
+            on_loss=lambda shard: running.on_loss(shard) if running else 0,
         )
         channel.add_tables([table.tapped.spec])
         running = Channel(store, channel, table)
@@ -336,6 +336,56 @@ async def test_lost_acked_data_is_told() -> None:
         assert "has lost acked data: it had acked batch 2, and now holds batches up to 1" in str(error)
 
 
+@pytest.mark.parametrize(("mode", "is_archived"), [("resend", False), ("auto", True)])
+async def test_a_shard_that_was_set_back_gets_its_rows_again(mode: str, is_archived: bool) -> None:
+    """Batches continue after the shard's last one; no mark counts before a flush that has all rows of the shard."""
+    async with channel_to(FakeStore(), on_set_back=mode) as to:
+        to.shard.is_archived = is_archived
+        for step in (1, 2, 3):
+            await to.deliver(step)
+            to.submitted.release()
+        to.shard.set_back(WRITER, last_client_seq=1)
+        to.send(4, range(10))
+        await to.until(lambda: to.durable == [1, 2, 3, 4])
+        assert to.losses == [0]
+        assert to.channel.acked_seq == 2
+        to.submitted.release()
+        to.submitted.flusher.mark_shards([0], num_losses=1)
+        to.send(5, range(1))
+        await to.until(lambda: to.durable[-1] == 5)
+        after = to.shard.received[3:]
+        assert [(batch.client_seq, batch.step, batch.ends_step) for batch in after] == [(2, 4, False), (3, 5, True)]
+        assert len(after[-1].rows["t.weight"]) == 400
+
+
+async def test_a_shard_that_is_set_back_twice_gets_its_rows_twice() -> None:
+    """What was sent again and is lost again counts as lost."""
+    async with channel_to(FakeStore(), on_set_back="resend") as to:
+        for step in (1, 2):
+            await to.deliver(step)
+            to.submitted.release()
+        for step in (3, 4):
+            to.shard.set_back(WRITER, last_client_seq=0)
+            await to.deliver(step)
+            to.submitted.release()
+        assert to.losses == [0, 0]
+        assert [batch.client_seq for batch in to.shard.received[2:]] == [1, 1]
+        assert not any(batch.ends_step for batch in to.shard.received[2:])
+
+
+@pytest.mark.parametrize(("mode", "is_archived"), [("auto", False), ("raise", True)])
+async def test_a_shard_that_was_set_back_is_told(mode: str, is_archived: bool) -> None:
+    """Where nothing else is set, only a server with an archive is expected to be set back."""
+    async with channel_to(FakeStore(), on_set_back=mode) as to:
+        to.shard.is_archived = is_archived
+        await to.deliver(1)
+        to.shard.set_back(WRITER, last_client_seq=0)
+        to.send(2)
+        error = await to.error()
+        assert isinstance(error, StorageError)
+        assert "on_set_back='resend'" in str(error)
+
+
 async def test_another_store_is_told() -> None:
     """Another store at the same address ends the channel; nothing is sent to it."""
     async with channel_to(FakeStore()) as to:
@@ -355,9 +405,9 @@ async def test_resync_starts_over_with_another_store() -> None:
         to.replace_store()
         to.send(2, range(10))
         await to.until(lambda: to.durable == [1, 2])
-        assert (to.new_stores, to.channel.server_id) == (1, "store-2")
+        assert (to.losses, to.channel.server_id) == ([None], "store-2")
         to.submitted.release()
-        to.submitted.flusher.mark_all(num_new_stores=1)
+        to.submitted.flusher.mark_all(num_losses=1)
         to.send(3, range(1))
         await to.until(lambda: to.durable == [1, 2, 3])
         assert [(b.client_seq, b.step, b.ends_step) for b in to.shard.received] == [(1, 2, False), (2, 3, True)]

@@ -248,7 +248,7 @@ def test_a_new_store_gets_them_at_once() -> None:
     publishing.to.release()
     assert not publishing.sent(publishing.step(2))
     publishing.to.release()
-    publishing.to.flusher.mark_all(num_new_stores=1)
+    publishing.to.flusher.mark_all(num_losses=1)
     flush = publishing.step(3)
     assert publishing.sent(flush) and is_exact(flush)
 

@@ -387,11 +387,11 @@ def test_tables_that_are_attached_while_rows_are_on_their_way() -> None:
 def test_all_rows_for_a_new_store() -> None:
     """When every row is wanted again, every row goes out, and none that does not exist."""
     _, _, to = one_table(130)
-    to.flusher.mark_all(num_new_stores=1)
+    to.flusher.mark_all(num_losses=1)
     to.on_step(1)
     flush = to.complete()
     assert flush is not None
-    assert (len(sent(flush)), flush.num_new_stores) == (130, 1)
+    assert (len(sent(flush)), flush.num_losses) == (130, 1)
 
 
 def test_an_ended_sender_wakes_who_waits() -> None:

@@ -69,9 +69,47 @@ def test_evicted_rows_are_not_sent_to_a_new_store() -> None:
     submitted.flusher.on_step(2)
     submitted.release()
     table.update([3], 1.0)
-    submitted.flusher.mark_all(num_new_stores=1)
+    submitted.flusher.mark_all(num_losses=1)
     submitted.flusher.on_step(3)
     assert taken(submitted.flushes[-1]) == [0, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_a_shard_that_lost_rows_gets_its_own_again_and_their_deletions() -> None:
+    """Rows of other shards are not sent; evicted rows are deleted again, unless they are used again."""
+    table = Trained(num_rows=200)
+    submitted = Submitted([table], num_shards=3)
+    shards = shards_of_rows(table.tapped.spec.seed, np.arange(200), 3)
+    lost = np.flatnonzero(shards == 1).tolist()
+    other = np.flatnonzero(shards != 1).tolist()
+    evict(table, [*lost[:3], *other[:3]])
+    submitted.flusher.on_step(1)
+    table.update([lost[0], other[0]], 1.0)
+    submitted.flusher.on_step(2)
+    submitted.release()
+    submitted.flusher.mark_shards({1}, num_losses=1)
+    submitted.flusher.on_step(3)
+    flush = submitted.flushes[-1]
+    assert sorted(row for _, _, row, _ in rows_of(flush, 3)) == [lost[0], *lost[3:]]
+    assert [row for _, _, row in deleted_of(flush, 3)] == lost[1:3]
+    assert flush.num_losses == 1
+
+
+def test_a_pass_that_runs_when_rows_are_lost_begins_anew() -> None:
+    """The step that a pass was about to complete is not marked: rows before its cursor have to go out again."""
+    table = Trained(num_rows=40_000, dim=WIDE)
+    submitted = Submitted([table], staging_bytes=SMALL_BYTES)
+    table.mark(range(40_000))
+    submitted.flusher.on_step(1)
+    submitted.release()
+    submitted.flusher.mark_shards({0}, num_losses=1)
+    sent: set[int] = set()
+    for step in range(2, 99):
+        submitted.flusher.on_step(step)
+        sent |= set(taken(submitted.flushes[-1]))
+        submitted.release()
+        if submitted.flushes[-1].mark is not None:
+            break
+    assert sent == set(range(40_000))
 
 
 def test_more_deletions_than_a_buffer_holds_leave_room_for_rows() -> None:
