@@ -64,7 +64,7 @@ async def create_snapshot(
         address: `host:port` of any shard.
         dial: Connects as an admin.
         name: Its name; None for the present time.
-        run: The run at whose step the cut lies; None for the run of the highest epoch.
+        run: The run at whose step the cut lies; None for the run of the highest epoch that has ended a step.
         at_step: False takes each shard now, at no common step, for a store whose run ended in mid-step.
         timeout_s: Deadline for the run to stand exactly at a step on all shards, seconds.
         lease_s: The server removes the snapshot after this time without a reader, seconds; 0 keeps it.
@@ -197,7 +197,10 @@ async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:
     clients = [client for reply in replies for client in reply.clients if run is None or client.run == run]
     if run is not None and not clients:
         raise ConfigError(f"--run {run}: no writer of that run is known here")
-    epoch = max((client.epoch for client in clients if client.world_size != 0), default=0)
+    trainers = [client for client in clients if client.world_size != 0]
+    # One that was refused, or begins just now, has no step to wait for while others have.
+    epoch = max((client.epoch for client in trainers if client.step >= 0), default=0)
+    epoch = epoch or max((client.epoch for client in trainers), default=0)
     return epoch, max((client.step for client in clients if client.epoch == epoch), default=-1)
 
 

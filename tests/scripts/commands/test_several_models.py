@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from stored_rows import read_rows
 
 from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import OwnedError
 from headrace.streamer import RawEmbeddingStreamer
 
 ROWS = range(30)
@@ -71,6 +72,15 @@ def test_verify_chooses_by_model_and_path(server: ServerProcess, run: CommandLin
     ):
         told = run.json("verify", server.address, *choice)
         assert [table["fqn"] for table in told["tables"]] == names
+
+
+def test_a_refused_trainer_is_not_waited_for(server: ServerProcess, run: CommandLine) -> None:
+    """A snapshot is at a step of the run that has one, though a trainer of a later epoch was refused."""
+    _train(server, "ctr", "a")
+    with pytest.raises(OwnedError):
+        _train(server, "ctr", "b")
+    taken = run.json("snapshot", "create", server.address, "--timeout-s", 5)
+    assert (taken["epoch"], taken["step"]) == (1, 0)
 
 
 def test_replay_keeps_runs_apart(server: ServerProcess, tmp_path: Path, run: CommandLine) -> None:
