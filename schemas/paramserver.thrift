@@ -457,6 +457,22 @@ struct ExpiryStatus {
   8: optional i64 num_tombstones_collected,
 }
 
+/** A shard's last upload of its part of a snapshot to the server's object store. */
+struct UploadStatus {
+  /** Of the object store. */
+  1: required string url,
+  /** Of the snapshot; empty before the first. */
+  2: required string name,
+  3: required bool is_running,
+  4: required i64 size_bytes,
+  /** In files that are known to be in the store. */
+  5: required i64 done_bytes,
+  /** In files that were sent; the others were there. */
+  6: required i64 sent_bytes,
+  /** Why it failed. */
+  7: optional string failure,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -482,6 +498,8 @@ struct StatusReply {
   17: optional ReplicaStatus replica,
   18: optional ExpiryStatus expiry,
   19: optional i64 term,
+  /** From a server with an object store. */
+  22: optional UploadStatus upload,
 }
 
 struct FetchUpdatesRequest {
@@ -533,6 +551,14 @@ struct FetchUpdatesReply {
   6: optional i64 term,
 }
 
+/** A file of a snapshot in an object store. */
+struct StoredFile {
+  /** In the snapshot, such as `shard-0000/000012.sst`. */
+  1: required string path,
+  /** The object that has its bytes, below the store's prefix. */
+  2: required string object_path,
+}
+
 struct CreateSnapshotRequest {
   /** Letters, digits, `.`, `_` and `-`; the same for every shard. */
   1: required string name,
@@ -542,11 +568,15 @@ struct CreateSnapshotRequest {
   3: required i64 min_step,
   /** Fail with UNAVAILABLE if the run does not reach such a step in this time, milliseconds. */
   4: required i32 wait_ms,
+  /** Put the part that the shard has made last, under this name, into the server's object store; make none. */
+  5: optional bool uploads,
 }
 
 struct CreateSnapshotReply {
   /** JSON: this shard's part of the manifest. */
   1: required string part,
+  /** With `uploads`: all files of the part. */
+  2: optional list<StoredFile> files,
 }
 
 struct FinishSnapshotRequest {
@@ -555,6 +585,8 @@ struct FinishSnapshotRequest {
   2: optional string manifest,
   /** Remove the published snapshot of that name instead. */
   3: optional bool removes,
+  /** With a manifest: publish in the server's object store, with the files of all parts; on no disk. */
+  4: optional list<StoredFile> files,
 }
 
 struct FinishSnapshotReply {

@@ -22,6 +22,7 @@ from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.log.interface import UpdateLog
 from headrace.paramserver.log.leases import LogLease, LogLeases, SavedLeases
 from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
@@ -44,6 +45,7 @@ class LogRetention:
 
     Attributes:
         snapshot_leases: Leases on the log behind snapshots that are being made.
+        uploader: Tells the leases behind snapshots in the object store; None without one.
         num_broken: Leases and snapshots that have lost their log to the bound since the start.
     """
 
@@ -54,11 +56,13 @@ class LogRetention:
         followers: LogLeases,
         config: ShardConfig,
         *,
+        uploader: SnapshotUploader | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Prepare to remove records of `log` that are durable in `store`, within the bounds of `config`."""
         self.snapshot_leases = LogLeases(clock=clock)
+        self.uploader = uploader
         self.num_broken = 0
         self._log, self._store, self._followers, self._config = log, store, followers, config
         self._snapshots = SnapshotFiles(config.snapshots_path)
@@ -103,7 +107,8 @@ class LogRetention:
     async def _trim_log(self) -> None:
         published = await asyncio.to_thread(self._published_leases)
         async with self._followers.removing:
-            leases = [*self._followers.held(), *self.snapshot_leases.held(), *published]
+            stored = [] if self.uploader is None else self.uploader.leases()
+            leases = [*self._followers.held(), *self.snapshot_leases.held(), *published, *stored]
             broken = await asyncio.to_thread(self._remove, leases)
         for lease in broken:
             self.num_broken += 1

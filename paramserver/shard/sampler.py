@@ -39,6 +39,7 @@ from headrace.paramserver.observe.sample import (
 from headrace.paramserver.rpc.server import ThriftServer
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
+from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.rows import RowStore
@@ -140,6 +141,7 @@ class ShardParts:
     snapshots: SnapshotFiles
     expirer: Expirer
     probe: LoopProbe
+    uploader: SnapshotUploader | None = None
 
 
 class ShardSampler:
@@ -200,6 +202,7 @@ class ShardSampler:
             accepted_seq=ingest.accepted_seq,
             worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
             expiry=self._parts.expirer.status(),
+            upload=None if self._parts.uploader is None else self._parts.uploader.status(),
         )
 
     async def sample(self) -> ShardSample:
@@ -366,6 +369,8 @@ def _newest_snapshot(parts: ShardParts) -> SnapshotSample | None:
         newest = parts.snapshots.newest(parts.config.server_id)
     except HeadraceError:  # retention logs it; the absent metric shows it here
         return None
+    stored = None if parts.uploader is None else parts.uploader.newest
+    newest = max(filter(None, (newest, stored)), key=lambda manifest: manifest.created_us, default=None)
     if newest is None:
         return None
     fields = dataclasses.fields(SnapshotSample)

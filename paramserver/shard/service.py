@@ -28,6 +28,7 @@ from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.maker import SnapshotMaker
+from headrace.paramserver.snapshots.uploader import SnapshotUploader
 from headrace.paramserver.store.applier import Applier, ApplierConfig
 from headrace.paramserver.store.catalog import Table
 from headrace.paramserver.store.deltas import decode_identities, decode_row_ids
@@ -79,7 +80,7 @@ class Shard:
         self.sampler = ShardSampler(parts)
         self._config = config
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
-        self._snapshots = parts.snapshots
+        self._snapshots, self._uploader = parts.snapshots, parts.uploader
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log, parts.ingest, parts.applier, parts.store, parts.snapshots, leases, config.server_id, config.shard
@@ -198,7 +199,12 @@ class Shard:
         return await self.expirer.expire_rows(request)
 
     async def create_snapshot(self, call: Call, request: Any) -> Any:
-        """Make this shard's part of a snapshot. Cancelled, the part stays until it is discarded."""
+        """Make this shard's part of a snapshot, or upload it. Cancelled, the part stays until it is discarded."""
+        if request.uploads:
+            part = self._snapshot_maker.made(request.name)
+            objects = await self._stored.upload(request.name, part, is_wanted=lambda: call.peer.is_connected)
+            files = [idl.StoredFile(path=path, object_path=key) for path, key in objects.items()]
+            return idl.CreateSnapshotReply(part=part.encode(), files=files)
         part = await self._snapshot_maker.create(request, is_wanted=lambda: call.peer.is_connected)
         return idl.CreateSnapshotReply(part=part.encode())
 
@@ -207,6 +213,8 @@ class Shard:
         if request.removes:
             await asyncio.to_thread(self._snapshots.remove, request.name)
         elif request.manifest is None:
+            if self._uploader is not None:
+                self._uploader.settle(request.name)
             await asyncio.to_thread(self._snapshots.discard, request.name)
             self._snapshot_maker.release_log(request.name)
         else:
@@ -216,9 +224,18 @@ class Shard:
                 raise RequestError(str(exc)) from exc
             if (manifest.name, manifest.server_id) != (request.name, self._config.server_id):
                 raise RequestError(f"a manifest of {manifest.name!r} of {manifest.server_id} for {request.name!r} here")
-            await asyncio.to_thread(self._snapshots.publish, manifest)
+            if request.files is None:
+                await asyncio.to_thread(self._snapshots.publish, manifest)
+            else:
+                await self._stored.publish(manifest, {file.path: file.object_path for file in request.files})
             fact(_log, logging.INFO, "snapshot", name=manifest.name, step=manifest.step, bytes=manifest.size_bytes)
         return idl.FinishSnapshotReply(name=request.name)
+
+    @property
+    def _stored(self) -> SnapshotUploader:
+        if self._uploader is None:
+            raise RequestError("this server has no object store: headrace serve --object-store URL")
+        return self._uploader
 
     async def fetch_snapshot(self, call: Call, request: Any) -> Any:
         """Read a piece of a published snapshot."""
@@ -241,6 +258,8 @@ class Shard:
         """End requests that wait for an event or would take long; idempotent."""
         self.feed.stop()
         self._snapshot_maker.stop()
+        if self._uploader is not None:
+            self._uploader.stop()
 
     async def status(self, call: Call) -> Any:
         """Return the shard's `idl.StatusReply`."""
@@ -330,7 +349,20 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
         feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
-        retention = await stack.enter_async_context(LogRetention(log, store, feed.followers, config))
+        snapshots = SnapshotFiles(config.snapshots_path)
+        uploader = None
+        if config.object_store is not None:
+            uploader = SnapshotUploader.open(
+                config.object_store,
+                snapshots,
+                bytes_per_s=config.object_store_rate,
+                server_id=config.server_id,
+                shard=config.shard,
+                first_seq=log.first_seq if log.last_seq else None,
+            )
+            await stack.enter_async_context(uploader)
+        retention = LogRetention(log, store, feed.followers, config, uploader=uploader)
+        await stack.enter_async_context(retention)
         probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(
             ingest=ingest,
@@ -344,8 +376,9 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        snapshots = SnapshotFiles(config.snapshots_path)
-        yield Shard(ShardParts(config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe))
+        yield Shard(
+            ShardParts(config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe, uploader)
+        )
 
 
 def _open_store(path: Path, config: StoreConfig) -> RowStore:

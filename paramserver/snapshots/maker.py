@@ -24,7 +24,7 @@ from headrace.paramserver.store.applier import Applier
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.text import format_seconds
-from headrace.schemas.errors import CorruptionError, OverloadedError, RequestError, UnavailableError
+from headrace.schemas.errors import CorruptionError, GoneError, OverloadedError, RequestError, UnavailableError
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotFile, shard_folder
 from headrace.schemas.tables import TableSpec
 
@@ -77,6 +77,7 @@ class SnapshotMaker:
         self._server_id, self._shard = server_id, shard
         self._is_busy = self._is_stopping = False
         self._hashed: dict[FileIdentity, SnapshotFile] = {}  # files of rows of the last attempt
+        self._made: tuple[str, ShardPart] | None = None  # the last part, and its snapshot's name
 
     def stop(self) -> None:
         """Stop hashing, because the shard is about to end; idempotent."""
@@ -87,6 +88,12 @@ class SnapshotMaker:
         for lease in self._leases.held():
             if lease.name == _lease_of(name):
                 self._leases.renew(lease.name, lease.seq, _RELEASE_S)
+
+    def made(self, name: str) -> ShardPart:
+        """Return the part that was made last; `GoneError` if it is of another snapshot, or the shard has restarted."""
+        if self._made is None or self._made[0] != name:
+            raise GoneError(f"shard {self._shard} has no part of snapshot {name!r}: make the snapshot again")
+        return self._made[1]
 
     async def create(self, request: Any, *, is_wanted: Callable[[], bool] = lambda: True) -> ShardPart:
         """Answer an `idl.CreateSnapshotRequest`: wait for the cut, copy, hash, while `is_wanted`, which threads call.
@@ -123,7 +130,7 @@ class SnapshotMaker:
         finally:
             abandoned.set()
             self._is_busy = False
-        return ShardPart(
+        part = ShardPart(
             shard=self._shard,
             server_id=self._server_id,
             seq=cut.seq,
@@ -133,6 +140,8 @@ class SnapshotMaker:
             files=hashed,
             mark=self._log.nonce_of(cut.seq),
         )
+        self._made = request.name, part
+        return part
 
     def _hash(self, folder: Path, is_wanted: Callable[[], bool]) -> tuple[SnapshotFile, ...]:
         def check_wanted(_: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, mapped_errors
 from headrace.paramserver.system.durable import fsync_path
-from headrace.paramserver.system.event_loop import task_group
+from headrace.paramserver.system.event_loop import background_task, task_group
 from headrace.paramserver.system.limits import check_room
 from headrace.schemas.errors import (
     ConfigError,
@@ -43,6 +44,7 @@ _ATTEMPT_S = 10.0
 # Several files are fetched at once to hide round trips; a chunk is short enough to arrive before a bad link breaks.
 _CHUNK_BYTES, _FILES_AT_ONCE = 2 << 20, 8
 _DISCARD_S = 60.0
+_SHOW_S = 1.0
 # A server that is away for longer ends a fetch, which can be resumed.
 _PATIENCE_S = 60.0
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -57,8 +59,12 @@ async def create_snapshot(
     at_step: bool = True,
     timeout_s: float,
     lease_s: int = 0,
+    on_upload: Callable[[int, int], None] | None = None,
 ) -> SnapshotManifest:
     """Make a snapshot of a running server and return its manifest once it is published.
+
+    If the server has an object store, the snapshot goes there, except one with a lease: each shard uploads its part,
+    and then the copies on the servers' disks go.
 
     Args:
         address: `host:port` of any shard.
@@ -68,9 +74,10 @@ async def create_snapshot(
         at_step: False takes each shard now, at no common step, for a store whose run ended in mid-step.
         timeout_s: Deadline for the run to stand exactly at a step on all shards, seconds.
         lease_s: The server removes the snapshot after this time without a reader, seconds; 0 keeps it.
+        on_upload: Called each second with (bytes so far, bytes in all) while the parts go to an object store.
 
     Raises:
-        UnavailableError: A shard is away, or the run did not reach such a step.
+        UnavailableError: A shard or the object store is away, or the run did not reach such a step.
         ConfigError: No such run.
         HeadraceError: A shard refuses, or its disk failed. Nothing is published.
 
@@ -83,7 +90,10 @@ async def create_snapshot(
         parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
         created_us = time.time_ns() // 1000
         manifest = SnapshotManifest(name=name, created_us=created_us, parts=tuple(parts), lease_s=lease_s)
-        finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode())
+        stored = None
+        if not lease_s and (await links[0].status()).upload is not None:
+            stored = await _upload_parts(links, manifest, timeout_s, on_upload)
+        finish = idl.FinishSnapshotRequest(name=name, manifest=manifest.encode().decode(), files=stored)
         await links[0].finish_snapshot(finish)
         await _discard(links, name)  # ends the shards' log leases; nothing else is left of it
         return manifest
@@ -189,6 +199,34 @@ async def _make_parts(
         await _discard(links, name)
         # Some shards had passed the step already, or the run stands still.
         ahead = 0 if errors else min(2 * ahead + 1, 1 << 20)
+
+
+async def _upload_parts(
+    links: list[ShardLink],
+    manifest: SnapshotManifest,
+    timeout_s: float,
+    on_upload: Callable[[int, int], None] | None,
+) -> list[Any]:
+    """Let all shards upload their parts; return the `idl.StoredFile` of each file."""
+    request = idl.CreateSnapshotRequest(
+        name=manifest.name, epoch=manifest.epoch, min_step=manifest.step, wait_ms=0, uploads=True
+    )
+
+    async def show() -> None:
+        while on_upload is not None:
+            statuses = await asyncio.gather(*(link.status() for link in links), return_exceptions=True)
+            uploads = [status.upload for status in statuses if not isinstance(status, BaseException)]
+            on_upload(sum(upload.done_bytes for upload in uploads if upload.name == manifest.name), manifest.size_bytes)
+            await asyncio.sleep(_SHOW_S)
+
+    async with background_task(show(), name="headrace-show-upload"):
+        # Wait for each, even if others fail: a part cannot be discarded while it goes up.
+        uploads = (retry(partial(link.create_snapshot, request), patience_s=timeout_s) for link in links)
+        results = await asyncio.gather(*uploads, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [file for result in results if not isinstance(result, BaseException) for file in result.files]
 
 
 async def _where(links: list[ShardLink], run: str | None) -> tuple[int, int]:

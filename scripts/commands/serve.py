@@ -27,6 +27,7 @@ from headrace.paramserver.system.flags import (
     with_setting_flags,
 )
 from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
+from headrace.paramserver.system.object_store import ObjectStore
 from headrace.paramserver.system.settings import settings_of
 from headrace.schemas.errors import StorageError
 from headrace.scripts.commands.terminal import option
@@ -85,8 +86,10 @@ def _run(
 ) -> int:
     """Lock the directory, bind the ports, and only then write anything."""
     ready = None if ready_file is None else ReadyFile(ready_file)
-    # Each shard loads it again; this finds its mistakes early.
+    # Each shard loads these again; this finds mistakes early.
     is_protected = Protection.load(config, os.environ).is_complete
+    if config.object_store is not None:
+        ObjectStore.of_url(config.object_store)
     with (
         DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
         bind_listeners(

@@ -1,0 +1,271 @@
+"""Snapshots that shards put into an object store, on real servers and with a store that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_server import Fault, ObjectServer, first, object_server
+from table_rows import ITEMS, USERS, VIRTUAL, build, chunk_of
+
+from headrace.paramserver.reading.link import Dial
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.bucket import SnapshotStore
+from headrace.paramserver.snapshots.contents import SnapshotReader
+from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder
+from headrace.paramserver.snapshots.remote import create_snapshot
+from headrace.paramserver.snapshots.restore import restore_stored_snapshot
+from headrace.paramserver.snapshots.uploader import SnapshotUploader
+from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
+from headrace.schemas.idl import idl
+from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
+
+ROWS = {
+    ITEMS: chunk_of(ITEMS, range(0, 500, 3), deleted=[9, 300]),
+    USERS: chunk_of(USERS, range(300), epoch=9),
+    VIRTUAL: chunk_of(VIRTUAL, range(5000)),
+}
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with object_server() as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def dial() -> Dial:
+    return Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=10.0, role=idl.Role.ADMIN)
+
+
+def create(server: ServerProcess, name: str, **options: Any) -> SnapshotManifest:
+    return asyncio.run(create_snapshot(server.address, dial=dial(), name=name, timeout_s=WAIT_S, **options))
+
+
+def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
+    with SnapshotReader(folder) as reader:
+        return {
+            fqn: {
+                row: record.tobytes()
+                for ids, records in reader.rows(fqn)
+                for row, record in zip(ids.tolist(), records, strict=True)
+            }
+            for fqn in sorted(reader.tables)
+        }
+
+
+def test_a_server_puts_snapshots_into_its_object_store(tmp_path: Path) -> None:
+    """It goes up and not to disk, comes back on a bare machine with every row, and the next sends only what is new."""
+    url = f"file://{tmp_path}/bucket"
+    data = build(tmp_path / "data", ROWS, num_shards=2)
+    with ServerProcess.start(data, object_store=url) as server:
+        shown: list[tuple[int, int]] = []
+        manifest = create(server, "one", on_upload=lambda *of: shown.append(of))
+        assert shown and shown[-1][1] == manifest.size_bytes
+        assert not list((data / "snapshots").iterdir())
+        before = {path.name for path in (tmp_path / "bucket" / "files").iterdir()}
+        again = create(server, "two")
+        new = {path.name for path in (tmp_path / "bucket" / "files").iterdir()} - before
+        assert sum(int(name.partition("-")[0]) for name in new) < again.size_bytes // 10
+        with pytest.raises(HeadraceError, match="another snapshot 'one'"):
+            create(server, "one")
+        leased = create(server, "leased", lease_s=60)  # for a fetch from the server
+        assert [path.name for path in (data / "snapshots").iterdir()] == [leased.name]
+    store = SnapshotStore.of_url(url)
+    assert store.names() == ["one", "two"] and store.check("one") == manifest
+    files = SnapshotFiles(tmp_path / "fetched")
+    store.fetch("one", files)
+    restore_stored_snapshot(store, "two", tmp_path / "restored")
+    restore_stored_snapshot(store, "two", tmp_path / "dealt", num_shards=3)
+    with ServerProcess.start(tmp_path / "restored") as restored, ServerProcess.start(tmp_path / "dealt") as dealt:
+        for other in (restored, dealt):
+            create(other, "here")
+            folder = other.data_dir / "snapshots" / "here"
+            assert rows_of(folder) == rows_of(files.folder_of("one"))
+
+
+def test_a_server_with_another_servers_prefix_is_refused(tmp_path: Path) -> None:
+    """Two servers on one prefix: the second gets a clear error, uploads nothing and goes on."""
+    url = f"file://{tmp_path}/bucket"
+    for name in ("first", "second"):
+        build(tmp_path / name, ROWS, num_shards=1)
+    with ServerProcess.start(tmp_path / "first", object_store=url) as server:
+        create(server, "one")
+    before = sorted(path.name for path in (tmp_path / "bucket").rglob("*"))
+    with ServerProcess.start(tmp_path / "second", object_store=url) as server:
+        with pytest.raises(HeadraceError, match="snapshots of another server: use another prefix"):
+            create(server, "two")
+        assert not [path for path in (tmp_path / "second").glob("snapshots/*")]
+        assert asyncio.run(status(server)).upload.failure
+    assert sorted(path.name for path in (tmp_path / "bucket").rglob("*")) == before
+
+
+async def status(server: ServerProcess) -> Any:
+    from headrace.paramserver.reading.link import link_all
+    from headrace.paramserver.rpc.address import parse_address
+
+    links = await link_all(dial(), *parse_address(server.address))
+    try:
+        return await links[0].status()
+    finally:
+        await asyncio.gather(*(link.close() for link in links))
+
+
+def part_of(files: SnapshotFiles, name: str, shard: int, contents: dict[str, bytes], *, seq: int = 7) -> ShardPart:
+    """Make a shard's copy, as `SnapshotMaker` does."""
+    folder = files.new_folder(name) / f"shard-{shard:04d}"
+    folder.mkdir(parents=True)
+    for file_name, data in contents.items():
+        (folder / file_name).write_bytes(data)
+    return ShardPart(shard=shard, server_id="s", seq=seq, epoch=1, step=2, tables=(), files=hash_folder(folder))
+
+
+def uploader_at(url: str, files: SnapshotFiles, shard: int = 0, first_seq: int | None = 1) -> SnapshotUploader:
+    return SnapshotUploader.open(url, files, bytes_per_s=0, server_id="s", shard=shard, first_seq=first_seq)
+
+
+async def reached(condition: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (what it waits for is seen from outside)
+            await asyncio.sleep(0.01)
+
+
+async def test_shards_on_several_machines_make_one_snapshot(tmp_path: Path, server: ObjectServer) -> None:
+    """Each uploads its part from a disk of its own; one manifest, put by any shard, makes the snapshot."""
+    hosts = [SnapshotFiles(tmp_path / f"host{shard}" / "snapshots") for shard in range(2)]
+    async with uploader_at(server.url, hosts[0]) as one, uploader_at(server.url, hosts[1], 1) as two:
+        parts = [part_of(hosts[shard], "a", shard, {"1.sst": bytes([shard]) * 99, "CURRENT": b"x"}) for shard in (0, 1)]
+        objects = [
+            await up.upload("a", part, is_wanted=lambda: True) for up, part in ((one, parts[0]), (two, parts[1]))
+        ]
+        assert SnapshotStore.of_url(server.url).names() == []
+        manifest = SnapshotManifest(name="a", created_us=1, parts=tuple(parts))
+        await two.publish(manifest, objects[0] | objects[1])
+        await one.publish(manifest, objects[0] | objects[1])
+        for up in (one, two):
+            up.settle("a")
+            await reached(lambda up=up: [lease.seq for lease in up.leases()] == [8])
+    files = SnapshotFiles(tmp_path / "back")
+    assert SnapshotStore.of_url(server.url).fetch("a", files) == manifest
+
+
+async def test_log_is_kept_until_the_store_tells_what_it_has(tmp_path: Path, server: ObjectServer) -> None:
+    """With the store away all log is kept, then that behind the newest; a part that may be published counts too."""
+    server.fault = lambda _: Fault(status=403)
+    files = SnapshotFiles(tmp_path / "snapshots")
+    up = uploader_at(server.url, files, first_seq=3)
+    async with up:
+        assert [lease.seq for lease in up.leases()] == [3]
+        await reached(lambda: server.requests)
+        server.fault = lambda _: None
+        part = part_of(files, "a", 0, {"1.sst": b"x"}, seq=9)
+        objects = await up.upload("a", part, is_wanted=lambda: True)
+        server.fault = lambda _: Fault(status=403)
+        up.settle("a")
+        assert sorted(lease.seq for lease in up.leases()) == [3, 10]
+        server.fault = lambda _: None
+        await up.publish(SnapshotManifest(name="a", created_us=1, parts=(part,)), objects)
+        up._look_wanted.set()
+        await reached(lambda: [lease.seq for lease in up.leases()] == [10])
+    async with uploader_at(server.url, files, first_seq=None) as fresh:
+        assert fresh.leases() == []
+        await reached(lambda: [lease.seq for lease in fresh.leases()] == [10])
+
+
+async def test_an_upload_that_nobody_waits_for_ends(tmp_path: Path, server: ObjectServer) -> None:
+    """A caller that is gone ends the upload; the next one sends only what is missing."""
+    files, wanted = SnapshotFiles(tmp_path / "snapshots"), threading.Event()
+    wanted.set()
+    part = part_of(files, "a", 0, {f"{number}.sst": bytes([number]) * 2_000_000 for number in range(12)})
+
+    def fault(request: Any) -> Fault | None:
+        if request.method == "PUT" and len([r for r in server.requests if r.method == "PUT"]) == 8:
+            wanted.clear()
+        return None
+
+    server.fault = fault
+    async with uploader_at(server.url, files) as up:
+        with pytest.raises(UnavailableError, match="nobody waits"):
+            await up.upload("a", part, is_wanted=wanted.is_set)
+        assert not up.status().is_running and up.status().failure
+        server.fault = lambda _: None
+        there = len(server.keys("files/"))
+        assert 0 < there < 12
+        before = server.sent_bytes
+        await up.upload("a", part, is_wanted=lambda: True)
+        assert server.sent_bytes - before <= (13 - there) * 2_000_000
+        assert up.status().done_bytes == part.size_bytes
+
+
+async def test_a_second_upload_waits_for_the_first(tmp_path: Path, server: ObjectServer) -> None:
+    """Only one part goes up at a time; another is told to come back."""
+    files, held = SnapshotFiles(tmp_path / "snapshots"), threading.Event()
+    part = part_of(files, "a", 0, {"1.sst": b"x"})
+
+    def hold(request: Any) -> None:
+        if request.method == "PUT" and "files/" in request.key:
+            held.wait(WAIT_S)
+
+    server.fault = hold
+    async with uploader_at(server.url, files) as up:
+        going = asyncio.create_task(up.upload("a", part, is_wanted=lambda: True))
+        await reached(lambda: any("files/" in request.key for request in server.requests))
+        with pytest.raises(OverloadedError):
+            await up.upload("a", part, is_wanted=lambda: True)
+        held.set()
+        await going
+
+
+async def test_a_shard_that_stops_does_not_wait_for_the_store(tmp_path: Path, server: ObjectServer) -> None:
+    """Closing ends an upload to a store that is away."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    part = part_of(files, "a", 0, {"1.sst": b"x"})
+    server.fault = lambda _: Fault(status=503)
+    async with asyncio.timeout(20):
+        async with uploader_at(server.url, files) as up:
+            going = asyncio.create_task(up.upload("a", part, is_wanted=lambda: True))
+            await reached(lambda: server.requests)
+        with pytest.raises(UnavailableError):
+            await going
+
+
+def test_training_goes_on_while_the_store_is_away(tmp_path: Path, server: ObjectServer) -> None:
+    """With a store that answers nothing, writes are acked, the command says why it failed, and a later one succeeds."""
+    from identity_writer import IdentityWriter
+
+    server.fault = lambda _: Fault(resets=True)
+    with ServerProcess.start(tmp_path / "data", object_store=server.url) as headrace:
+        port = int(headrace.address.rpartition(":")[2])
+
+        async def write_meanwhile() -> None:
+            writer = await IdentityWriter.connect([port])
+            await writer.write({row: row for row in range(64)})
+            making = asyncio.create_task(
+                create_snapshot(headrace.address, dial=dial(), name="a", at_step=False, timeout_s=WAIT_S)
+            )
+            await reached(lambda: any(request.method == "PUT" for request in server.requests))
+            for _ in range(20):
+                await writer.write({row: row for row in range(64)})
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+            server.fault = first(3, Fault(cuts=True))
+            await create_snapshot(headrace.address, dial=dial(), name="b", at_step=False, timeout_s=WAIT_S)
+            await writer.close()
+
+        asyncio.run(write_meanwhile())
+    assert SnapshotStore.of_url(server.url).check("b").parts[0].seq >= 21
+
+
+def test_a_wrong_url_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    """`serve` checks the setting before it writes anything."""
+    with pytest.raises(UnavailableError, match="not a URL of an object store"):
+        ServerProcess.start(tmp_path / "data", object_store="ftp://x")
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(ConfigError):
+        SnapshotUploader.open("x", SnapshotFiles(tmp_path), bytes_per_s=0, server_id="s", shard=0, first_seq=None)
