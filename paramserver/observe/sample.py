@@ -205,7 +205,8 @@ class ShardDetail:
 class ShardSample:
     """A shard at one moment. Fields are those of the IDL's `StatusReply`, in seconds where that has milliseconds.
 
-    A client gets no `detail`, and only a replica has the `replica`, an `idl.ReplicaStatus`.
+    A client gets no `detail`, and only it gets the `upload`, an `idl.UploadStatus`, of a server with an object store.
+    Only a replica has the `replica`, an `idl.ReplicaStatus`.
     """
 
     server_id: str
@@ -226,6 +227,7 @@ class ShardSample:
     expiry: ExpirySample | None = None
     detail: ShardDetail | None = None
     replica: Any = None
+    upload: Any = None
 
     @classmethod
     def of_reply(cls, reply: Any) -> Self:
@@ -244,6 +246,7 @@ class ShardSample:
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
             expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
             replica=reply.replica,
+            upload=reply.upload,
         )
 
     def plain_json(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import typer
 
 from headrace.paramserver.reading.link import Dial
 from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.snapshots.bucket import is_object_store_url, local_snapshot
 from headrace.paramserver.snapshots.contents import SnapshotReader
 from headrace.paramserver.snapshots.dense_part import dense_specs
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot, remove_snapshot
@@ -81,7 +82,9 @@ class ExportResult:
 def export(
     *,
     server: ServerAddress = None,
-    snapshot: Annotated[Path | None, option("Directory of one snapshot.", "DIR")] = None,
+    snapshot: Annotated[
+        str | None, option("Directory of one snapshot, or an object store's URL, for its newest.", "DIR|URL")
+    ] = None,
     to: Annotated[Path, option("File or directory to make.", "PATH")],
     format_name: Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, parquet or dcp.")],
     table: OnlyTables = None,
@@ -119,7 +122,7 @@ def export(
         HeadraceError: The snapshot is damaged, the server is away, or the disk failed.
     """
     if (server is None) == (snapshot is None):
-        raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR")
+        raise ConfigError("say what: --server HOST:PORT of a running server, or --snapshot DIR or URL")
     if server is None:
         refuse_server_flags(access, "a snapshot is cut already, and is here", now=now, timeout_s=timeout_s)
     first_row, end_row = _parse_rows(rows)
@@ -140,11 +143,13 @@ def export(
             timeout_s = timeout_s or _TIMEOUT_S
             dial = access(server, timeout_s=min(timeout_s, _ANSWER_TIMEOUT_S)).dial(idl.Role.ADMIN)
             fetched = _fetched(server, to.absolute(), dial, table, model, at_step=not now, timeout_s=timeout_s)
-            snapshot = stack.enter_context(fetched)
-        assert snapshot is not None
+            folder = stack.enter_context(fetched)
+        else:
+            assert snapshot is not None
+            folder = stack.enter_context(_here(snapshot, to.absolute()))
         with show_rows("Exporting") as bar:
             result = export_snapshot(
-                snapshot,
+                folder,
                 to,
                 format_name,
                 config,
@@ -276,6 +281,19 @@ async def _run_of(server: str, dial: Dial, tables: list[str] | None, model: str 
             and (tables is None or is_among(table.spec.fqn, tables))
         }
     return runs.pop() if len(runs) == 1 else None
+
+
+@contextlib.contextmanager
+def _here(snapshot: str, to: Path) -> Iterator[Path]:
+    """Yield a snapshot's directory; one of an object store is fetched for the block."""
+    if not is_object_store_url(snapshot):
+        yield Path(snapshot)
+        return
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(work_folder(to, "snapshot"))
+        with show_bytes("Fetching") as bar:
+            folder = stack.enter_context(local_snapshot(snapshot, scratch=scratch, on_progress=bar.update))
+        yield folder
 
 
 @contextlib.contextmanager

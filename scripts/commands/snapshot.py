@@ -22,7 +22,7 @@ from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressAr
 from headrace.paramserver.snapshots.bucket import SnapshotStore, is_object_store_url
 from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot, fetch_snapshot
-from headrace.paramserver.snapshots.restore import restore_snapshot
+from headrace.paramserver.snapshots.restore import restore_snapshot, restore_stored_snapshot
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import ConfigError, CorruptionError
 from headrace.schemas.idl import idl
@@ -72,19 +72,35 @@ def create(
     as_json: AsJson = False,
     access: Access,
 ) -> None:
-    """Make a snapshot of a running server: all shards at one step. Writes continue meanwhile."""
+    """Make a snapshot of a running server: all shards at one step. Writes continue meanwhile.
+
+    If the server has an object store, the snapshot goes there: each shard sends what the store lacks of its part.
+    """
     if now and run is not None:
         raise ConfigError("--now takes no step of a --run; give only one of them")
     dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial(idl.Role.ADMIN)
-    making = create_snapshot(address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s)
-    _print(asyncio.run(making), as_json=as_json)
+    with ExitStack() as bars:
+        bar: ProgressBar | None = None
+
+        def show_upload(done_bytes: int, total_bytes: int) -> None:
+            nonlocal bar
+            bar = bar or bars.enter_context(show_bytes("Uploading"))
+            bar.update(done_bytes, total_bytes)
+
+        making = create_snapshot(
+            address, dial=dial, name=name, run=run, at_step=not now, timeout_s=timeout_s, on_upload=show_upload
+        )
+        manifest = asyncio.run(making)
+    _print(manifest, as_json=as_json)
 
 
 @snapshot.command("list")
 def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> None:
     """List the snapshots in a directory, oldest first. Exit code 1 when one cannot be read."""
     manifests, damage = (
-        (_store(directory).list(), []) if is_object_store_url(directory) else _files(Path(directory)).list()
+        (SnapshotStore.of_url(directory).list(), [])
+        if is_object_store_url(directory)
+        else _files(Path(directory)).list()
     )
     if as_json:
         print(json.dumps({"snapshots": [_to_json(manifest) for manifest in manifests], "damage": damage}, indent=2))
@@ -98,14 +114,20 @@ def list_snapshots(directory: _DirectoryOrUrl, *, as_json: AsJson = False) -> No
 
 @snapshot.command()
 def verify(
-    directory: _Directory,
+    directory: _DirectoryOrUrl,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One snapshot; all by default.")] = None,
 ) -> None:
     """Check every byte of snapshots against their manifests. Exit code 1 when one is damaged."""
-    if (directory / MANIFEST_NAME).is_file() and name is None:
-        folders = [directory]
+    if is_object_store_url(directory):
+        store = SnapshotStore.of_url(directory)
+        for one in [name] if name else store.names():
+            _check(store, one)
+        return
+    path = Path(directory)
+    if (path / MANIFEST_NAME).is_file() and name is None:
+        folders = [path]
     else:
-        files = _files(directory)
+        files = _files(path)
         manifests, damage = files.list()
         if damage:
             raise CorruptionError(damage[0])
@@ -115,8 +137,7 @@ def verify(
     for folder in folders:
         with show_bytes(f"Checking {folder.name}", _size_of(folder)) as bar:
             manifest = verify_snapshot(folder, on_progress=bar.advance)
-        size = format_size(manifest.size_bytes)
-        print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
+        _say_right(manifest)
 
 
 @snapshot.command()
@@ -129,17 +150,39 @@ def upload(
     """Send a snapshot to an object store; files that are there already are not sent again."""
     total = read_manifest(directory).size_bytes
     with show_bytes(f"Uploading {directory.name}", total) as bar:
-        sent_bytes = _store(url).upload(directory, on_progress=bar.advance)
+        sent_bytes = SnapshotStore.of_url(url).upload(directory, on_progress=bar.advance)
     print(f"{directory.name}: {format_size(sent_bytes)} of {format_size(total)} sent.")
 
 
 @snapshot.command()
 def check(url: _Url, name: Annotated[str, typer.Argument(metavar="NAME", help="The snapshot.")]) -> None:
     """Read every byte of a snapshot in an object store. Exit code 1 when it is damaged."""
-    store = _store(url)
+    _check(SnapshotStore.of_url(url), name)
+
+
+def _check(store: SnapshotStore, name: str) -> None:
     with show_bytes(f"Checking {name}", store.manifest_of(name).size_bytes) as bar:
         manifest = store.check(name, on_progress=bar.advance)
-    print(f"{name}: {len(manifest.files())} files, {format_size(manifest.size_bytes)}: all checksums are right.")
+    _say_right(manifest)
+
+
+def _say_right(manifest: SnapshotManifest) -> None:
+    size = format_size(manifest.size_bytes)
+    print(f"{manifest.name}: {len(manifest.files())} files, {size}: all checksums are right.")
+
+
+@snapshot.command()
+def remove(
+    directory: _DirectoryOrUrl, name: Annotated[str, typer.Argument(metavar="NAME", help="The snapshot.")]
+) -> None:
+    """Remove one snapshot. From an object store, `prune` removes its files a day later."""
+    if is_object_store_url(directory):
+        store = SnapshotStore.of_url(directory)
+        store.manifest_of(name)
+        store.remove(name)
+    else:
+        _files(Path(directory)).remove(name)
+    print(f"Removed {name}.")
 
 
 @snapshot.command()
@@ -152,7 +195,7 @@ def prune(
 
     The newest are those with the highest positions in the store's log, whatever the clocks said.
     """
-    files = _store(directory) if is_object_store_url(directory) else _files(Path(directory))
+    files = SnapshotStore.of_url(directory) if is_object_store_url(directory) else _files(Path(directory))
     manifests = files.list() if isinstance(files, SnapshotStore) else files.list()[0]
     num_newer: Counter[str] = Counter()
     old = []
@@ -183,16 +226,14 @@ def fetch(
 ) -> None:
     """Copy a snapshot from a server, or an object store's URL, to this machine.
 
-    After an interruption, it continues where it was; from an object store it starts again.
+    After an interruption, it continues where it was.
     """
     if is_object_store_url(address):
-        store = _store(address)
-        manifests = [store.manifest_of(name)] if name else store.list()
-        if not manifests:
-            raise ConfigError(f"{address}: no snapshots")
-        newest = manifests[-1]
-        with show_bytes("Fetching", newest.size_bytes) as bar:
-            _print(store.fetch(newest.name, SnapshotFiles(to), on_progress=bar.advance), as_json=False)
+        store = SnapshotStore.of_url(address)
+        manifest = store.choose(name)
+        with show_bytes("Fetching", manifest.size_bytes) as bar:
+            store.fetch(manifest.name, SnapshotFiles(to), on_progress=bar.advance)
+        _print(manifest, as_json=False)
         return
     dial = access(address, timeout_s=_ANSWER_TIMEOUT_S).dial()
     with show_bytes("Fetching") as bar:
@@ -202,11 +243,15 @@ def fetch(
 
 @snapshot.command()
 def restore(
-    directory: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT", help="Directory of one snapshot.", show_default=False)
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SNAPSHOT|URL", help="Directory of one snapshot, or an object store's URL.", show_default=False
+        ),
     ],
     *,
     data: Annotated[Path, option("Directory of a server to make.", "DIR", "--data")],
+    name: Annotated[str, option("Snapshot of URL; the newest by default.", "NAME")] = "",
     shards: Annotated[int | None, option("Shards; by default the snapshot's.", None, min=1, max=MAX_SHARDS)] = None,
 ) -> None:
     """Make a server's directory from a snapshot, checked, for `headrace serve`: whole or not at all.
@@ -223,20 +268,26 @@ def restore(
         rows_bar.advance(num_rows)
 
     with ExitStack() as bars:
-        bar = bars.enter_context(show_bytes(f"Checking {directory.name}", _size_of(directory)))
-        manifest = restore_snapshot(directory, data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows)
+        if is_object_store_url(source):
+            store = SnapshotStore.of_url(source)
+            chosen = store.choose(name)
+            bar = bars.enter_context(show_bytes(f"Fetching {chosen.name}", chosen.size_bytes))
+            manifest = restore_stored_snapshot(
+                store, chosen.name, data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
+            )
+        elif name:
+            raise ConfigError("--name goes with a URL; name the directory of one snapshot")
+        else:
+            bar = bars.enter_context(show_bytes(f"Checking {Path(source).name}", _size_of(Path(source))))
+            manifest = restore_snapshot(
+                Path(source), data, num_shards=shards, on_progress=bar.advance, on_rows=advance_rows
+            )
     _print(manifest, as_json=False)
     print(f"{data}: {shards or len(manifest.parts)} shards. Next: headrace serve --data {shlex.quote(str(data))}")
 
 
 def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _store(url: str) -> SnapshotStore:
-    if not is_object_store_url(url):
-        raise ConfigError(f"{url}: not a URL of an object store: file://, s3://, gs:// or az://")
-    return SnapshotStore.of_url(url)
 
 
 def _files(directory: Path) -> SnapshotFiles:

@@ -34,6 +34,7 @@ __all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
+_UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
 _REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_s", "delay_p99_s")
 
 
@@ -76,7 +77,13 @@ def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {"shard": state.shard, "address": state.address, "error": state.error}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
     expiry = state.sample and state.sample.expiry
-    return {**head, **numbers, "expiry": expiry and dataclasses.asdict(expiry)}
+    upload = state.sample and state.sample.upload
+    return {
+        **head,
+        **numbers,
+        "expiry": expiry and dataclasses.asdict(expiry),
+        "upload": upload and {name: getattr(upload, name) for name in _UPLOAD_FIELDS},
+    }
 
 
 def _table_to_json(table: TableSample) -> dict[str, Any]:
@@ -130,6 +137,24 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(_writers_table(writers) if writers else "No writers yet.")
         if text := _describe_expiry(samples):
             console.print(text)
+        if text := _describe_uploads(samples):
+            console.print(text, soft_wrap=True)
+
+
+def _describe_uploads(samples: Sequence[ShardSample]) -> str:
+    """Describe the last snapshot that went to the object store; empty without one."""
+    uploads = [sample.upload for sample in samples if sample.upload is not None and sample.upload.name]
+    if not uploads:
+        return ""
+    running = [upload for upload in uploads if upload.is_running]
+    name = (running or uploads)[-1].name
+    parts = [upload for upload in uploads if upload.name == name]
+    size = format_size(sum(upload.size_bytes for upload in parts))
+    done, sent = (format_size(sum(getattr(u, f"{what}_bytes") for u in parts)) for what in ("done", "sent"))
+    text = f"Snapshot {name} in {escape(parts[0].url)}: {done} of {size}, {sent} sent"
+    text += f" by {len(running)} shards now." if running else "."
+    failures = [upload.failure for upload in parts if upload.failure]
+    return f"{text} [bold yellow]{escape(failures[0])}[/bold yellow]" if failures else text
 
 
 def _describe_expiry(samples: Sequence[ShardSample]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from table_rows import USERS, build, chunk_of
 
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -36,6 +37,38 @@ def test_a_snapshot_from_making_to_removing(tmp_path: Path, run: CommandLine) ->
     assert [path.name for path in (data / "snapshots").iterdir()] == ["three"]
 
 
+def test_snapshots_of_a_server_with_an_object_store(tmp_path: Path, run: CommandLine) -> None:
+    """They go to the store, are listed, checked, fetched, exported, restored, removed and pruned there."""
+    data, url = (
+        build(tmp_path / "data", {USERS: chunk_of(USERS, range(300))}, num_shards=2),
+        f"file://{tmp_path}/bucket",
+    )
+    with ServerProcess.start(data, object_store=url) as server:
+        for name in ("one", "two", "three"):
+            assert f"Snapshot {name}" in run("snapshot", "create", server.address, "--now", "--name", name)
+        assert f"Snapshot three in {url}: " in run("status", server.address).replace("\n", " ")
+        upload = run.json("status", server.address)["shards"][1]["upload"]
+        assert (upload["url"], upload["name"], upload["is_running"], upload["failure"]) == (url, "three", False, None)
+        assert upload["done_bytes"] == upload["size_bytes"]
+    assert run("snapshot", "list", data) == "No snapshots.\n"
+    assert [s["name"] for s in run.json("snapshot", "list", url)["snapshots"]] == ["one", "two", "three"]
+    assert run("snapshot", "verify", url).count("all checksums are right") == 3
+    assert "all checksums are right" in run("snapshot", "check", url, "two")
+    assert "Snapshot three" in run("snapshot", "fetch", url, "--to", tmp_path / "copy")
+    run("snapshot", "verify", tmp_path / "copy" / "three")
+    assert run("snapshot", "remove", url, "three") == "Removed three.\n"
+    assert "there is no snapshot 'three'" in run.refused("snapshot", "remove", url, "three")
+    assert run("snapshot", "prune", url, "--keep", 1).splitlines() == ["Removed one.", "1 left."]
+    assert "2 shards. Next:" in run("snapshot", "restore", url, "--data", tmp_path / "new")
+    with ServerProcess.start(tmp_path / "new") as server:
+        assert "users" in run("status", server.address)
+    assert "no snapshot 'one'" in run.refused("snapshot", "restore", url, "--name", "one", "--data", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    out = ["--to", tmp_path / "rows.parquet", "--format", "parquet"]
+    assert "300" in run("export", "--snapshot", url, *out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bucket", "copy", "data", "new", "rows.parquet"]
+
+
 def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLine) -> None:
     """Clocks that went back do not cost the newest, and each store in the directory keeps its own newest."""
     files = SnapshotFiles(tmp_path)
@@ -56,6 +89,10 @@ def test_what_is_pruned_is_the_oldest_by_the_log(tmp_path: Path, run: CommandLin
     [
         (["list", "nowhere"], "nowhere: not a directory"),
         (["verify", "."], "no snapshots"),
+        (["list", "ftp://x/y"], "ftp://x/y: not a URL of an object store"),
+        (["remove", ".", "one"], "no snapshot 'one'"),
+        (["restore", ".", "--name", "one", "--data", "new"], "--name goes with a URL"),
+        (["restore", "file:///nowhere/at/all", "--data", "new"], "file:///nowhere/at/all"),
         (["create", "--now", "--run", "r"], "give only one of them"),
         (["create", "--name", "a/b"], "snapshot name 'a/b'"),
         (["create", "127.0.0.1:1"], "no connection to 127.0.0.1:1"),
