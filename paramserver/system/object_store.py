@@ -33,6 +33,8 @@ _RANGE_BYTES, _RANGES_AHEAD, _RANGES_AT_ONCE = 4 << 20, 4, 8
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
 _DEADLINE_S = 60.0
+# `obstore` cannot be interrupted while it repeats a request.
+_INNER_DEADLINE_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CLOCK = "clock"
 _SCHEMES = ("s3://", "gs://", "az://", "file:///")
@@ -140,6 +142,7 @@ class ObjectStore:
         """Use a store of `obstore`; `where` names it in errors. `of_url` makes one that retries requests itself."""
         self.where = where
         self._store, self._rate, self._deadline_s = store, rate or RateLimit(0), deadline_s
+        self._closed = threading.Event()
         self._readers = ThreadPoolExecutor(_RANGES_AT_ONCE, "headrace-object-ranges")
 
     @classmethod
@@ -165,6 +168,14 @@ class ObjectStore:
         except (BaseError, ValueError, OSError) as exc:
             raise ConfigError(f"{url}: {_line_of(exc)}") from exc
         return cls(store, url.rstrip("/"), rate=rate, deadline_s=deadline_s)
+
+    def share(self) -> Self:
+        """Return the same store, with the same rate, that can be closed by itself."""
+        return type(self)(self._store, self.where, rate=self._rate, deadline_s=self._deadline_s)
+
+    def close(self) -> None:
+        """End all repeating: what fails from now on fails at once. Thread: any. Idempotent."""
+        self._closed.set()
 
     def get(self, path: str) -> bytes:
         """Return a small object; `GoneError` if there is none."""
@@ -349,8 +360,8 @@ class ObjectStore:
     def _retried(self, path: str, request: Callable[[], _T]) -> _T:
         """Return what a request returns, repeating it while the store is away.
 
-        `obstore` repeats single requests. This repeats what it may not: a put with a condition, whose caller compares,
-        and what breaks off in the middle.
+        `obstore` repeats single requests for some seconds. This goes on until the deadline or `close`, also with what
+        `obstore` may not repeat: a put with a condition, whose caller compares, and what breaks off in the middle.
         """
         deadline_s, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
         while True:
@@ -359,9 +370,8 @@ class ObjectStore:
                     return request()
             except UnavailableError:
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 or self._closed.wait(min(pause_s * random.uniform(0.5, 1.0), left_s)):
                     raise
-                time.sleep(min(pause_s * random.uniform(0.5, 1.0), left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @staticmethod
@@ -401,7 +411,11 @@ def _http_options(deadline_s: float) -> dict[str, Any]:
         "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
         "base": 2,
     }
-    retry = {"backoff": backoff, "max_retries": 20, "retry_timeout": timedelta(seconds=deadline_s)}
+    retry = {
+        "backoff": backoff,
+        "max_retries": 20,
+        "retry_timeout": timedelta(seconds=min(deadline_s, _INNER_DEADLINE_S)),
+    }
     return {"client_options": client, "retry_config": retry}
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from headrace.paramserver.replica.tables.slot_rows import Precision, check_precision
+from headrace.paramserver.system.object_store import check_object_store_url
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.table_names import check_model, is_among, matches, model_of, path_of
@@ -92,6 +93,8 @@ class ReplicaConfig:
             Dense tensors take none of it: a copy keeps the visible part of each model and at most eight that follow it.
             A shard that is four dense steps ahead of another is not fetched from, so mostly one or two follow.
         snapshot_dir: Where fetched snapshots are stored; the last one stays. None for a temporary directory.
+        object_store: URL of the object store with the server's snapshots. Each copy starts from the newest there, and
+            never reads the store or a snapshot of a shard. None starts from what the server has.
         fetch_wait_s: How long one fetch waits for new records, seconds.
         timeout_s: Deadline for one answer of a shard, seconds.
     """
@@ -110,6 +113,7 @@ class ReplicaConfig:
     max_memory_bytes: int | None = None
     max_pending_bytes: int = 256 << 20
     snapshot_dir: Path | None = None
+    object_store: str | None = None
     fetch_wait_s: float = 10.0
     timeout_s: float = 10.0
 
@@ -128,6 +132,8 @@ class ReplicaConfig:
         for pattern, storage in self.storage.items():
             if not isinstance(storage, MemoryStorage | DiskStorage):
                 raise ConfigError(f"replica: storage of {pattern!r} is {storage!r}, not MemoryStorage or DiskStorage")
+        if self.object_store is not None:
+            check_object_store_url(self.object_store)
         for name in ("disk_dir", "snapshot_dir"):
             if isinstance(path := getattr(self, name), str):
                 object.__setattr__(self, name, Path(path))

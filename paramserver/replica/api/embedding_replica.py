@@ -28,6 +28,7 @@ from headrace.paramserver.replica.tables.hot_rows import HotRowStats
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.snapshots.bucket import is_object_store_url
 from headrace.paramserver.system.event_loop import LoopThread
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import ConfigError, HeadraceError, RequestError, StorageError, UnavailableError
@@ -457,6 +458,8 @@ class EmbeddingReplica:
         self._switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
 
     def _switch(self, snapshot: str | Path | None, *, keep_previous: bool, timeout_s: float) -> None:
+        if snapshot is not None and is_object_store_url(str(snapshot)):
+            raise ConfigError(f"replica: {snapshot} is an object store: start from its newest with object_store=…")
         folder = None if snapshot is None else Path(snapshot)
         switch = self._copies.switch(folder, keep_previous=keep_previous, timeout_s=timeout_s)
 

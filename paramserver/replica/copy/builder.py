@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from headrace.paramserver.replica.tables.base import Ids, ReplicaTable
 from headrace.paramserver.replica.tables.dense import DenseTensors
 from headrace.paramserver.replica.tables.identity_map import IdentityMap, load_identities
 from headrace.paramserver.replica.tables.on_disk import DiskTable
+from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.contents import SnapshotReader
-from headrace.paramserver.snapshots.directory import read_manifest, verify_snapshot
+from headrace.paramserver.snapshots.directory import SnapshotFiles, read_manifest, verify_snapshot
 from headrace.paramserver.snapshots.remote import fetch_snapshot, newest_snapshot
 from headrace.paramserver.store.catalog import Catalog
 from headrace.paramserver.system.limits import free_memory_bytes
@@ -142,7 +144,7 @@ class CopyBuilder:
             if snapshot is not None:
                 with snapshot_in_use(snapshot):
                     tables = await self._load(snapshot, reader, lease, storage, held_bytes)
-            elif all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
+            elif self._config.object_store is None and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 tables = await self._load_live(reader, lease, storage)
             else:
@@ -203,27 +205,24 @@ class CopyBuilder:
     async def _fetch_newest(
         self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
     ) -> Path:
-        """Fetch the server's newest snapshot, keeping the log after it, and return its folder, marked as in use."""
-        tried = ""
+        """Fetch the newest snapshot, keeping the log after it, and return its folder, marked as in use."""
+        tried, source = "", await self._source(reader)
         while True:
             try:
-                manifest = await newest_snapshot(self._address, dial=self._dial)
+                manifest = await source.newest()
             except GoneError as exc:
-                raise GoneError(
-                    f"{exc}, and tables of virtual ids cannot be read without one: headrace snapshot create"
-                ) from exc
+                why = "" if self._config.object_store else ", and tables of virtual ids cannot be read without one"
+                raise GoneError(f"{exc}{why}: headrace snapshot create") from exc
             try:
                 self.doing = f"snapshot {manifest.name!r} is being fetched"
                 async with _log_leases(reader, manifest, lease) as keeper, fetched.alone(keeper.check):
 
-                    def check_wanted(_done: int, _total: int, keeper: LogLeaseKeeper = keeper) -> None:
+                    def check_wanted(keeper: LogLeaseKeeper = keeper) -> None:
                         keeper.check()
                         self.on_progress()
 
                     await asyncio.to_thread(fetched.prepare, manifest)
-                    await fetch_snapshot(
-                        self._address, fetched.files.path, dial=self._dial, name=manifest.name, on_progress=check_wanted
-                    )
+                    await source.fetch(manifest.name, fetched.files, check_wanted)
                     folder = fetched.files.folder_of(manifest.name)
                     in_use.enter_context(snapshot_in_use(folder))
                 self._fetched, self.doing = manifest.name, _READING
@@ -232,9 +231,18 @@ class CopyBuilder:
                 if manifest.name == tried:
                     advice = "headrace snapshot create makes another"
                     if isinstance(exc, SetBackError):  # its position may be beyond that of a newer snapshot
-                        advice = f"remove snapshots/{tried} from the server's directory by hand; then {advice}"
+                        advice = f"{source.how_to_remove(tried)}; then {advice}"
                     raise GoneError(f"snapshot {tried!r} cannot be followed from: {exc}; {advice}") from exc
                 tried = manifest.name
+
+    async def _source(self, reader: EmbeddingReader) -> _ServerSnapshots | _StoredSnapshots:
+        """Return where snapshots come from: the object store that the settings name, or the server does."""
+        url = self._config.object_store
+        if url is None and (upload := (await reader.links[0].status()).upload) is not None:
+            url = upload.url
+        if url is None:
+            return _ServerSnapshots(self._address, self._dial)
+        return _StoredSnapshots(await asyncio.to_thread(SnapshotStore.of_url, url))
 
     @property
     def _is_by_step(self) -> bool:
@@ -266,6 +274,59 @@ class CopyBuilder:
                 f"replica: a new copy takes about {format_size(needed)}, {format_size(max(free, 0))} are free "
                 f"beside the {format_size(held_bytes)} of the present one"
             )
+
+
+class _ServerSnapshots:
+    """The snapshots that a server has on its disk."""
+
+    def __init__(self, address: str, dial: Dial) -> None:
+        self._address, self._dial = address, dial
+
+    async def newest(self) -> SnapshotManifest:
+        """Return the newest; `GoneError` if there is none."""
+        return await newest_snapshot(self._address, dial=self._dial)
+
+    async def fetch(self, name: str, files: SnapshotFiles, check_wanted: Callable[[], None]) -> None:
+        """Copy one, calling `check_wanted` all the time, which may raise to stop."""
+        await fetch_snapshot(
+            self._address, files.path, dial=self._dial, name=name, on_progress=lambda _done, _total: check_wanted()
+        )
+
+    def how_to_remove(self, name: str) -> str:
+        """Say how to remove one that counts as newer than it is."""
+        return f"remove snapshots/{name} from the server's directory by hand"
+
+
+class _StoredSnapshots:
+    """The snapshots in an object store; see `_ServerSnapshots`."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+
+    async def newest(self) -> SnapshotManifest:
+        manifest = await asyncio.to_thread(self._store.newest)
+        if manifest is None:
+            raise GoneError(f"{self._store.where}: there is no snapshot yet")
+        return manifest
+
+    async def fetch(self, name: str, files: SnapshotFiles, check_wanted: Callable[[], None]) -> None:
+        abandoned = threading.Event()
+
+        def check(_: int) -> None:
+            if abandoned.is_set():
+                raise UnavailableError("nobody waits for the snapshot any more")
+            check_wanted()
+
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._store.fetch, name, files, on_progress=check))
+        try:
+            await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            abandoned.set()
+            await asyncio.wait([fetching])  # nobody else may touch the directory before
+            raise
+
+    def how_to_remove(self, name: str) -> str:
+        return f"headrace snapshot remove {self._store.where} {name}"
 
 
 def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:

@@ -85,8 +85,11 @@ class EndpointConfig(ThriftSettings):
     )
     snapshot_dir: Path | None = path_setting(
         None,
-        "Directory for snapshots that are fetched from the server; the last one stays.",
+        "Directory for snapshots that are fetched; the last one stays.",
         default_text="a temporary one",
+    )
+    object_store: str | None = text_setting(
+        None, "Start from the newest snapshot in the server's object store, at this URL, and not from the shards."
     )
     name: str | None = text_setting(
         None, "Register at the server under this name, so that it keeps log while the replica is away, up to its limit."
@@ -189,6 +192,7 @@ class EndpointConfig(ThriftSettings):
             max_memory_bytes=self.max_memory_bytes,
             max_pending_bytes=self.max_pending_bytes,
             snapshot_dir=self.snapshot_dir,
+            object_store=self.object_store,
         )
 
     def server_tls_context(self) -> ssl.SSLContext | None:

@@ -41,7 +41,7 @@ from headrace.paramserver.shard.service import Shard
 from headrace.paramserver.snapshots import remote
 from headrace.paramserver.snapshots.directory import SnapshotFiles, link_or_copy, verify_snapshot
 from headrace.paramserver.snapshots.remote import create_snapshot
-from headrace.schemas.errors import CorruptionError, GoneError, UnavailableError
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, UnavailableError
 from headrace.schemas.idl import idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows, table_seed
 from headrace.schemas.row_records import RecordLayout
@@ -121,9 +121,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[Server]:
+async def serving(directory: Path, **more: Any) -> AsyncIterator[Server]:
     shards: list[Shard] = []
-    settings = {"log_segment_bytes": MIB, "log_retention_bytes": MIB}
+    settings = {"log_segment_bytes": MIB, "log_retention_bytes": MIB, **more}
     async with serve_shards(directory, NUM_SHARDS, opened=shards, **settings) as ports:
         clients = [await ParamServerClient.connect("127.0.0.1", port) for port in ports]
         try:
@@ -275,6 +275,44 @@ async def test_a_snapshot_that_is_removed_while_it_is_fetched_is_not_the_last(
         async with replica_of(server.address, snapshot_dir=tmp_path / "kept") as replica:
             assert fetched == ["one", "two"] and _names(tmp_path / "kept") == ["two"]
             assert await _looked_up(replica, VIRTUAL.fqn, range(100)) == {1.0}
+
+
+@pytest.mark.parametrize(("spec", "is_set"), [(PLAIN, True), (VIRTUAL, True), (VIRTUAL, False)])
+async def test_a_replica_starts_from_the_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: TableSpec, is_set: bool
+) -> None:
+    """Its rows come from there and then from the log, none from a shard's store or snapshot; the server may tell it."""
+    url = f"file://{tmp_path}/bucket"
+    async with serving(tmp_path / "data", object_store=url) as server:
+        trainer = await server.begin(spec)
+        await server.trim()
+        await trainer.write(2, range(50))
+        for name in ("fetch_snapshot", "newest_snapshot", "load_live"):
+            monkeypatch.delattr(builder_module, name)
+        settings = {"object_store": url} if is_set else {}
+        async with replica_of(server.address, snapshot_dir=tmp_path / "kept", **settings) as replica:
+            assert _names(tmp_path / "kept") == ["one"]
+            assert await _looked_up(replica, spec.fqn, range(50)) == {2.0}
+            assert await _looked_up(replica, spec.fqn, range(50, 100)) == {1.0}
+        await server.snapshot("two")
+        async with replica_of(server.address, snapshot_dir=tmp_path / "kept", **settings):
+            assert _names(tmp_path / "kept") == ["two"]
+
+
+async def test_a_replica_says_that_the_object_store_has_nothing(tmp_path: Path) -> None:
+    """Without a snapshot in the store, of another server, or with a URL in place of a directory, the error says so."""
+    async with serving(tmp_path / "data") as server:
+        await server.writer(PLAIN)
+        with pytest.raises(GoneError, match=r"no snapshot yet: headrace snapshot create"):
+            await asyncio.to_thread(EmbeddingReplica, server.address, object_store=f"file://{tmp_path}/bucket")
+        with pytest.raises(ConfigError, match="object_store="):
+            await asyncio.to_thread(EmbeddingReplica, server.address, snapshot=f"file://{tmp_path}/bucket")
+        with pytest.raises(ConfigError, match="not a URL"):
+            await asyncio.to_thread(EmbeddingReplica, server.address, object_store="bucket")
+        async with serving(tmp_path / "other", object_store=f"file://{tmp_path}/bucket") as other:
+            await other.begin(PLAIN)
+        with pytest.raises(GoneError, match="the snapshot is of store"):
+            await asyncio.to_thread(EmbeddingReplica, server.address, object_store=f"file://{tmp_path}/bucket")
 
 
 async def test_a_server_s_snapshot_of_the_time_that_is_gone_is_to_be_removed(tmp_path: Path) -> None:
