@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,16 +135,22 @@ class ObjectServer:
         with self._lock:
             del self.objects[f"prefix/{path}"]
 
-    def answer(self, request: Request, body: bytes, if_none_match: str | None, range_: str) -> tuple[int, dict, bytes]:
+    def answer(self, request: Request, body: bytes, headers: Mapping[str, str]) -> tuple[int, dict, bytes]:
         """Do what a request asks; return status, headers and body."""
-        query, key = request.query, request.key
+        query, key, range_ = request.query, request.key, headers.get("Range", "")
         with self._lock:
+            if copy_source := headers.get("x-amz-copy-source"):
+                source = self.objects.get(unquote(copy_source).lstrip("/").removeprefix(f"{BUCKET}/"))
+                if source is None:
+                    return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+                self.objects[key] = _Stored(source.data)
+                return 200, {}, f"<CopyObjectResult><ETag>{_etag(source.data)}</ETag></CopyObjectResult>".encode()
             if request.method == "PUT":
                 self.sent_bytes += len(body)
                 if "partNumber" in query:
                     self._parts[query["uploadId"]][int(query["partNumber"])] = body
                     return 200, {"ETag": _etag(body)}, b""
-                if if_none_match == "*" and key in self.objects:
+                if headers.get("If-None-Match") == "*" and key in self.objects:
                     return 412, {}, b""
                 self.objects[key] = _Stored(body)
                 return 200, {"ETag": _etag(body)}, b""
@@ -161,15 +167,15 @@ class ObjectServer:
             if (stored := self.objects.get(key)) is None:
                 return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
             stored = dataclasses.replace(stored)
-        headers = {"ETag": _etag(stored.data), "Last-Modified": email.utils.formatdate(stored.put_s, usegmt=True)}
+        found = {"ETag": _etag(stored.data), "Last-Modified": email.utils.formatdate(stored.put_s, usegmt=True)}
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", range_)
         if match is None:
-            return 200, headers, stored.data
+            return 200, found, stored.data
         first, last = int(match[1]), min(int(match[2]), len(stored.data) - 1)
         if first > last:
-            return 416, headers, b""
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(stored.data)}"
-        return 206, headers, stored.data[first : last + 1]
+            return 416, found, b""
+        found["Content-Range"] = f"bytes {first}-{last}/{len(stored.data)}"
+        return 206, found, stored.data[first : last + 1]
 
     def _post(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict, bytes]:
         if "uploads" in query:
@@ -242,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         if fault.status:
             return self._reply(fault.status, {}, b"")
-        status, headers, data = self.server_of.answer(request, body, self.headers.get("If-None-Match"), range_)
+        status, headers, data = self.server_of.answer(request, body, self.headers)
         if fault.loses_reply:
             return self._hang_up()
         if fault.truncates:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import os
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from object_server import Fault, ObjectServer, Request, object_server
+from table_rows import USERS, chunk_of, snapshot
 
+from headrace.paramserver.snapshots import bucket
 from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder, verify_snapshot
-from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, RequestError
+from headrace.paramserver.snapshots.restore import restore_stored_snapshot
+from headrace.paramserver.system.object_store import ObjectStore
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    RequestError,
+    StorageError,
+    UnavailableError,
+)
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
 _HOUR_S = 3600
@@ -165,3 +182,156 @@ def test_a_wrong_url_is_one_clear_line() -> None:
     with pytest.raises(ConfigError, match="ftp://x") as refused:
         SnapshotStore.of_url("ftp://x/y")
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with object_server() as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+CONTENTS = {f"{number}.sst": bytes([number]) * 50_000 for number in range(6)} | {"CURRENT": b"x"}
+
+
+def impatient(server: ObjectServer) -> SnapshotStore:
+    return SnapshotStore(ObjectStore.of_url(server.url, deadline_s=0.01))
+
+
+def after(count: int, fault: Fault) -> Callable[[Request], Fault | None]:
+    """Return a fault for every request but the first so many."""
+    seen = itertools.count()
+    return lambda _: None if next(seen) < count else fault
+
+
+@pytest.mark.parametrize("fault", [Fault(resets=True), Fault(loses_reply=True)], ids=["undone", "done"])
+def test_an_upload_that_ends_at_any_request_can_be_repeated(tmp_path: Path, server: ObjectServer, fault: Fault) -> None:
+    """Wherever it is killed, there is no snapshot or a whole one, and the next call makes it, after a prune too."""
+    folder, ended = publish(tmp_path, "a", CONTENTS), 0
+    for count in range(0, 40, 3):
+        server.objects.clear()
+        server.fault = after(count, fault)
+        with contextlib.suppress(UnavailableError):
+            impatient(server).upload(folder)
+            ended += 1
+        server.fault = lambda _: None
+        store = SnapshotStore.of_url(server.url)
+        assert store.names() in ([], ["a"])
+        for name in store.names():
+            store.check(name)
+        store.prune()
+        store.upload(folder)
+        assert store.check("a") == verify_snapshot(folder)
+    assert ended, "the last ones should have gone through"
+
+
+def test_a_restore_that_ends_at_any_request_leaves_nothing(tmp_path: Path, server: ObjectServer) -> None:
+    """Wherever the store goes away, no directory is made; once it is back, the restore succeeds, faults and all."""
+    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, range(300))}, num_shards=2)
+    SnapshotStore.of_url(server.url).upload(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for count in range(0, 8):
+        for fault in (Fault(status=503), Fault(cuts=True)):
+            server.fault = after(count, fault)
+            with pytest.raises(UnavailableError):
+                restore_stored_snapshot(impatient(server), "bench", tmp_path / "new")
+            assert sorted(path.name for path in tmp_path.iterdir()) == before
+    server.fault = lambda request: Fault(cuts=True) if request.number % 5 == 0 else None
+    restore_stored_snapshot(SnapshotStore.of_url(server.url), "bench", tmp_path / "new")
+    assert (tmp_path / "new" / "headrace.json").is_file()
+
+
+def test_a_restore_of_an_altered_object_or_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage is named, a disk that fills up too, and the directory is not made."""
+    folder = snapshot(tmp_path, {USERS: chunk_of(USERS, range(300))}, num_shards=2)
+    store = SnapshotStore.of_url(server.url)
+    store.upload(folder)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    server.fault = lambda request: Fault(alters=True) if "files/" in request.key else None
+    with pytest.raises(CorruptionError, match="files/"):
+        restore_stored_snapshot(store, "bench", tmp_path / "new")
+    server.fault = lambda _: None
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "fsync_path", full)
+        with pytest.raises(StorageError, match="No space left"):
+            restore_stored_snapshot(store, "bench", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_interrupted_fetch_goes_on(tmp_path: Path, server: ObjectServer) -> None:
+    """A second call reads only what the first has not brought, and damage in what is there is replaced."""
+    folder, store, files = (
+        publish(tmp_path, "a", CONTENTS),
+        SnapshotStore.of_url(server.url),
+        SnapshotFiles(tmp_path / "b"),
+    )
+    store.upload(folder)
+    server.fault = after(8, Fault(status=503))
+    with pytest.raises(UnavailableError):
+        impatient(server).fetch("a", files)
+    assert files.list() == ([], [])
+    there = [path for path in files.new_folder("a").rglob("*.sst") if path.stat().st_size]
+    assert there
+    there[0].write_bytes(there[0].read_bytes()[::-1][:-1] + b"!")
+    server.fault = lambda _: None
+    server.requests.clear()
+    store.fetch("a", files)
+    got = {request.key for request in server.requests if request.method == "GET" and "files/" in request.key}
+    assert len(got) <= len(CONTENTS) - len(there) + 1
+    assert verify_snapshot(files.folder_of("a")) == store.manifest_of("a")
+
+
+def test_uploads_and_prunes_at_once_lose_nothing(tmp_path: Path, server: ObjectServer) -> None:
+    """Shards that upload what they share, of any age, beside prunes and removals: every snapshot is whole."""
+    store = SnapshotStore.of_url(server.url)
+    folders = [publish(tmp_path / str(n), f"s{n}", CONTENTS | {"own.sst": bytes([n])}, seq=n) for n in range(1, 9)]
+    for hours in (0, 13, 30):
+        store.upload(folders[0])
+        server.age(hours)
+        store.remove("s1")
+        with ThreadPoolExecutor(6) as pool:
+            uploads = [pool.submit(SnapshotStore.of_url(server.url).upload, folder) for folder in folders[1:]]
+            prunes = [pool.submit(SnapshotStore.of_url(server.url).prune) for _ in range(6)]
+            for future in (*uploads, *prunes):
+                future.result()
+        store.prune()
+        assert store.names() == [f"s{n}" for n in range(2, 9)]
+        for name in store.names():
+            store.check(name)
+            store.remove(name)
+
+
+def test_what_is_old_is_copied_inside_the_store(tmp_path: Path, server: ObjectServer) -> None:
+    """An object of more than half a day is not sent again where the store can copy it."""
+    store = SnapshotStore.of_url(server.url)
+    store.upload(publish(tmp_path / "x", "a", CONTENTS))
+    server.age(13)
+    assert store.upload(publish(tmp_path / "y", "b", CONTENTS, seq=4)) == 0
+    store.remove("a")
+    server.age(13)
+    store.prune()
+    assert store.check("b").name == "b"
+
+
+def test_a_manifest_of_objects_that_may_be_pruned_is_refused(tmp_path: Path, server: ObjectServer) -> None:
+    """A part that went up most of a day ago, or is gone, makes no snapshot."""
+    store, folder = SnapshotStore.of_url(server.url), publish(tmp_path, "a", CONTENTS)
+    manifest = verify_snapshot(folder)
+    objects = store.upload_files(folder, manifest.files(), server_id="s")
+    server.age(23.5)
+    with pytest.raises(UnavailableError, match="most of a day"):
+        store.publish(manifest, objects)
+    with pytest.raises(RequestError, match="not those of its files"):
+        store.publish(manifest, {})
+    objects = store.upload_files(folder, manifest.files(), server_id="s")
+    server.remove(next(iter(objects.values())))
+    with pytest.raises(UnavailableError):
+        store.publish(manifest, objects)
+    assert store.names() == []
