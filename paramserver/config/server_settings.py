@@ -144,6 +144,12 @@ class ShardSettings(ThriftSettings):
         None, "File with another token, for readers: a client that shows it may not write."
     )
 
+    tls_peer_authority: Path | None = path_setting(
+        None,
+        "PEM file with the authorities of other nodes' certificates, in a cluster with TLS.",
+        default_text="the system's authorities",
+    )
+
     @property
     def reject_non_finite(self) -> bool:
         """Whether a batch with NaN or Inf is refused."""

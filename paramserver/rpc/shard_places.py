@@ -57,11 +57,14 @@ class ShardPlaces:
 
     Attributes:
         server_id: Whose shards these are. What another server says is ignored.
+        own: The shard that this process is, whose place nobody else can tell it; None for a client.
+        rival: Where the own shard is said to be in a higher term than its own; None if nobody says so.
     """
 
-    def __init__(self, server_id: str, places: Iterable[ShardPlace]) -> None:
+    def __init__(self, server_id: str, places: Iterable[ShardPlace], *, own: int | None = None) -> None:
         """Know these places, of all shards in order."""
-        self.server_id = server_id
+        self.server_id, self.own = server_id, own
+        self.rival: ShardPlace | None = None
         self._places = list(places)
 
     @classmethod
@@ -111,7 +114,10 @@ class ShardPlaces:
             if not 0 <= shard < len(self) or not 0 <= place.term <= _MAX_TERM:
                 continue
             known = self._places[shard]
-            if place.is_better_than(known):
+            if shard == self.own:
+                if place.term > (self.rival or known).term:
+                    self.rival = place
+            elif place.is_better_than(known):
                 self._places[shard] = place
                 has_changed |= (place.address, place.term) != (known.address, known.term)
         return has_changed

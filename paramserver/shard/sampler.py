@@ -37,6 +37,7 @@ from headrace.paramserver.observe.sample import (
     WriterSample,
 )
 from headrace.paramserver.rpc.server import ThriftServer
+from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
@@ -141,6 +142,7 @@ class ShardParts:
     snapshots: SnapshotFiles
     expirer: Expirer
     probe: LoopProbe
+    membership: Membership
     uploader: SnapshotUploader | None = None
 
 

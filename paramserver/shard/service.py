@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.reading.row_query import MAX_ROWS_READ, MAX_TABLES_READ, RowQuery
 from headrace.paramserver.rpc.server import Call, Peer
+from headrace.paramserver.shard.membership import Membership
 from headrace.paramserver.shard.retention import LogRetention
 from headrace.paramserver.shard.sampler import ShardParts, ShardSampler, owner_to_idl
 from headrace.paramserver.snapshots.directory import SnapshotFiles
@@ -78,7 +80,8 @@ class Shard:
         config = parts.config
         self.expirer, self.feed, self.log, self.store = parts.expirer, parts.feed, parts.log, parts.store
         self.sampler = ShardSampler(parts)
-        self._config = config
+        self.term = parts.membership.term
+        self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
         self._snapshots, self._uploader = parts.snapshots, parts.uploader
         leases = parts.retention.snapshot_leases
@@ -91,7 +94,7 @@ class Shard:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
         waiting = [
             asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
-            for part in (self._ingest, self.log, self._applier, self._retention)
+            for part in (self._ingest, self.log, self._applier, self._retention, self._membership)
         ]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -109,6 +112,10 @@ class Shard:
         if request.protocol_version != PROTOCOL_VERSION:
             theirs = request.protocol_version
             raise ProtocolMismatchError(f"this server speaks protocol version {PROTOCOL_VERSION}, the client {theirs}")
+        if request.shards is not None:
+            if request.role != idl.Role.ADMIN:
+                raise UnauthorizedError("only a client with the role ADMIN may tell where shards are")
+            self._membership.hear(request.shards)
         last_client_seq = 0
         if request.role != idl.Role.READER and request.epoch:
             specs = [spec_from_idl(spec) for spec in request.tables]
@@ -134,7 +141,7 @@ class Shard:
             protocol_version=PROTOCOL_VERSION,
             server_id=config.server_id,
             shard=config.shard,
-            shards=[idl.ShardAddress(shard=n, host=host, port=port) for n, (host, port) in enumerate(config.addresses)],
+            shards=self._membership.places.to_idl(),
             limits=config.limits.to_idl(),
             highest_epoch=self._ingest.sessions.highest_epoch,
             last_client_seq=last_client_seq,
@@ -315,6 +322,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
 
     Raises:
         CorruptionError: The log or the store is damaged, or they do not belong together.
+        LogFencedError: Another copy of the shard is the right one.
         StorageError: The disk failed.
         ConfigError: The directory is in use or unusable.
     """
@@ -348,6 +356,8 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         started_s = time.monotonic()
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+        membership = await stack.enter_async_context(await Membership.join(config, log))
+        config = replace(config, term=membership.term)
         feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
         snapshots = SnapshotFiles(config.snapshots_path)
         uploader = None
@@ -376,9 +386,10 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             followers=feed.followers,
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
-        yield Shard(
-            ShardParts(config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe, uploader)
+        parts = ShardParts(
+            config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe, membership, uploader
         )
+        yield Shard(parts)
 
 
 def _open_store(path: Path, config: StoreConfig) -> RowStore:

@@ -1,0 +1,374 @@
+"""Claims: which copy of a shard is the right one. Every start of a shard takes the next term in the object store.
+
+    claims/SHARD/TERM       JSON: who, when, and the last record that the copy begins with; put if absent, never changed
+    DIR/shard-N/claim.json  JSON: the term that the directory holds, and the claims that it may go on from
+
+A directory may take the next term only if it knows the highest claim: because it made that claim, or because it was
+restored in the claim's place. An older copy of the directory, or one on another host, does not know it and is refused.
+Every start draws a new nonce, so of two copies that start at once one is refused, and a running one finds a higher term
+(`ShardClaim.check`). The directory names a claim before it is put, so a start that was killed in between, or whose
+reply was lost, is recognized by the next one.
+
+Without an object store the term is that of the cluster file, and `hold_term` only refuses a lower one than before.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.paramserver.system.durable import write_file
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    LogFencedError,
+    StorageError,
+    UnavailableError,
+)
+
+__all__ = [
+    "CLAIM_FILE",
+    "Claim",
+    "ClaimStore",
+    "HeldClaims",
+    "ShardClaim",
+    "claim_shard",
+    "claims_of",
+    "hold_term",
+    "note_restored",
+]
+
+CLAIM_FILE = "claim.json"
+"""Name of the file in a shard's directory."""
+# Starts in a row that were killed before they knew whether their claim had been put; older ones are forgotten.
+_MAX_KNOWN = 64
+
+
+class ClaimStore(Protocol):
+    """What claims need of an `ObjectStore`."""
+
+    where: str
+
+    def get(self, path: str) -> bytes:
+        """Return an object; `GoneError` if there is none."""
+
+    def put_if_absent(self, path: str, data: bytes) -> bytes:
+        """Put an object unless there is one; return what is there."""
+
+    def list(self, prefix: str) -> Any:
+        """Yield entries with a `path`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One copy's claim.
+
+    Attributes:
+        server_id: Whose shard it is.
+        shard: Its number.
+        term: Its term, from 1 on.
+        nonce: Random; distinguishes claims of two copies that want the same term.
+        owner: Who made it, for people: node and address.
+        claimed_us: When, by the clock there, microseconds since 1970; for people.
+        seq: Last record that the copy begins with. What a lower term adds behind it is void.
+        mark: Mark of that record; None where the log has no record.
+    """
+
+    server_id: str
+    shard: int
+    term: int
+    nonce: str
+    owner: str
+    claimed_us: int
+    seq: int
+    mark: int | None
+
+    def encode(self) -> bytes:
+        """Return the object's bytes, which say the same for the same claim."""
+        return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Claim:
+        """Return the claim in an object; `CorruptionError` if it is none."""
+        try:
+            values: Any = json.loads(data)
+            return cls(**{name: _typed(values[name], kind) for name, kind in _CLAIM_FIELDS.items()})
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            raise CorruptionError(f"{where}: not a claim: {exc!r}") from exc
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.claimed_us / 1e6, UTC)
+        return f"term {self.term}, taken by {self.owner} at {when:%Y-%m-%d %H:%M:%S} UTC from seq {self.seq} on"
+
+
+_CLAIM_FIELDS: dict[str, tuple[type, ...]] = {
+    **{"server_id": (str,), "shard": (int,), "term": (int,), "nonce": (str,), "owner": (str,)},
+    **{"claimed_us": (int,), "seq": (int,), "mark": (int, type(None))},
+}
+
+
+def _typed(value: Any, kinds: tuple[type, ...]) -> Any:
+    if type(value) not in kinds:
+        raise ValueError(f"{value!r} where {kinds[0].__name__} was expected")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldClaims:
+    """What a shard's directory knows of its claims.
+
+    Attributes:
+        server_id: Whose shard it is.
+        shard: Its number.
+        term: The highest term that it has held for sure; 0 before the first.
+        known: (term, nonce) of each claim that it may go on from.
+    """
+
+    server_id: str
+    shard: int
+    term: int = 0
+    known: tuple[tuple[int, str], ...] = field(default=())
+
+    @classmethod
+    def read(cls, directory: Path, server_id: str, shard: int) -> HeldClaims:
+        """Return what a directory says; a new one has claimed nothing.
+
+        Raises:
+            ConfigError: It is another shard's directory, or another server's.
+            CorruptionError: The file cannot be understood.
+            StorageError: It cannot be read.
+        """
+        path = directory / CLAIM_FILE
+        try:
+            values: Any = json.loads(path.read_bytes())
+            known = tuple((_typed(term, (int,)), _typed(nonce, (str,))) for term, nonce in values["known"])
+            held = cls(
+                server_id=_typed(values["server_id"], (str,)),
+                shard=_typed(values["shard"], (int,)),
+                term=_typed(values["term"], (int,)),
+                known=known,
+            )
+        except FileNotFoundError:
+            return cls(server_id=server_id, shard=shard)
+        except OSError as exc:
+            raise StorageError(f"{path}: {exc.strerror or exc}") from exc
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            raise CorruptionError(f"{path}: cannot be understood: {exc!r}") from exc
+        if (held.server_id, held.shard) != (server_id, shard):
+            raise ConfigError(
+                f"{directory}: is of shard {held.shard} of server {held.server_id}, not of shard {shard} of {server_id}"
+            )
+        return held
+
+    def write(self, directory: Path) -> None:
+        """Write it durably; `StorageError` if that fails."""
+        try:
+            write_file(directory / CLAIM_FILE, json.dumps(asdict(self)).encode() + b"\n")
+        except OSError as exc:
+            raise StorageError(f"{directory / CLAIM_FILE}: {exc.strerror or exc}") from exc
+
+
+def claim_shard(
+    store: ClaimStore,
+    directory: Path,
+    *,
+    server_id: str,
+    shard: int,
+    owner: str,
+    seq: int,
+    mark: int | None,
+    on_away: Callable[[HeadraceError], None] = lambda exc: None,
+) -> ShardClaim:
+    """Take the next term for the copy of a shard in a directory.
+
+    While the store is away, a copy that has held a term goes on in it, as one that did not stop would: `on_away` is
+    called with the error, and `ShardClaim.check` finds out later. Its clients refuse it if they know of a newer copy.
+
+    Args:
+        store: The server's object store.
+        directory: The shard's, which no other process uses.
+        server_id: Whose shard it is.
+        shard: Its number.
+        owner: Who claims, for people.
+        seq: The log's last record.
+        mark: Its mark; None if it has no record.
+        on_away: See above.
+
+    Raises:
+        LogFencedError: Another copy has the shard; the message names both, and the way on.
+        ConfigError: The directory is another shard's, or the prefix another server's.
+        UnavailableError: The store is away, and the copy has never held a term.
+        StorageError: The directory cannot be written.
+
+    Thread: any; it blocks.
+    """
+    held = HeldClaims.read(directory, server_id, shard)
+    try:
+        claim = _claim_next(store, directory, held, owner=owner, seq=seq, mark=mark)
+    except UnavailableError as exc:
+        if not held.term:
+            raise
+        on_away(exc)
+        unsure = HeldClaims.read(directory, server_id, shard).known
+        return ShardClaim(store=store, shard=shard, term=held.term, unsure=frozenset(unsure))
+    HeldClaims(server_id=server_id, shard=shard, term=claim.term, known=((claim.term, claim.nonce),)).write(directory)
+    return ShardClaim(store=store, shard=shard, term=claim.term)
+
+
+def _claim_next(
+    store: ClaimStore, directory: Path, held: HeldClaims, *, owner: str, seq: int, mark: int | None
+) -> Claim:
+    highest = _highest(store, held.shard)
+    while True:
+        if highest is not None:
+            _check_known(store, directory, held, highest)
+        claim = Claim(
+            server_id=held.server_id,
+            shard=held.shard,
+            term=max(held.term, highest.term if highest else 0) + 1,
+            nonce=secrets.token_hex(16),
+            owner=owner,
+            claimed_us=time.time_ns() // 1000,
+            seq=seq,
+            mark=mark,
+        )
+        held = replace(held, known=(*held.known, (claim.term, claim.nonce))[-_MAX_KNOWN:])
+        held.write(directory)
+        path = _path_of(held.shard, claim.term)
+        found = Claim.decode(store.put_if_absent(path, claim.encode()), f"{store.where}/{path}")
+        if found == claim:
+            return claim
+        highest = found  # of another copy, or of a start before this one whose put has come late
+
+
+def _check_known(store: ClaimStore, directory: Path, held: HeldClaims, highest: Claim) -> None:
+    """Check that a copy may go on from the highest claim."""
+    if highest.server_id != held.server_id:
+        raise ConfigError(
+            f"{store.where}: has claims of server {highest.server_id}: use another prefix for {held.server_id}"
+        )
+    if (highest.term, highest.nonce) not in held.known:
+        ours = f"this copy, {directory}, has term {held.term}" if held.term else f"{directory} has never held a term"
+        raise LogFencedError(
+            f"another copy of shard {held.shard} is the right one: {highest}; {ours}: serve that copy, or if it is "
+            "lost, move this directory away and restore the shard with --restore"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardClaim:
+    """The claim of a running copy.
+
+    Attributes:
+        store: Where it is.
+        shard: The shard's number.
+        term: Its term.
+        unsure: (term, nonce) of claims that its directory named and never learned the fate of.
+    """
+
+    store: ClaimStore
+    shard: int
+    term: int
+    unsure: frozenset[tuple[int, str]] = frozenset()
+
+    def check(self) -> None:
+        """Check that no copy has a higher term; to be called before each upload, and every few seconds.
+
+        Raises:
+            LogFencedError: One has; this is not the right copy any more.
+            HeadraceError: Its own claim of a higher term was put after all: it must start again, to take the next one.
+            UnavailableError: The store is away.
+
+        Thread: any; it blocks.
+        """
+        terms = _terms(self.store, self.shard)
+        if not terms or terms[-1] <= self.term:
+            return
+        highest = _read(self.store, self.shard, terms[-1])
+        if highest is not None and (highest.term, highest.nonce) in self.unsure:
+            raise HeadraceError(f"a claim of shard {self.shard} was put while the object store seemed away: {highest}")
+        raise LogFencedError(
+            f"another copy of shard {self.shard} has taken over: {highest or f'term {terms[-1]}'}; this one has term "
+            f"{self.term} and stops: what it has acked since is not in the other copy"
+        )
+
+
+def hold_term(directory: Path, *, server_id: str, shard: int, term: int) -> int:
+    """Return the term of a shard without an object store: that of the cluster file, or the one that it had.
+
+    Raises:
+        ConfigError: It has been served in a higher term, or the directory is another shard's.
+        StorageError: The directory cannot be read or written.
+
+    Thread: any; it blocks.
+    """
+    held = HeldClaims.read(directory, server_id, shard)
+    if term and term < held.term:
+        raise ConfigError(
+            f"{directory}: was served in term {held.term}, and the cluster file says term {term}: take the newer file, "
+            f"or raise its term to {held.term + 1} if this copy of the shard is the right one"
+        )
+    if term > held.term:
+        replace(held, term=term).write(directory)
+    return max(term, held.term)
+
+
+def claims_of(store: ClaimStore, shard: int) -> dict[int, Claim]:
+    """Return a shard's claims by term, in order.
+
+    Raises:
+        CorruptionError: One cannot be understood.
+        UnavailableError: The store is away.
+
+    Thread: any; it blocks.
+    """
+    found = ((term, _read(store, shard, term)) for term in _terms(store, shard))
+    return {term: claim for term, claim in found if claim is not None}
+
+
+def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> int:
+    """Let a shard that was restored into a directory take over from the present highest claim, at its first start.
+
+    Call it before the directory gets its name. Returns the highest term, 0 if there is no claim. If another copy takes
+    a term meanwhile, the start is refused.
+
+    Raises:
+        UnavailableError: The store is away.
+        StorageError: The directory cannot be written.
+
+    Thread: any; it blocks.
+    """
+    highest = _highest(store, shard)
+    known = () if highest is None else ((highest.term, highest.nonce),)
+    HeldClaims(server_id=server_id, shard=shard, known=known).write(directory)
+    return 0 if highest is None else highest.term
+
+
+def _highest(store: ClaimStore, shard: int) -> Claim | None:
+    claims = (_read(store, shard, term) for term in reversed(_terms(store, shard)))
+    return next((claim for claim in claims if claim is not None), None)
+
+
+def _read(store: ClaimStore, shard: int, term: int) -> Claim | None:
+    path = _path_of(shard, term)
+    try:
+        return Claim.decode(store.get(path), f"{store.where}/{path}")
+    except GoneError:  # nobody removes claims but a person
+        return None
+
+
+def _terms(store: ClaimStore, shard: int) -> list[int]:
+    names = (found.path.rpartition("/")[2] for found in store.list(f"claims/{shard:04d}/"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _path_of(shard: int, term: int) -> str:
+    return f"claims/{shard:04d}/{term:016d}"

@@ -1,0 +1,369 @@
+"""Claims of shards: one copy at a time, whatever is killed, copied, restored or lost on the way."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.paramserver.log import claims
+from headrace.paramserver.log.claims import (
+    CLAIM_FILE,
+    Claim,
+    HeldClaims,
+    ShardClaim,
+    claim_shard,
+    claims_of,
+    hold_term,
+    note_restored,
+)
+from headrace.paramserver.system.durable import write_file
+from headrace.paramserver.system.object_store import ObjectStore
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    LogFencedError,
+    UnavailableError,
+)
+
+_SHARD = 3
+
+
+class _KilledError(BaseException):
+    """The process is gone at this point."""
+
+
+class _Store:
+    """An object store in memory. `fault` is called with each step's name and may raise."""
+
+    where = "mem://store"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.fault: Callable[[str], None] = lambda step: None
+
+    def get(self, path: str) -> bytes:
+        self.fault("get")
+        if path not in self.objects:
+            raise GoneError(path)
+        return self.objects[path]
+
+    def put_if_absent(self, path: str, data: bytes) -> bytes:
+        self.fault("before put")
+        found = self.objects.setdefault(path, data)
+        self.fault("after put")
+        return found
+
+    def list(self, prefix: str) -> Iterator[Any]:
+        self.fault("list")
+        return iter([SimpleNamespace(path=path) for path in list(self.objects) if path.startswith(prefix)])
+
+
+def _claim(store: Any, directory: Path, *, server_id: str = "s", owner: str = "node a", **more: Any) -> int:
+    return _start(store, directory, server_id=server_id, owner=owner, **more).term
+
+
+def _start(store: Any, directory: Path, *, server_id: str = "s", owner: str = "node a", **more: Any) -> ShardClaim:
+    return claim_shard(store, directory, server_id=server_id, shard=_SHARD, owner=owner, seq=7, mark=9, **more)
+
+
+def _check(store: Any, shard: int, term: int) -> None:
+    ShardClaim(store=store, shard=shard, term=term).check()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shard").mkdir()
+    return tmp_path / "shard"
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_each_start_takes_the_next_term(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Terms are 1, 2, 3; each claim says who began where, and the running copy holds the highest."""
+    store: Any = _Store() if kind == "memory" else ObjectStore.of_url(f"file://{tmp_path}/bucket")
+    assert [_claim(store, folder, owner=f"node {name}") for name in "abc"] == [1, 2, 3]
+    found = claims_of(store, _SHARD)
+    assert [(term, claim.owner, claim.seq, claim.mark) for term, claim in found.items()] == [
+        (1, "node a", 7, 9),
+        (2, "node b", 7, 9),
+        (3, "node c", 7, 9),
+    ]
+    _check(store, _SHARD, 3)
+    _check(store, _SHARD + 1, 0)
+    with pytest.raises(LogFencedError, match=r"shard 3 has taken over: term 3, taken by node c .* has term 2"):
+        _check(store, _SHARD, 2)
+
+
+def test_an_old_copy_of_the_directory_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A backup of a directory that was served since is told which copy is the right one, and the way on."""
+    store = _Store()
+    _claim(store, folder)
+    shutil.copytree(folder, tmp_path / "backup")
+    _claim(store, folder, owner="node b (10.0.0.2:7601)")
+    with pytest.raises(LogFencedError) as caught:
+        _claim(store, tmp_path / "backup")
+    text = str(caught.value)
+    for part in (
+        "term 2, taken by node b (10.0.0.2:7601) at ",
+        "backup, has term 1: ",
+        "restore the shard with --restore",
+    ):
+        assert part in text
+    assert len(store.objects) == 2
+
+
+def test_a_new_directory_is_refused_where_the_shard_exists(folder: Path, tmp_path: Path) -> None:
+    """An empty directory in the place of one with data would lose all rows in silence."""
+    store = _Store()
+    _claim(store, folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LogFencedError, match="empty has never held a term"):
+        _claim(store, tmp_path / "empty")
+
+
+def test_a_restored_shard_takes_over(folder: Path, tmp_path: Path) -> None:
+    """It goes on from the claim of the copy that it replaces, which then stops and never starts again."""
+    store = _Store()
+    _claim(store, folder)
+    restored = tmp_path / "restored"
+    restored.mkdir()
+    assert note_restored(store, restored, server_id="s", shard=_SHARD) == 1
+    assert _claim(store, restored) == 2
+    with pytest.raises(LogFencedError):
+        _check(store, _SHARD, 1)
+    with pytest.raises(LogFencedError):
+        _claim(store, folder)
+    assert _claim(store, restored) == 3
+
+
+def test_a_copy_that_starts_during_a_restore_keeps_the_shard(folder: Path, tmp_path: Path) -> None:
+    """What was restored before is behind then, and refused."""
+    store = _Store()
+    _claim(store, folder)
+    note_restored(store, tmp_path, server_id="s", shard=_SHARD)
+    _claim(store, folder)
+    with pytest.raises(LogFencedError):
+        _claim(store, tmp_path)
+
+
+def test_a_store_that_is_away(folder: Path) -> None:
+    """A copy that has held a term goes on in it; one that never has waits, as another copy may exist."""
+    store = _Store()
+
+    def away(step: str) -> None:
+        raise UnavailableError("503")
+
+    store.fault = away
+    with pytest.raises(UnavailableError):
+        _claim(store, folder)
+    store.fault = lambda step: None
+    assert _claim(store, folder) == 1
+    store.fault = away
+    told: list[Any] = []
+    assert _claim(store, folder, on_away=told.append) == 1
+    assert [str(error) for error in told] == ["503"]
+    store.fault = lambda step: None
+    assert _claim(store, folder) == 2
+
+
+def test_a_claim_whose_reply_is_lost(folder: Path) -> None:
+    """A copy that went on in its old term, as the store seemed away, is to start again and not to think of another."""
+    store = _Store()
+    assert _claim(store, folder) == 1
+
+    def lose(step: str) -> None:
+        if step == "after put":
+            raise UnavailableError("no answer")
+
+    store.fault = lose
+    running = _start(store, folder)
+    assert running.term == 1
+    with pytest.raises(HeadraceError, match="was put while the object store seemed away: term 2") as caught:
+        running.check()
+    assert type(caught.value) is HeadraceError
+    store.fault = lambda step: None
+    assert _claim(store, folder) == 3
+
+
+def test_another_servers_prefix(folder: Path, tmp_path: Path) -> None:
+    """Two servers on one prefix are told, as is a directory of another shard or server."""
+    store = _Store()
+    _claim(store, folder)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=r"mem://store: has claims of server s: use another prefix for t"):
+        _claim(store, tmp_path / "other", server_id="t")
+    with pytest.raises(ConfigError, match=r"is of shard 3 of server s, not of shard 3 of t"):
+        _claim(_Store(), folder, server_id="t")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"term": "x"}', '{"known": [[1]]}', "[" * 100_000])
+def test_damage(folder: Path, text: str) -> None:
+    """A claim or a file that cannot be understood is damage, with its name."""
+    store = _Store()
+    store.objects[f"claims/{_SHARD:04d}/{1:016d}"] = text.encode()
+    with pytest.raises(CorruptionError, match=r"mem://store/claims/0003/0000000000000001: not a claim"):
+        _claim(store, folder)
+    (folder / CLAIM_FILE).write_text(text)
+    with pytest.raises(CorruptionError, match=r"claim\.json: cannot be understood"):
+        _claim(_Store(), folder)
+
+
+def test_terms_without_an_object_store(folder: Path) -> None:
+    """The cluster file's term is held from then on; a file with a lower one is old. No term writes nothing."""
+
+    def hold(term: int) -> int:
+        return hold_term(folder, server_id="s", shard=_SHARD, term=term)
+
+    assert hold(0) == 0 and not (folder / CLAIM_FILE).exists()
+    assert [hold(2), hold(2), hold(5), hold(0)] == [2, 2, 5, 5]
+    with pytest.raises(ConfigError, match=r"was served in term 5, and the cluster file says term 4: .* its term to 6"):
+        hold(4)
+    assert _claim(_Store(), folder) == 6
+
+
+class ClaimMachine(RuleBasedStateMachine):
+    """Copies of one shard start, are killed at each step, lose replies, are copied and restored.
+
+    The model: an attempt is the nonce that a start draws. A directory may start if its history, with that of the one
+    that it was copied from, has the attempt of the store's highest claim.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.store = _Store()
+        self.nonces = (str(number) for number in itertools.count())
+        self.histories: dict[Path, set[str]] = {}
+        self.running: dict[Path, ShardClaim] = {}
+        self.late: list[tuple[str, bytes]] = []
+        self.terms: set[int] = set()
+        self._new({"none"})
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.root)
+
+    def _new(self, history: set[str]) -> Path:
+        path = self.root / str(len(self.histories))
+        path.mkdir()
+        self.histories[path] = history
+        return path
+
+    def _pick(self, data: st.DataObject) -> Path:
+        return data.draw(st.sampled_from(sorted(self.histories)))
+
+    def _highest(self) -> str:
+        if not self.store.objects:
+            return "none"
+        path = max(self.store.objects)
+        return Claim.decode(self.store.objects[path], path).nonce
+
+    @rule(data=st.data(), fault_at=st.integers(0, 8), how=st.sampled_from(["kill", "away", "late", "none"]))
+    def start(self, data: st.DataObject, fault_at: int, how: str) -> None:
+        path = self._pick(data)
+        self.running.pop(path, None)  # the directory's lock: one process at a time
+        steps = itertools.count()
+        written: list[str] = []
+
+        def fault(step: str) -> None:
+            if how == "none" or (how == "away" and "write" in step) or next(steps) != fault_at:
+                return
+            raise _KilledError if how in ("kill", "late") else UnavailableError(step)
+
+        def token_hex(_: int) -> str:
+            written.append(next(self.nonces))
+            return written[-1]
+
+        put = self.store.put_if_absent
+
+        def put_late(name: str, content: bytes) -> bytes:
+            try:
+                return put(name, content)
+            except _KilledError:
+                self.late.append((name, content))  # it is still on its way
+                raise
+
+        write = HeldClaims.write
+
+        def write_or_die(held: HeldClaims, directory: Path) -> None:
+            fault("before write")
+            write(held, directory)
+            self.histories[path].update(nonce for _, nonce in held.known)
+            fault("after write")
+
+        may_start = self._highest() in self.histories[path]
+        held_before = HeldClaims.read(path, "s", _SHARD).term
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(claims.secrets, "token_hex", token_hex)
+            patch.setattr(HeldClaims, "write", write_or_die)
+            patch.setattr(claims, "write_file", functools.partial(write_file, is_durable=False))
+            if how == "late":
+                patch.setattr(self.store, "put_if_absent", put_late)
+            self.store.fault = fault
+            try:
+                claim = _start(self.store, path)
+            except _KilledError:
+                return
+            except UnavailableError:
+                assert how == "away" and not held_before
+                return
+            except LogFencedError:
+                assert not may_start, "a copy that made the highest claim, or was restored in its place, was refused"
+                return
+            finally:
+                self.store.fault = lambda step: None
+        self.running[path] = claim
+        if how == "away" and claim.term == held_before:
+            return
+        assert may_start, "a copy that does not know the highest claim has started"
+        assert claim.term not in self.terms, "two copies have one term"
+        self.terms.add(claim.term)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.histories) < 6)
+    def copy(self, data: st.DataObject) -> None:
+        source = self._pick(data)
+        target = self._new(set(self.histories[source]))
+        shutil.copytree(source, target, dirs_exist_ok=True)
+
+    @rule()
+    @precondition(lambda self: len(self.histories) < 6)
+    def restore(self) -> None:
+        target = self._new({self._highest()})
+        note_restored(self.store, target, server_id="s", shard=_SHARD)
+
+    @rule()
+    @precondition(lambda self: self.late)
+    def arrive(self) -> None:
+        self.store.objects.setdefault(*self.late.pop(0))
+
+    @invariant()
+    def one_copy_goes_on(self) -> None:
+        """Of the copies that run, at most one is not told to stop by its next look, and it has the highest term."""
+        unfenced = []
+        for path, claim in self.running.items():
+            try:
+                claim.check()
+                unfenced.append(claim.term)
+            except LogFencedError:
+                continue
+            except HeadraceError:
+                assert self._highest() in self.histories[path], "it would start again, and be refused"
+        assert len(unfenced) == len(set(unfenced)) and len(unfenced) <= 1
+
+
+TestClaims = ClaimMachine.TestCase
+TestClaims.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

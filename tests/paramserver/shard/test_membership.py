@@ -1,0 +1,136 @@
+"""A shard's place in its server: terms in replies, places told and heard, and when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hellos import hello_of_nobody
+from shard_servers import serve_shards
+
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard import membership
+from headrace.paramserver.shard.service import Shard
+from headrace.schemas.errors import LogFencedError, UnauthorizedError
+from headrace.schemas.idl import idl
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_S", "_TELL_S"):
+        monkeypatch.setattr(membership, name, 0.02)
+
+
+@contextlib.asynccontextmanager
+async def _client(port: int) -> AsyncIterator[ParamServerClient]:
+    async with await ParamServerClient.connect("127.0.0.1", port, timeout_s=WAIT_S) as client:
+        yield client
+
+
+async def _hello(port: int, **fields: Any) -> Any:
+    async with _client(port) as client:
+        return await client.hello(hello_of_nobody(**fields), timeout_s=WAIT_S)
+
+
+async def _hellos(port: int) -> AsyncIterator[Any]:
+    """Ask a shard again and again where shard 1, or the only one, is; until the test's deadline."""
+    async with asyncio.timeout(WAIT_S), _client(port) as client:
+        while True:
+            yield (await client.hello(hello_of_nobody())).shards[-1]
+            await asyncio.sleep(0.01)
+
+
+async def test_one_machine_says_what_it_always_said(tmp_path: Path) -> None:
+    """Without an object store and a cluster there are no terms, no file of claims, and no tasks."""
+    opened: list[Shard] = []
+    async with serve_shards(tmp_path, 2, opened=opened) as ports:
+        reply = await _hello(ports[1])
+        assert reply.term is None
+        assert [(place.shard, place.port, place.term) for place in reply.shards] == [
+            (0, ports[0], None),
+            (1, ports[1], None),
+        ]
+        assert not any(shard._membership._tasks for shard in opened)
+    assert not await asyncio.to_thread(lambda: list(tmp_path.rglob("claim.json")))
+
+
+async def test_each_start_has_the_next_term(tmp_path: Path) -> None:
+    """With an object store each start claims, and hello and status say the term."""
+    url = f"file://{tmp_path}/bucket"
+    for term in (1, 2):
+        async with serve_shards(tmp_path / "data", 1, object_store=url) as (port,):
+            reply = await _hello(port)
+            assert (reply.term, reply.shards[0].term) == (term, term)
+            async with _client(port) as client:
+                await client.hello(hello_of_nobody())
+                assert (await client.status()).term == term
+
+
+async def test_a_second_copy_stops_the_first(tmp_path: Path) -> None:
+    """A copy of the directory that is started elsewhere has the higher term; the first finds its claim and stops."""
+    url, opened = f"file://{tmp_path}/bucket", list[Shard]()
+    async with serve_shards(tmp_path / "data", 1, object_store=url, opened=opened, server_id="s"):
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+        async with serve_shards(tmp_path / "copy", 1, object_store=url, opened=opened, server_id="s"):
+            async with asyncio.timeout(WAIT_S):
+                error = await opened[0].wait_failed()
+            assert isinstance(error, LogFencedError) and "taken over: term 2" in str(error)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await opened[1].wait_failed()
+    with pytest.raises(LogFencedError, match="another copy of shard 0 is the right one"):
+        async with serve_shards(tmp_path / "data", 1, object_store=url, server_id="s"):
+            pass
+
+
+async def test_only_an_admin_tells_places(tmp_path: Path) -> None:
+    """A reader or a writer that tells where shards are is refused; what an admin tells is in the next hello."""
+    async with serve_shards(tmp_path, 2) as ports:
+        told = [idl.ShardAddress(shard=1, host="elsewhere", port=9, term=3)]
+        for role in (idl.Role.READER, idl.Role.WRITER):
+            with pytest.raises(UnauthorizedError, match="ADMIN"):
+                await _hello(ports[0], role=role, shards=told)
+        await _hello(ports[0], role=idl.Role.ADMIN, shards=told)
+        place = (await _hello(ports[0])).shards[1]
+        assert (place.host, place.port, place.term) == ("elsewhere", 9, 3)
+
+
+async def test_nodes_tell_each_other(tmp_path: Path) -> None:
+    """A node that starts at a new place is known to all others soon, and nothing it says of their own places counts."""
+    async with serve_shards(tmp_path / "a", 2, node="a", server_id="s") as ports:
+        first, second = ports
+        moved = (("127.0.0.1", first), ("127.0.0.1", 7))
+        async with serve_shards(tmp_path / "b", 1, node="b", server_id="s", addresses=moved, shard=1, term=4) as (new,):
+            assert (await _hello(new)).term == 4
+            place = None
+            async for place in _hellos(first):
+                if place.term == 4:
+                    break
+            assert place is not None and place.port == 7
+            assert (await _hello(second)).shards[1].port == second
+
+
+async def test_a_copy_that_hears_of_a_newer_one_stops(tmp_path: Path) -> None:
+    """Without an object store too: the older of two living copies asks where the newer one is said to be, and stops."""
+    opened: list[Shard] = []
+    async with (
+        serve_shards(tmp_path / "new", 1, server_id="s", term=5) as (newer,),
+        serve_shards(tmp_path / "old", 1, node="a", server_id="s", opened=opened) as (older,),
+    ):
+        nobody = [idl.ShardAddress(shard=0, host="127.0.0.1", port=1, term=9)]
+        await _hello(older, role=idl.Role.ADMIN, shards=nobody)
+        async for _ in _hellos(older):
+            if opened[0]._membership.places.rival is None:  # nobody confirmed it
+                break
+        told = [idl.ShardAddress(shard=0, host="127.0.0.1", port=newer, term=5)]
+        await _hello(older, role=idl.Role.ADMIN, shards=told)
+        async with asyncio.timeout(WAIT_S):
+            error = await opened[0].wait_failed()
+        assert isinstance(error, LogFencedError) and f"at 127.0.0.1:{newer} in term 5" in str(error)
