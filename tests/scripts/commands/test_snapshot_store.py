@@ -50,5 +50,5 @@ def test_a_damaged_object_is_found(tmp_path: Path, run: CommandLine, data: bytes
 
 def test_mistakes_are_one_line(tmp_path: Path, run: CommandLine) -> None:
     """An unknown snapshot and a URL of another kind are named."""
-    assert "snapshots/x.json" in run.refused("snapshot", "check", f"file://{tmp_path}", "x")
+    assert "there is no snapshot 'x'" in run.refused("snapshot", "check", f"file://{tmp_path}", "x")
     assert "not a URL of an object store" in run.refused("snapshot", "check", "ftp://x", "a")
