@@ -49,8 +49,8 @@ __all__ = ["SnapshotStore", "is_object_store_url", "local_snapshot"]
 # ON DISK: never renumber, never rename a field.
 _FORMAT, _FORMAT_VERSION = "headrace-object-snapshot", 1
 _IDENTITY, _FILES, _SNAPSHOTS = "server.json", "files/", "snapshots/"
-# Together at most 100 MiB of pieces on their way.
-_FILES_AT_ONCE = 4
+# Each holds at most 20 MiB of pieces. A shard uploads beside training, so it takes less.
+_FILES_AT_ONCE, _UPLOADS_AT_ONCE = 4, 2
 _REUSE_AGE, _NAMED_AGE, _PRUNE_AGE = timedelta(hours=12), timedelta(hours=23), timedelta(days=1)
 
 _T = TypeVar("_T")
@@ -201,7 +201,7 @@ class SnapshotStore:
             on_progress(file.size_bytes)
             return key
 
-        return dict(zip(files, _in_threads(send, files.items(), "headrace-upload"), strict=True))
+        return dict(zip(files, _in_threads(send, files.items(), "headrace-upload", _UPLOADS_AT_ONCE), strict=True))
 
     def publish(self, manifest: SnapshotManifest, objects: Mapping[str, str]) -> None:
         """Make a snapshot of objects that `upload_files` has returned, of all shards; safe to repeat.
@@ -410,9 +410,11 @@ def local_snapshot(
         yield files.folder_of(manifest.name)
 
 
-def _in_threads(work: Callable[..., _T], items: Iterable[tuple[Any, ...]], name: str) -> list[_T]:
+def _in_threads(
+    work: Callable[..., _T], items: Iterable[tuple[Any, ...]], name: str, at_once: int = _FILES_AT_ONCE
+) -> list[_T]:
     """Return what `work` returns for each item, some at a time; after the first error none begins."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE, name) as pool:
+    with ThreadPoolExecutor(at_once, name) as pool:
         futures = [pool.submit(work, *item) for item in items]
         try:
             return [future.result() for future in _until_error(futures)]

@@ -27,9 +27,9 @@ __all__ = ["Content", "ContentHash", "ObjectStore", "RateLimit", "StoredObject",
 _T = TypeVar("_T")
 
 # An upload in parts holds at most this many of them, for each of the objects that go up together.
-_PART_BYTES, _PARTS_AT_ONCE = 8 << 20, 2
+_PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 2
 # A download reads ahead this far in each object, and in all objects of a store together has so many requests.
-_RANGE_BYTES, _RANGES_AHEAD, _RANGES_AT_ONCE = 4 << 20, 4, 8
+_RANGE_BYTES, _RANGES_AHEAD, _RANGES_AT_ONCE = 4 << 20, 3, 8
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
 _DEADLINE_S = 60.0
@@ -128,7 +128,7 @@ class ObjectStore:
     Every method retries what may pass (no answer, 503, a reset) until a deadline. It raises `UnavailableError` if the
     store is still away then, `ConfigError` if it refuses us, and `StorageError` if a directory that is the store fails.
 
-    Memory: each `upload` holds at most 24 MiB, each `download` 16 MiB.
+    Memory: each `upload` and `download` holds at most 20 MiB.
 
     Thread: any; everything blocks.
 
