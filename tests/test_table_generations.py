@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
 from headrace.streamer import RawEmbeddingStreamer
 
 NUM_ROWS = 50
+ROWS = np.arange(NUM_ROWS)
 FIRST, SECOND = "ctr:weight", "ctr:weight#2"
 
 
@@ -210,3 +214,36 @@ def test_an_attach_that_fails_after_it_was_announced_ends_streaming(
 
 def _refuse(tables: object) -> None:
     raise ConfigError("no room")
+
+
+def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -> None:
+    """On another number of shards too: an old log brings nothing back, and what was incomplete is sent whole."""
+    first, second = Trainer(), Trainer(16)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        first.stream(server.address, run="old")
+    shutil.copytree(tmp_path / "data", tmp_path / "before")
+    with ServerProcess.start(tmp_path / "data") as server:
+        assert cli.main(["table", "drop", FIRST, "--yes", "--server", server.address]) == 0
+        for model in ("user", "item"):
+            with RawEmbeddingStreamer(server.address, run=model, model=model) as streamer:
+                streamer.attach(first.model, first.optimizer, publish="all")
+        assert cli.main(["table", "rename", "user:weight", "rows.weight", "--server", server.address]) == 0
+        with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
+            streamer.attach(second.model, second.optimizer, publish="all")
+            streamer.close(flush=False)
+        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+    snapshot = str(tmp_path / "data" / "snapshots" / "s")
+    for shards in (2, 3):
+        data = tmp_path / f"restored{shards}"
+        assert cli.main(["snapshot", "restore", snapshot, "--data", str(data), "--shards", str(shards)]) == 0
+        with ServerProcess.start(data) as server:
+            tables = {"item:weight": False, "item:weight#2": True, "user:rows.weight": False}
+            assert filling_of(server.address) == tables
+            assert cli.main(["replay", str(tmp_path / "before"), "--server", server.address]) == 1
+            assert filling_of(server.address) == tables, "the dropped table does not come back"
+            with EmbeddingReplica(server.address) as replica:
+                assert np.array_equal(replica.lookup("rows.weight", ROWS).numpy(), first.weights)
+                assert replica.spec_of("item:weight").fqn == "item:weight"
+            with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
+                streamer.attach(second.model, second.optimizer)
+            assert filling_of(server.address) == tables | {"item:weight#2": False}

@@ -252,6 +252,10 @@ class StoreBuilder:
         """Note on every shard that a generation lacks rows, as it did on one."""
         self._meta |= self._catalog.begin_filling({fqn: filling.after_step}, filling.epoch)
 
+    def take_history(self, catalog: Catalog) -> None:
+        """Keep on every shard which tables one has dropped and renamed, so that nothing older brings them back."""
+        self._meta |= self._catalog.take_history(catalog)
+
     def raise_floor(self, fqn: str, floor: Version) -> None:
         """Keep the floor of a table on every shard; of several, the highest: a tombstone of that shard may be gone."""
         if floor > NO_FLOOR:

@@ -175,7 +175,10 @@ def _distribute_rows(snapshot: Path, target: Path, num_shards: int, on_rows: Cal
         with StoreBuilder(target, num_shards=num_shards, specs=specs, run=run, work=_WORK) as builder:
             highest = max(Sessions(store.read_meta()).highest_epoch for store in reader.stores)
             builder.raise_epoch(min(highest + _NUM_SKIPPED_EPOCHS, MAX_EPOCH - 1))
-            for table in (table for store in reader.stores for table in Catalog(store.read_meta())):
+            catalogs = [Catalog(store.read_meta()) for store in reader.stores]
+            for catalog in catalogs:
+                builder.take_history(catalog)
+            for table in (table for catalog in catalogs for table in catalog):
                 if table.owner is not None:
                     builder.claim(table.spec.fqn, table.owner)
                 if table.filling is not None:

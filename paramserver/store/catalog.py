@@ -312,6 +312,20 @@ class Catalog:
         self._dropped[table_id] = name, epoch
         self.drop_epochs[name] = max(self.drop_epochs.get(name, 0), epoch)
 
+    def take_history(self, other: Catalog) -> dict[bytes, bytes]:
+        """Take the drops and renames of a catalog whose tables this one has; return the metadata that keeps them."""
+        meta: dict[bytes, bytes] = {}
+        for name, epoch in other.drop_epochs.items():
+            if epoch > self.drop_epochs.get(name, 0):
+                number = 1 + max((*self._dropped, *(table.table_id for table in self)), default=0)
+                self._note_drop(number, name, epoch)
+                meta[_DROPPED_PREFIX + b"%d" % number] = msgpack.packb([name, epoch])
+        for old, (new, epoch) in other.renames.items():
+            if epoch > self.renames.get(old, ("", 0))[1]:
+                self.renames[old] = new, epoch
+                meta[_RENAMED_PREFIX + old.encode()] = msgpack.packb([new, epoch])
+        return meta
+
     def grow(self, spec: TableSpec) -> dict[bytes, bytes]:
         """Give a table more rows; it keeps its number and accepts its earlier fingerprints. Return the metadata.
 
