@@ -19,6 +19,7 @@ __all__ = [
     "TableNames",
     "check_model",
     "check_path",
+    "exact_name",
     "generation_of",
     "is_among",
     "matches",
@@ -69,6 +70,11 @@ def next_generation(name: str, existing: Iterable[str]) -> str:
     """Return the name of the generation after all that exist of a plain name."""
     newest = max((generation_of(each) for each in existing if plain_name(each) == name), default=0)
     return f"{name}{_GENERATION}{newest + 1}" if newest else name
+
+
+def exact_name(name: str) -> str:
+    """Return by which name lookups mean one generation: `#1` at its end for a first one, which servers do not know."""
+    return name if generation_of(name) > 1 else f"{name}{_GENERATION}1"
 
 
 def _split_generation(name: str) -> tuple[str, int]:

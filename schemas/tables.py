@@ -262,6 +262,11 @@ class TableSpec:
         is_larger = self.shape is None and 0 < other.num_rows < self.num_rows
         return is_larger and dataclasses.replace(self, num_rows=other.num_rows) == other
 
+    def has_rows_like(self, other: TableSpec) -> bool:
+        """Return whether a reader of another table, or generation, can read this one: rows, dim and type."""
+        kind, its = ((s.dim, s.dtype, s.has_identities, s.num_rows == 0) for s in (self, other))
+        return kind == its and self.num_rows >= other.num_rows
+
     def check_row_ids(self, row_ids: npt.NDArray[np.int64]) -> None:
         """Check that every id, int64[n] in any order, is a row of this table.
 

@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_450,
+    "schemas": 2_460,
     "kernels": 2_730,
-    "paramserver": 32_600,
+    "paramserver": 32_860,
     "streamer": 11_300,
     "scripts": 11_510,
-    "tests": 66_980,
+    "tests": 67_110,
 }
 NUM_PRODUCT_FILES = 280
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from watched_server import wait_until
 
 from headrace import cli
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.shard.launch import ServerProcess
 from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
 from headrace.streamer import RawEmbeddingStreamer
@@ -214,6 +216,62 @@ def test_an_attach_that_fails_after_it_was_announced_ends_streaming(
 
 def _refuse(tables: object) -> None:
     raise ConfigError("no room")
+
+
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_replicas_change_over_once_a_generation_is_complete(tmp_path: Path, consistency: str) -> None:
+    """Once all rows are there, on all shards at once; served modules and roll_back keep the earlier one."""
+    first, second = Trainer(), Trainer(16)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        first.stream(server.address)
+        with EmbeddingReplica(server.address, consistency=consistency) as replica:
+            served = serve_model(nn.Embedding(NUM_ROWS, 8, device="meta"), replica)
+            with second.open(server.address) as streamer:
+                streamer.attach(second.model, second.optimizer, publish="all")
+                wait_until(lambda: SECOND in replica.tables)
+                for later in (replica, EmbeddingReplica(server.address, consistency="latest")):
+                    assert np.array_equal(later.lookup("weight", ROWS).numpy(), first.weights), "not complete"
+                later.close()
+                second.step()
+                streamer.flush()
+            wait_until(lambda: replica.spec_of("weight").fqn == SECOND)
+            assert np.array_equal(replica.lookup("weight", ROWS).numpy(), second.weights)
+            assert np.array_equal(replica.lookup("ctr:weight#1", ROWS).numpy(), first.weights)
+            assert np.array_equal(served(torch.arange(NUM_ROWS)).numpy(), first.weights)
+            assert {table.fqn for table in replica.audit().tables} == {FIRST, SECOND}
+            assert replica.audit(tables=["weight"]).is_equal
+            for dim, weights in ((8, first.weights), (16, second.weights)):
+                again = serve_model(nn.Embedding(NUM_ROWS, dim, device="meta"), replica)
+                assert np.array_equal(again(torch.arange(NUM_ROWS)).numpy(), weights)
+            replica.roll_back(["weight"])
+            assert np.array_equal(replica.lookup("weight", ROWS).numpy(), first.weights)
+            with pytest.raises(ConfigError, match="'ctr:weight' has no generation before 'ctr:weight' here"):
+                replica.roll_back(["ctr:weight"])
+            second.stream(server.address, publish="updated")
+            assert replica.spec_of("weight").fqn == FIRST, "until another generation is complete"
+            third = Trainer(4)
+            third.stream(server.address)
+            wait_until(lambda: replica.spec_of("weight").fqn == "ctr:weight#3")
+            assert np.array_equal(replica.lookup("weight", ROWS).numpy(), third.weights)
+        server.kill()
+    with (
+        ServerProcess.start(tmp_path / "data") as server,
+        EmbeddingReplica(server.address, consistency=consistency) as late,
+    ):
+        assert np.array_equal(late.lookup("weight", ROWS).numpy(), third.weights)
+        assert np.array_equal(late.lookup("weight#2", ROWS).numpy(), second.weights)
+
+
+def test_served_models_go_on_in_a_generation_of_the_same_dim(server: ServerProcess) -> None:
+    """After another optimizer a served model reads what is trained now, whichever generation it began with."""
+    first, second = Trainer(), Trainer(8, torch.optim.Adagrad)
+    first.stream(server.address)
+    with EmbeddingReplica(server.address, consistency="step") as replica:
+        served = serve_model(nn.Embedding(NUM_ROWS, 8, device="meta"), replica)
+        second.stream(server.address, num_steps=3)
+        wait_until(lambda: np.array_equal(served(torch.arange(NUM_ROWS)).numpy(), second.weights))
+        replica.roll_back(["weight"])
+        assert np.array_equal(served(torch.arange(NUM_ROWS)).numpy(), first.weights)
 
 
 def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from headrace.paramserver.replica.api.embedding_collections import (
     ReplicaEmbeddingCollection,
 )
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
-from headrace.paramserver.replica.api.lookups import ReplicaModule, spec_in
+from headrace.paramserver.replica.api.lookups import ReplicaModule
 from headrace.schemas.errors import ConfigError, RequestError
 
 __all__ = ["ReplicaManagedCollisionCollection"]
@@ -54,7 +54,7 @@ class ReplicaManagedCollisionCollection(ReplicaModule):
         """
         super().__init__(replica)
         for table in collection.tables:
-            if not spec_in(replica, table.fqn).has_identities:
+            if not collection.specs[table.fqn].has_identities:
                 raise ConfigError(f"table {table.fqn!r} has no identities: serve it as a collection of its own")
         self.collection = collection
         self._hashes = dict(hashes or {})
@@ -117,11 +117,12 @@ class ReplicaManagedCollisionCollection(ReplicaModule):
         ids = list(torch.split(ordered.values(), ordered.length_per_key()))
         at = 0
         for table in self.collection.tables:
-            last_row = self._replica.spec_of(table.fqn).num_rows - 1
+            spec = self.collection.specs[table.fqn]
+            last_row = self._replica.spec_of(spec).num_rows - 1
             hashed = self._hashes.get(table.fqn)
             for _ in table.features:
                 raw_ids = ids[at] if hashed is None else hashed(ids[at])
-                rows = torch.from_numpy(self._replica.find_rows(table.fqn, raw_ids)).to(raw_ids)
+                rows = torch.from_numpy(self._replica.find_rows(spec, raw_ids)).to(raw_ids)
                 ids[at] = torch.where(rows < 0, last_row, rows)
                 at += 1
         return type(features)(

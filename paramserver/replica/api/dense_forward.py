@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +17,7 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.tables.dense import as_tensor
 from headrace.paramserver.system.text import first_of
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.tables import TableSpec
 
 __all__ = ["DenseForward"]
 
@@ -37,14 +38,23 @@ class DenseForward:
     """
 
     def __init__(
-        self, served: nn.Module, replica: EmbeddingReplica, *, model: str | None, start: str, keep: list[str]
+        self,
+        served: nn.Module,
+        replica: EmbeddingReplica,
+        *,
+        model: str | None,
+        start: str,
+        keep: list[str],
+        specs: Sequence[TableSpec] = (),
     ) -> None:
         """Take over the forward of a served model that has tensors; they are at `start` + path in the trained model.
 
-        `keep` are patterns of paths of modules or tensors that stay as they are.
+        `keep` are patterns of paths of modules or tensors that stay as they are. `specs` are those of the tables that
+        the model reads: the part belongs to the generations that lookups by name see.
 
         Raises:
-            ConfigError: The part lacks a tensor of the model, or has another shape or type of it.
+            ConfigError: The part lacks a tensor of the model, or has another shape or type of it; or it belongs to a
+                later generation of a table than the model reads.
             UnavailableError: No part has come whole yet.
         """
         self._replica = replica
@@ -60,10 +70,12 @@ class DenseForward:
                 self._places.setdefault(id(tensor), []).append((owner.module, name))
                 self._paths.setdefault(id(tensor), []).append(f"{start}{path}")
         self._check_containers(served)
+        self._specs = list(specs)
         self._taking = threading.Lock()
         self._taken: DensePart | None = None
         self._forward: Callable[..., Any] = served.forward
         if self._places:
+            replica.check_shown(self._specs)
             self._take()
             served.forward = self
 
@@ -73,6 +85,7 @@ class DenseForward:
         """Return what the model computes with the part and the rows of one moment."""
 
         def compute() -> Any:
+            self._replica.check_shown(self._specs)
             self._take()
             return self._forward(*args, **kwargs)
 

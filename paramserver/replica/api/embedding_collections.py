@@ -27,10 +27,12 @@ class EmbeddingTable:
         fqn: Name of the table in the replica, as in the trainer's `state_dict`; with its model's name, as in
             `ctr:sparse.ec.embeddings.user.weight`, if several models have the path.
         features: Features that are looked up in it.
+        dim: Number of columns, to read an earlier generation while a later one has another; None for what it is now.
     """
 
     fqn: str
     features: tuple[str, ...]
+    dim: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(cast("object", self.features), str):
@@ -44,6 +46,7 @@ class BagTable(EmbeddingTable):
     Attributes:
         fqn: Name of the table in the replica, as for `EmbeddingTable`.
         features: Features that are looked up in it.
+        dim: As for `EmbeddingTable`.
         pooling: How to combine the rows of a bag.
     """
 
@@ -64,7 +67,7 @@ class _Collection(ReplicaModule, Generic[_Table]):
 
     def __init__(self, replica: EmbeddingReplica, tables: Sequence[_Table]) -> None:
         super().__init__(replica)
-        self._specs = [spec_in(replica, table.fqn) for table in tables]
+        self.specs = {table.fqn: spec_in(replica, table.fqn, dim=table.dim) for table in tables}
         self.tables = tuple(tables)
         self._names = _output_names(tables)
 
@@ -87,6 +90,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
 
     Attributes:
         tables: As passed in.
+        specs: What they were then, by their names as passed in.
     """
 
     def __init__(self, replica: EmbeddingReplica, tables: Sequence[BagTable], *, is_weighted: bool = False) -> None:
@@ -105,7 +109,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
             if is_weighted and table.pooling != "sum":
                 raise ConfigError(f"table {table.fqn!r}: only sums can be weighted")
         self._is_weighted = is_weighted
-        self._dims = [spec.dim for spec, table in zip(self._specs, tables, strict=True) for _ in table.features]
+        self._dims = [self.specs[table.fqn].dim for table in tables for _ in table.features]
 
     @classmethod
     def like(
@@ -121,6 +125,7 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
             BagTable(
                 fqn=f"{start}embedding_bags.{config.name}.weight",
                 features=tuple(config.feature_names),
+                dim=config.embedding_dim,
                 pooling="sum" if config.pooling.value == "SUM" else "mean",
             )
             for config in configs_of(collection)
@@ -174,10 +179,10 @@ class ReplicaEmbeddingBagCollection(_Collection[BagTable]):
         wanted = []
         for table, feature, (given, offsets, weights) in self._inputs_of(inputs):
             ids = as_ids(given)
-            dtype = TORCH_DTYPES[self._replica.spec_of(table.fqn).dtype]
+            dtype = TORCH_DTYPES[self.specs[table.fqn].dtype]
             check_bags(f"feature {feature!r}", ids, offsets, weights, dtype)
             bags = BagLookup(offsets.long().cpu(), table.pooling, weights)
-            wanted.append((table.fqn, ids, _FloatBags(bags)))
+            wanted.append((self.specs[table.fqn], ids, _FloatBags(bags)))
         return self._replica.look(wanted)
 
 
@@ -202,6 +207,7 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
 
     Attributes:
         tables: As passed in.
+        specs: What they were then, by their names as passed in.
     """
 
     def __init__(
@@ -231,7 +237,11 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
         """
         start = _first_of_names(prefix, model)
         tables = [
-            EmbeddingTable(fqn=f"{start}embeddings.{config.name}.weight", features=tuple(config.feature_names))
+            EmbeddingTable(
+                fqn=f"{start}embeddings.{config.name}.weight",
+                features=tuple(config.feature_names),
+                dim=config.embedding_dim,
+            )
             for config in configs_of(collection)
         ]
         return cls(replica, tables, need_indices=_setting_of(collection, "need_indices"))
@@ -249,8 +259,8 @@ class ReplicaEmbeddingCollection(_Collection[EmbeddingTable]):
     def _look_up(self, features: Any) -> dict[str, Any]:
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
-        inputs = [(table.fqn, part) for table, _, part in self._inputs_of(features.to_dict())]
-        wanted = [(fqn, as_ids(part.values()), RowLookup()) for fqn, part in inputs]
+        inputs = [(self.specs[table.fqn], part) for table, _, part in self._inputs_of(features.to_dict())]
+        wanted = [(spec, as_ids(part.values()), RowLookup()) for spec, part in inputs]
         return {
             name: JaggedTensor(
                 values=rows.float().to(part.values().device),

@@ -168,16 +168,19 @@ class EmbeddingReplica:
         wanted = as_ids(identities)
 
         def look(table_set: TableSet) -> tuple[str, Found]:
-            spec = table_set.table(fqn).spec
-            default = default_row(spec, self._config.default_of(spec.fqn))
-            return spec.fqn, table_set.look_by_identity(spec.fqn, wanted.reshape(-1), default)
+            def default_of(spec: TableSpec) -> torch.Tensor:
+                return default_row(spec, self._config.default_of(spec.fqn))
+
+            return table_set.table(fqn).spec.fqn, table_set.look_by_identity(fqn, wanted.reshape(-1), default_of)
 
         name, (rows, missing) = self._with_table_set(look)
         self._count_missing(name, wanted.reshape(-1), missing, what="identity")
         return rows.view(*wanted.shape, rows.shape[-1])
 
-    def find_rows(self, fqn: str, identities: npt.ArrayLike | torch.Tensor) -> Ids:
+    def find_rows(self, fqn: str | TableSpec, identities: npt.ArrayLike | torch.Tensor) -> Ids:
         """Return the row that each raw id is mapped to, int64 of the same shape; -1 where no row has the identity.
+
+        The table is a name or a spec, as for `look`.
 
         Raises:
             UnknownTableError: The replica has no such table.
@@ -187,22 +190,26 @@ class EmbeddingReplica:
         found = self._with_table_set(lambda table_set: table_set.find_rows(fqn, wanted.reshape(-1)))
         return found.reshape(wanted.shape)
 
-    def look(self, wanted: Sequence[tuple[str, Ids, Callable[[ReplicaTable, Ids], Found]]]) -> list[torch.Tensor]:
+    def look(
+        self, wanted: Sequence[tuple[str | TableSpec, Ids, Callable[[ReplicaTable, Ids], Found]]]
+    ) -> list[torch.Tensor]:
         """Return the results of functions of tables' rows, all from one moment.
 
-        Each entry of `wanted` is (fqn, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`). A
+        Each entry of `wanted` is (table, int64[n] row ids, a function of table and ids such as `ReplicaTable.gather`).
+        A table is a name, or a spec: then it is read in the newest generation that has the spec's dim and type. A
         function may be called twice; its result must not share memory with the table. Errors are those of `lookup`.
         """
 
         def look(table_set: TableSet) -> tuple[list[str], list[Found]]:
-            tables = [table_set.table(fqn) for fqn, _, _ in wanted]
-            for table, (_, ids, _) in zip(tables, wanted, strict=True):
-                table.spec.check_row_ids(ids)
+            def make_all() -> tuple[list[str], list[Found]]:
+                # Within the moment: names come to mean other generations.
+                tables = [table_set.table(fqn) for fqn, _, _ in wanted]
+                for table, (_, ids, _) in zip(tables, wanted, strict=True):
+                    table.spec.check_row_ids(ids)
+                found = [make(table, ids) for table, (_, ids, make) in zip(tables, wanted, strict=True)]
+                return [table.spec.fqn for table in tables], found
 
-            def make_all() -> list[Found]:
-                return [make(table, ids) for table, (_, ids, make) in zip(tables, wanted, strict=True)]
-
-            return [table.spec.fqn for table in tables], table_set.seqlock.read(make_all)
+            return table_set.seqlock.read(make_all)
 
         names, found = self._with_table_set(look)
         for name, (_, ids, _), (_, missing) in zip(names, wanted, found, strict=True):
@@ -327,14 +334,28 @@ class EmbeddingReplica:
         """Specs of the replica's tables, by fqn."""
         return {fqn: table.spec for fqn, table in self._table_set.tables.items()}
 
-    def spec_of(self, fqn: str) -> TableSpec:
+    def spec_of(self, fqn: str | TableSpec) -> TableSpec:
         """Return the spec of a table by its name, or by its path if only one model has it.
+
+        A name without a number means the newest complete generation; `name#1` the first one. A spec stands for the
+        table that `look` reads for it.
 
         Raises:
             UnknownTableError: The replica has no such table.
             RequestError: Several models have the path.
         """
         return self._table_set.table(fqn).spec
+
+    def generations_of(self, fqn: str) -> list[TableSpec]:
+        """Return the generation that lookups by a name see, and then the other complete ones, the newest first.
+
+        Errors are those of `spec_of`.
+        """
+        return self._with_table_set(lambda table_set: table_set.seqlock.read(lambda: table_set.generations_of(fqn)))
+
+    def check_shown(self, specs: Sequence[TableSpec]) -> None:
+        """Raise ConfigError if lookups for specs read other generations than those by name do."""
+        self._with_table_set(lambda table_set: table_set.seqlock.read(lambda: table_set.check_shown(specs)))
 
     def num_rows(self, fqn: str) -> int:
         """Return how many rows of a table are present; approximate for a table on disk.
@@ -469,13 +490,26 @@ class EmbeddingReplica:
 
         self._thread.run(switch, late=late)
 
-    def roll_back(self) -> None:
-        """Switch back to the copy before the last `load_snapshot`, and drop the present one.
+    def roll_back(self, tables: Sequence[str] | None = None) -> None:
+        """Go back to what lookups saw before a change.
+
+        Args:
+            tables: Let these tables, given by name or path, mean the complete generations before those that they mean,
+                all at one moment, until newer ones are complete. None switches back to the copy before the last
+                `load_snapshot`, and drops the present one.
 
         Raises:
-            ConfigError: The previous copy was not kept.
+            ConfigError: The previous copy was not kept; or a table has no earlier generation here, or its model dense
+                parameters, which go on with the newest one.
+            UnknownTableError: The replica has no such table.
         """
-        self._thread.run(self._copies.roll_back(), late="the replica has not rolled back", timeout_s=_CLOSE_TIMEOUT_S)
+        if isinstance(tables, str):
+            raise ConfigError(f"roll_back: tables is one string, {tables!r}; give a list of names")
+        late = "the replica has not rolled back"
+        if tables is None:
+            self._thread.run(self._copies.roll_back(), late=late, timeout_s=_CLOSE_TIMEOUT_S)
+            return
+        self._thread.run(self._copies.roll_back_tables(tables), late=late, timeout_s=_CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop following and close the connections; running calls and later lookups fail. Idempotent.

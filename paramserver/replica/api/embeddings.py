@@ -24,6 +24,7 @@ class _OfOneTable(ReplicaModule):
         super().__init__(replica)
         spec = spec_in(replica, fqn)
         self.fqn = spec.fqn
+        self._spec = spec
         self.embedding_dim = spec.dim
         self.padding_idx = padding_idx
         if padding_idx is not None and spec.num_rows:
@@ -37,7 +38,7 @@ class _OfOneTable(ReplicaModule):
     @property
     def num_embeddings(self) -> int:
         """Number of rows, which may grow; 0 for a table of virtual ids."""
-        return self._replica.spec_of(self.fqn).num_rows
+        return self._replica.spec_of(self._spec).num_rows
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
@@ -103,7 +104,7 @@ class ReplicaEmbedding(_OfOneTable):
     def _look_up(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input(input)
         ids = as_ids(input)
-        (rows,) = self._replica.look([(self.fqn, ids.reshape(-1), RowLookup(self.padding_idx))])
+        (rows,) = self._replica.look([(self._spec, ids.reshape(-1), RowLookup(self.padding_idx))])
         return rows.view(*ids.shape, self.embedding_dim).to(input.device)
 
 
@@ -201,7 +202,7 @@ class ReplicaEmbeddingBag(_OfOneTable):
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         check_bags(what, ids, bounds, weights, self._dtype)
         lookup = BagLookup(bounds, self.mode, weights, self.padding_idx)
-        (pooled,) = self._replica.look([(self.fqn, ids, lookup)])
+        (pooled,) = self._replica.look([(self._spec, ids, lookup)])
         return pooled.to(input.device)
 
     def _bounds(self, given: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:

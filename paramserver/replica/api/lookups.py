@@ -18,12 +18,17 @@ from headrace.schemas.tables import TableSpec, as_ids
 __all__ = ["BagLookup", "ReplicaModule", "RowLookup", "check_bags", "spec_in"]
 
 
-def spec_in(replica: EmbeddingReplica, fqn: str) -> TableSpec:
-    """Return the spec of a table that a module is to read; raise `ConfigError` unless the replica has one such."""
+def spec_in(replica: EmbeddingReplica, fqn: str, *, dim: int | None = None) -> TableSpec:
+    """Return the spec of a table that a module is to read, of a dim if a generation has it.
+
+    Raises:
+        ConfigError: The replica has no such table.
+    """
     try:
-        return replica.spec_of(fqn)
+        generations = replica.generations_of(fqn)
     except UnknownTableError as exc:
         raise ConfigError(str(exc)) from exc
+    return next((spec for spec in generations if spec.dim == dim), generations[0])
 
 
 class ReplicaModule(nn.Module):

@@ -24,7 +24,7 @@ from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.embeddings import ReplicaEmbedding, ReplicaEmbeddingBag
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, HeadraceError, UnknownTableError
-from headrace.schemas.table_names import check_model, model_of, table_name
+from headrace.schemas.table_names import check_model, exact_name, model_of, table_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["serve_model"]
@@ -111,7 +111,7 @@ def serve_model(
         raise ConfigError(f"the model cannot be copied: {type(exc).__name__}: {exc}") from exc
     served.eval().requires_grad_(False)
     if plan.has_dense:
-        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep)
+        DenseForward(served, replica, model=plan.trained_model, start=plan.start, keep=plan.keep, specs=plan.specs)
     return served
 
 
@@ -124,6 +124,11 @@ class _Declared:
     dim: int
     dtype: torch.dtype | None = None  # None if outputs do not depend on it
 
+    def fits(self, spec: TableSpec) -> bool:
+        """Return whether a generation can be served; one that has grown since the model was written can."""
+        is_smaller = 0 < spec.num_rows < self.num_rows
+        return spec.dim == self.dim and not is_smaller and self.dtype in (None, TORCH_DTYPES[spec.dtype])
+
 
 class _Plan:
     """Which modules are replaced, and by what.
@@ -132,6 +137,7 @@ class _Plan:
         in_place_of: New modules by the ids of the old ones.
         replaced: Pairs of old and new modules.
         weights: The tables' weights in the given model, by id.
+        specs: Of the tables, in the generations that are read.
         trained_model: Name of the trained model; None if it is not given and the replica has no tables of it.
         start: What goes before paths of the given model to make them the trained model's.
         keep: Patterns of what keeps its own weights.
@@ -144,6 +150,7 @@ class _Plan:
         self.in_place_of: dict[int, nn.Module] = {}
         self.replaced: list[tuple[nn.Module, nn.Module]] = []
         self.weights: dict[int, torch.Tensor] = {}
+        self.specs: list[TableSpec] = []
         self._replica = replica
         self._model = self.trained_model = model
         self.start = f"{prefix}." if prefix else ""
@@ -217,8 +224,8 @@ class _Plan:
             new: nn.Module = like(module, self._replica, prefix=path, model=self._model)
             return new
         if kind == "EmbeddingBag":
-            return ReplicaEmbeddingBag.like(module, self._replica, specs[0].fqn)
-        return ReplicaEmbedding.like(module, self._replica, specs[0].fqn)
+            return ReplicaEmbeddingBag.like(module, self._replica, exact_name(specs[0].fqn))
+        return ReplicaEmbedding.like(module, self._replica, exact_name(specs[0].fqn))
 
     def _check_table(self, declared: list[_Declared]) -> TableSpec:
         """Return the replica's table of the first path that it has; raise ConfigError if it has none, or another."""
@@ -226,16 +233,16 @@ class _Plan:
             path = f"{self.start}{table.path}"
             name = path if self._model is None else table_name(self._model, path)
             try:
-                spec = self._replica.spec_of(name)
+                generations = self._replica.generations_of(name)
             except UnknownTableError:
                 continue
-            dtype = TORCH_DTYPES[spec.dtype]
-            is_smaller = 0 < spec.num_rows < table.num_rows  # one that has grown since the model was written fits
-            if spec.dim != table.dim or is_smaller or table.dtype not in (None, dtype):
-                theirs = f"{spec.num_rows:,} × {spec.dim} {dtype}"
+            spec = next(filter(table.fits, generations), generations[0])
+            if not table.fits(spec):
+                theirs = f"{spec.num_rows:,} × {spec.dim} {TORCH_DTYPES[spec.dtype]}"
                 ours = f"{table.num_rows:,} × {table.dim} {table.dtype or ''}".rstrip()
                 raise ConfigError(f"table {spec.fqn!r} is {theirs} in the replica and {ours} in the model")
             self.trained_model = model_of(spec.fqn)
+            self.specs.append(spec)
             return spec
         path = f"{self.start}{declared[0].path}"
         raise ConfigError(f"no table {path if self._model is None else table_name(self._model, path)!r}")

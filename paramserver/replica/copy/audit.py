@@ -39,6 +39,7 @@ from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import RequestError, UnavailableError
 from headrace.schemas.row_digest import BUCKET_ROWS, TableDigest
 from headrace.schemas.row_records import PRESENT, RecordLayout
+from headrace.schemas.table_names import exact_name
 from headrace.schemas.tables import TableSpec
 from headrace.schemas.version import is_newer
 
@@ -202,8 +203,10 @@ async def audit_copy(copy: LiveCopy, config: ReplicaConfig, fqns: Sequence[str] 
         reasons = {fqn: skip_reason(spec, config) for fqn, spec in specs.items()}
         left_out = {fqn: why for fqn, why in reasons.items() if why is not None}
         fqns = [fqn for fqn in specs if fqn not in left_out]
-    for fqn in fqns:
-        _check(copy, config, fqn)
+    else:
+        for fqn in fqns:
+            _check(copy, config, fqn)
+        fqns = [copy.table_set.table(fqn).spec.fqn for fqn in fqns]
     results = {fqn: ReplicaTableAudit(fqn=fqn) for fqn in fqns}
     waiting = set(fqns)
     try:
@@ -268,7 +271,7 @@ async def _audit_again(copy: LiveCopy, span: _Span, results: Mapping[str, Replic
 
 
 def _spans(copy: LiveCopy, fqn: str) -> Iterator[_Span]:
-    spec = copy.table_set.table(fqn).spec
+    spec = copy.table_set.table(exact_name(fqn)).spec
     bucket_bytes = BUCKET_ROWS * RecordLayout(spec, spec.whole).size_bytes
     rows_at_once = min(max(_BYTES_AT_ONCE // bucket_bytes, 1) * BUCKET_ROWS, ROWS_AT_ONCE)
     for first in range(0, spec.num_rows, rows_at_once):

@@ -78,6 +78,8 @@ class CopyBuilder:
         self.doing = _CONNECTING  # what the copy being built waits for, for people
         # Any thread calls it when a few megabytes were fetched, checked or loaded, or a file was linked.
         self.on_progress: Callable[[], None] = lambda: None
+        # What lookups see instead of the newest generations, in all copies; see `TableSet`.
+        self._rolled_back: dict[str, tuple[int, int]] = {}
         self._fetched: str | None = None  # the snapshot last fetched into `snapshot_dir`
 
     def close(self) -> None:
@@ -162,6 +164,7 @@ class CopyBuilder:
                 wants=self._wants,
                 lease=lease,
                 on_progress=lambda: self.on_progress(),
+                rolled_back=self._rolled_back,
             )
         except UnknownTableError as exc:  # another shard knows the table: a trainer is just starting
             raise UnavailableError(f"{exc}: it is not registered at every shard yet") from exc
@@ -188,6 +191,7 @@ class CopyBuilder:
                 make_table=storage.make,
                 wants=self._wants,
                 check_wanted=check_wanted,
+                rolled_back=self._rolled_back,
             )
 
     async def _load_newest(
@@ -346,6 +350,7 @@ def load_snapshot(
     make_table: _MakeTable,
     check_wanted: Callable[[], None],
     wants: _Wants = lambda _: True,
+    rolled_back: dict[str, tuple[int, int]] | None = None,
 ) -> TableSet:
     """Return the tables of a snapshot, whose files match the manifest (`verify_snapshot`). Thread: any; blocks.
 
@@ -368,7 +373,9 @@ def load_snapshot(
                     wants=wants,
                 )
             )
-        table_set = TableSet(manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table)
+        table_set = TableSet(
+            manifest.server_id, tails, is_by_step=is_by_step, make_table=make_table, rolled_back=rolled_back
+        )
         for specs in map(table_set.dense.specs_of, table_set.dense.models):
             for spec in specs.values():
                 for rows in _stored_rows(snapshot, spec.fqn, check_wanted):
@@ -406,6 +413,7 @@ async def load_live(
     lease: CopyLease,
     wants: _Wants = lambda _: True,
     on_progress: Callable[[], None] = lambda: None,
+    rolled_back: dict[str, tuple[int, int]] | None = None,
 ) -> TableSet:
     """Return the tables of a running server, read while it goes on; every table must have a number of rows.
 
@@ -451,6 +459,7 @@ async def load_live(
             is_by_step=is_by_step,
             make_table=lambda spec: tables[spec.fqn] if spec.fqn in tables else make_table(spec),
             dense=dense,
+            rolled_back=rolled_back,
         )
         table_set.identities |= identities
         table_set.advance()
@@ -496,6 +505,8 @@ def _tail_of(before: Any, specs: Sequence[TableSpec], after: Any, mark: int | No
         catalog.find(table.spec.fqn).earlier |= set(table.earlier_fingerprints or ())
         if table.owner is not None:
             catalog.claim([table.owner.fqn], table.owner.run, table.owner.epoch)
+        if table.filling is not None:
+            catalog.begin_filling({table.spec.fqn: table.filling.after_step}, table.filling.epoch)
     sessions = Sessions({})
     for client in sorted(after.clients, key=lambda client: client.epoch):
         if client.epoch >= sessions.epoch_of(client.run):

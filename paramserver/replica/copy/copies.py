@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from headrace.paramserver.replica.copy.builder import CopyBuilder
@@ -127,6 +127,17 @@ class Copies:
             rebuilding.cancel()  # it was replacing the dropped copy
             await asyncio.wait([rebuilding])
         await self._close_dropped()
+
+    async def roll_back_tables(self, names: Sequence[str]) -> dict[str, str]:
+        """Let tables mean their generations before, in all copies; see `TableSet.roll_back`.
+
+        Cancellation: lookups see it or not; a previous copy may not have taken it.
+        """
+        shown = await self.newest.roll_back(names)
+        for copy in self._live[:-1]:
+            await copy.refresh_names()
+        self._notify()
+        return shown
 
     async def close(self) -> None:
         """Stop following, and close all copies."""

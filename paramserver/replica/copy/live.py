@@ -224,6 +224,16 @@ class LiveCopy:
         async with self._taking:
             return have_come() and not are_pending()
 
+    async def roll_back(self, names: Sequence[str]) -> dict[str, str]:
+        """Let tables mean earlier generations; see `TableSet.roll_back`. Cancellation: it is done or not."""
+        async with self._taking:
+            return self.table_set.roll_back(names)
+
+    async def refresh_names(self) -> None:
+        """Take what another copy of the replica has rolled back. Cancellation: harmless."""
+        async with self._taking:
+            self.table_set.refresh_names()
+
     @property
     def silence(self) -> str | None:
         """The shard that has not answered for longer than a fetch may take, for people; None if all answer.

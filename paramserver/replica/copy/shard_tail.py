@@ -142,6 +142,8 @@ class ShardTail:
         self._sessions = sessions
         self._exact_from = exact_from
         self.wants = wants
+        self._whole_from: dict[int, int] = {}  # by table number, the record with which a generation became complete
+        self._note_whole()
         self._find_runs()
         self.visible_cut = self.cut  # at `visible_seq`; None between cuts
         self.newest_cut = self.visible_cut  # the last one taken, visible or not; None before the first
@@ -181,6 +183,17 @@ class ShardTail:
         """Return the step of a run up to which everything was taken; -1 if there is none."""
         return self._sessions.watermark_of(epoch) if self.seq >= self._exact_from else -1
 
+    def shows_whole(self, fqn: str) -> bool:
+        """Return whether lookups see all rows that this shard has of a generation. REQUIRES: it is not the first."""
+        found = [table for table in self.catalog.generations_of(fqn) if table.spec.fqn == fqn]
+        return any(
+            table.filling is None and self.visible_seq >= self._whole_from.get(table.table_id, 0) for table in found
+        )
+
+    def _note_whole(self) -> None:
+        names, _ = self.catalog.end_filling(self.watermark_of)
+        self._whole_from |= {self.catalog.find(name).table_id: self.seq for name in names}
+
     def take(self, update: Update) -> tuple[RowDelta, ...]:
         """Decode the next record and append it to `pending`; raise `CorruptionError` if it cannot be applied.
 
@@ -192,6 +205,7 @@ class ShardTail:
             change, dense = self._decode(update)
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"shard {self.shard}: record {update.seq} cannot be applied: {exc}") from exc
+        self._note_whole()
         self.pending.append(change)
         self.pending_bytes += change.size_bytes
         self.newest_cut = change.cut or self.newest_cut

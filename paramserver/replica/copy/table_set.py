@@ -15,9 +15,9 @@ from headrace.paramserver.replica.tables.identity_map import IdentityMap
 from headrace.paramserver.replica.tables.on_disk import DiskTable
 from headrace.paramserver.store.deltas import RowDelta
 from headrace.paramserver.system.text import first_of
-from headrace.schemas.errors import OverloadedError, RequestError, UnknownTableError
+from headrace.schemas.errors import ConfigError, OverloadedError, RequestError, UnknownTableError
 from headrace.schemas.idl import idl
-from headrace.schemas.table_names import TableNames, path_of
+from headrace.schemas.table_names import TableNames, exact_name, generation_of, model_of, path_of, plain_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["TableSet"]
@@ -45,11 +45,13 @@ class TableSet:
         is_by_step: bool,
         make_table: Callable[[TableSpec], ReplicaTable | None],
         dense: DenseTensors | None = None,
+        rolled_back: dict[str, tuple[int, int]] | None = None,
         clock_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         """Create empty tables (`make_table` returns None for unwanted ones); load them, then call `advance`.
 
-        `dense` has the rows of dense tensors that are loaded already.
+        `dense` has the rows of dense tensors that are loaded already. `rolled_back` is the replica's, for all its
+        copies: by plain name, the generation that lookups see, and the one before which they saw another.
         """
         self.server_id = server_id
         self.tails = list(tails)
@@ -67,7 +69,12 @@ class TableSet:
         self._clock_us = clock_us
         self._unwanted: set[str] = set()
         self._names = TableNames(())
-        self._retired: list[ReplicaTable] = []  # dropped ones, whose files are closed with the others
+        self._by_name: dict[str, ReplicaTable] = {}  # what lookups find, also by plain names
+        self._generations: dict[str, list[str]] = {}  # by plain name, all of them, the newest first
+        self._shown: dict[str, str] = {}  # by plain name, the generation that it means
+        self._changing: list[str] = []  # plain names that may come to mean another generation
+        self._rolled_back = {} if rolled_back is None else rolled_back
+        self._retired: list[DiskTable] = []  # dropped ones, whose files are closed with the others
         self._drop_epochs: dict[str, int] = {}  # of the last drop that a shard has told, by name
         self._renames: dict[str, tuple[str, int]] = {}  # likewise, new name and epoch by old name
         for tail in self.tails:
@@ -106,7 +113,7 @@ class TableSet:
             table.spec = spec
             self.tables = {spec.fqn if fqn == old else fqn: each for fqn, each in self.tables.items()}
             self.identities = {spec.fqn if fqn == old else fqn: each for fqn, each in self.identities.items()}
-            self._names = TableNames(self.tables)
+            self._update_names()
 
     def _drop(self, tail: ShardTail, name: str) -> None:
         """Drop a table as soon as one shard has; what other shards still send of it counts for nothing."""
@@ -117,11 +124,11 @@ class TableSet:
         for each in self.tails:
             each.forget(name)
         with self.seqlock.write():
-            if (table := self.tables.get(name)) is not None:
-                self._retired.append(table)
+            if isinstance(table := self.tables.get(name), DiskTable):
+                self._retired.append(table)  # lookups may be reading its files
             self.tables = {fqn: each for fqn, each in self.tables.items() if fqn != name}
             self.identities = {fqn: each for fqn, each in self.identities.items() if fqn != name}
-            self._names = TableNames(self.tables)
+            self._update_names()
 
     def _follow_dense(self) -> None:
         self.dense.follow([tail.catalog for tail in self.tails], lambda name: self.tails[0].wants(name))
@@ -147,44 +154,154 @@ class TableSet:
                         identities[spec.fqn] = IdentityMap(spec)
                     tables[spec.fqn] = table
         finally:  # also tables before one that failed, so that they are closed
-            self.identities, self.tables, self._names = identities, tables, TableNames(tables)
+            self.identities, self.tables = identities, tables
+            self._update_names()
 
-    def table(self, fqn: str) -> ReplicaTable:
-        """Return a table by its name, or by its path if only one model has it; else raise `UnknownTableError`."""
-        table = self.tables.get(fqn)
+    def _whole_of(self, plain: str) -> list[str]:
+        """Return the generations of a table of which all shards show all rows, the newest first."""
+        return [
+            name
+            for name in self._generations.get(plain, ())
+            if generation_of(name) == 1 or all(tail.shows_whole(name) for tail in self.tails)
+        ]
+
+    def _shown_of(self, plain: str) -> str | None:
+        """Return the generation that lookups by a plain name see; None if there is no complete one."""
+        whole = self._whole_of(plain)
+        back_to, back_from = self._rolled_back.get(plain, (0, 0))
+        if whole and generation_of(whole[0]) <= back_from:  # until another one is complete
+            whole = [name for name in whole if generation_of(name) <= back_to] or whole
+        return whole[0] if whole else None
+
+    def _update_names(self) -> None:
+        """Let names mean what they do now. Where lookups see it, REQUIRES: the seqlock is being written."""
+        self._generations = {}
+        for name in sorted(self.tables, key=generation_of, reverse=True):
+            self._generations.setdefault(plain_name(name), []).append(name)
+        shown = {plain: self._shown_of(plain) for plain in self._generations}
+        self._shown = {plain: name for plain, name in shown.items() if name is not None}
+        by_name = {exact_name(name): table for name, table in self.tables.items()}
+        by_name |= {plain: self.tables[name] for plain, name in self._shown.items()}
+        # What was dropped is shown until a shard that is behind has told that the generation in its place is complete.
+        for plain in self._generations.keys() - self._shown.keys() & self._by_name.keys():
+            by_name[plain] = self._by_name[plain]
+        self._by_name = by_name
+        self._names = TableNames(self._by_name)
+        # Of the others, lookups see the only generation that there is.
+        self._changing = [plain for plain, names in self._generations.items() if [shown[plain]] != names]
+
+    def _has_news(self) -> bool:
+        """Return whether a plain name is to mean another generation from now on."""
+        return any(self._shown_of(plain) != self._shown.get(plain) for plain in self._changing)
+
+    def roll_back(self, names: Iterable[str]) -> dict[str, str]:
+        """Let names mean the complete generations before those that they mean, all at one moment.
+
+        Return the generations that lookups see now, by plain name. They are seen until a newer generation than any is
+        complete.
+
+        Raises:
+            UnknownTableError: There is no such table.
+            ConfigError: There is no earlier generation, or the model has dense tensors, which have none.
+        """
+        rolled_back: dict[str, tuple[int, int]] = {}
+        for name in names:
+            plain = plain_name(self.table(name).spec.fqn)
+            shown = self._shown[plain]
+            earlier = [each for each in self._whole_of(plain) if generation_of(each) < generation_of(shown)]
+            if not earlier:
+                raise ConfigError(f"table {plain!r} has no generation before {shown!r} here to roll back to")
+            if model_of(plain) in self.dense.models:
+                raise ConfigError(
+                    f"table {plain!r}: the dense parameters of its model go on with {shown!r}, and have no earlier "
+                    "generation: serve the earlier model under another name (model=…)"
+                )
+            rolled_back[plain] = generation_of(earlier[0]), max(map(generation_of, self._whole_of(plain)))
+        with self.seqlock.write():
+            self._rolled_back |= rolled_back
+            self._update_names()
+        return {plain: self._shown[plain] for plain in rolled_back}
+
+    def refresh_names(self) -> None:
+        """Take what another copy of the replica has rolled back."""
+        with self.seqlock.write():
+            self._update_names()
+
+    def _fitting(self, wanted: TableSpec) -> ReplicaTable:
+        """Return what a reader of a spec's dim and type reads: the generation shown, or else the newest that fits."""
+        plain = plain_name(wanted.fqn)
+        shown = self.table(plain)
+        names = [self._shown[plain], *self._whole_of(plain)] if plain in self._shown else []
+        fitting = (self.tables[name] for name in names if self.tables[name].spec.has_rows_like(wanted))
+        if (table := next(fitting, None)) is None:
+            raise ConfigError(f"{_changed(wanted, shown.spec)}: give the changed model")
+        return table
+
+    def check_shown(self, specs: Iterable[TableSpec]) -> None:
+        """Raise ConfigError if readers of some specs read an earlier generation than lookups by name see."""
+        for wanted in specs:
+            shown = self.table(plain_name(wanted.fqn)).spec
+            if not shown.has_rows_like(wanted):
+                raise ConfigError(
+                    f"{_changed(wanted, shown)}, and the dense parameters belong to that: serve the changed model"
+                )
+
+    def generations_of(self, fqn: str) -> list[TableSpec]:
+        """Return the generation that a name means, and then the other complete ones, the newest first."""
+        shown = self.table(fqn).spec
+        exact = exact_name(shown.fqn)
+        if fqn in (exact, path_of(exact)):
+            return [shown]
+        others = [name for name in self._whole_of(plain_name(shown.fqn)) if name != shown.fqn]
+        return [shown, *(self.tables[name].spec for name in others)]
+
+    def table(self, fqn: str | TableSpec) -> ReplicaTable:
+        """Return a table by its name, or by its path if only one model has it; else raise `UnknownTableError`.
+
+        A plain name means the newest complete generation, or the one rolled back to. A spec means the newest that has
+        its dim and type, and raises `ConfigError` if none has.
+        """
+        if isinstance(fqn, TableSpec):
+            return self._fitting(fqn)
+        table = self._by_name.get(fqn)
         if table is None:
             name = self._names.find(fqn)
             if name is None and (tensor := self.dense.find(fqn)) is not None:
                 raise RequestError(f"{tensor!r} is a dense tensor and no table: read it with dense()")
-            dropped = [each for each in self._drop_epochs if fqn in (each, path_of(each))]
-            renamed = [each for each in self._renames if fqn in (each, path_of(each))]
+            dropped = [each for each in self._drop_epochs if _means(fqn, each)]
+            renamed = [each for each in self._renames if _means(fqn, each)]
+            unfinished = [each for each in self.tables if fqn in (plain_name(each), path_of(plain_name(each)))]
+            if name is None and unfinished:
+                raise UnknownTableError(
+                    f"table {unfinished[0]!r} is not complete yet, and no earlier generation is here"
+                )
             if name is None and renamed:
                 raise UnknownTableError(f"table {renamed[0]!r} was renamed to {self._renames[renamed[0]][0]!r}")
             if name is None and dropped:
                 raise UnknownTableError(f"table {dropped[0]!r} was dropped in epoch {self._drop_epochs[dropped[0]]}")
             if name is None:
                 raise UnknownTableError(f"no table {fqn!r} in this replica; it has {first_of(sorted(self.tables))}")
-            table = self.tables[name]
+            table = self._by_name[name]
         return table
 
-    def find_rows(self, fqn: str, identities: Ids) -> Ids:
+    def find_rows(self, fqn: str | TableSpec, identities: Ids) -> Ids:
         """Return the row that has each of int64[n] identities; -1 where no row has it. Thread: any.
 
         Raises:
             UnknownTableError: There is no table of this name.
             RequestError: The table has no identities.
         """
-        of_table = self._identities_of(fqn)
-        return self.seqlock.read(lambda: of_table.find(identities))
+        return self.seqlock.read(lambda: self._identities_of(fqn).find(identities))
 
-    def look_by_identity(self, fqn: str, identities: Ids, default: torch.Tensor) -> Found:
+    def look_by_identity(self, fqn: str, identities: Ids, default_of: Callable[[TableSpec], torch.Tensor]) -> Found:
         """Return rows `[n, dim]` of int64[n] identities, all from one moment, and bool[n], which have no row.
 
-        Identities without a row get the default, `[dim]` in the table's dtype. Errors and threads as for `find_rows`.
+        Identities without a row get the table's default, `[dim]` in its dtype. Errors and threads as for `find_rows`.
         """
-        table, of_table = self.table(fqn), self._identities_of(fqn)
 
         def look() -> Found:
+            table, of_table = self.table(fqn), self._identities_of(fqn)
+            default = default_of(table.spec)
             row_ids = of_table.find(identities)
             is_found = row_ids >= 0
             if is_found.all():
@@ -198,7 +315,7 @@ class TableSet:
 
         return self.seqlock.read(look)
 
-    def _identities_of(self, fqn: str) -> IdentityMap:
+    def _identities_of(self, fqn: str | TableSpec) -> IdentityMap:
         name = self.table(fqn).spec.fqn
         if name not in self.identities:
             raise RequestError(f"table {name!r} has no identities; look its rows up by their row ids")
@@ -319,6 +436,9 @@ class TableSet:
                         self._apply(change)
                 tail.shown(change, self._clock_us())
                 has_changed = True
+        if self._has_news():
+            with self.seqlock.write():
+                self._update_names()
         if any(tail.pending for tail in self.tails):
             return has_changed  # paused: the sessions know of steps whose rows nobody sees yet
         epoch = max((tail.epoch for tail in self.tails), default=0)
@@ -338,6 +458,8 @@ class TableSet:
             for tail in self.tails:
                 self._show_pending(tail, max((change.seq for change in tail.pending if change.cut == cut), default=0))
             self.dense.show(cut[:2])
+            if self._has_news():
+                self._update_names()
             self.visible = cut[:2]
         return True
 
@@ -378,3 +500,14 @@ class TableSet:
         if table is None or not (delta.is_below_floor and delta.row_ids.size):
             return delta
         return delta.with_rows(~table.inspect(delta.row_ids)[1])
+
+
+def _means(wanted: str, name: str) -> bool:
+    """Return whether a user means a table by its name or path, with or without the number of a first generation."""
+    return wanted in (name, path_of(name), exact_name(name), path_of(exact_name(name)))
+
+
+def _changed(wanted: TableSpec, shown: TableSpec) -> str:
+    """Return how the generation that is shown differs from the one that a module reads."""
+    theirs, ours = (f"{spec.dim} × {spec.dtype.name.lower()}" for spec in (shown, wanted))
+    return f"table {plain_name(wanted.fqn)!r} is {theirs} now, in {shown.fqn!r}, and {ours} in the served model"

@@ -23,6 +23,7 @@ from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.system.log_lines import fact
 from headrace.paramserver.system.text import first_of, format_seconds
 from headrace.schemas.errors import HeadraceError, RequestError, UnavailableError
+from headrace.schemas.table_names import exact_name
 
 __all__ = ["KnownLag", "Readiness", "ReadyState", "SelfAudit"]
 
@@ -203,7 +204,7 @@ class SelfAudit:
         """Return the report with differing tables audited again, or unchanged if that fails."""
         await asyncio.sleep(_CONFIRM_PAUSE_S)
         try:
-            again = await self._compared([table.fqn for table in report.tables if table.differing_buckets])
+            again = await self._compared([exact_name(table.fqn) for table in report.tables if table.differing_buckets])
         except HeadraceError as exc:
             fact(_log, logging.WARNING, "a difference could not be looked at again", why=str(exc))
             return report

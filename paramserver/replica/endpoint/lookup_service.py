@@ -38,6 +38,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_to_idl, wire_text
 from headrace.schemas.row_digest import BUCKET_ROWS
 from headrace.schemas.row_records import MISSING, PRESENT
+from headrace.schemas.table_names import exact_name
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplicaService"]
@@ -120,7 +121,7 @@ class ReplicaService:
         if identities.nbytes * _FOUND_PER_IDENTITY + _REPLY_OVERHEAD_BYTES > self._limits.max_frame_bytes:
             raise RequestError(f"table {spec.fqn!r}: {identities.size} identities are too many for one reply")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, _find_rows, replica, spec.fqn, identities)
+        return await loop.run_in_executor(self._executor, _find_rows, replica, exact_name(spec.fqn), identities)
 
     async def digest_rows(self, call: Call, request: Any) -> Any:
         """Return digests of the weights that lookups see; the replica pauses meanwhile.
@@ -133,7 +134,7 @@ class ReplicaService:
         end_row = _end_of_digest(request, spec)
         async with self._digesting:
             rows = {"first_row": request.first_row, "end_row": end_row, "with_presence": request.with_presence}
-            digest = await asyncio.to_thread(replica.digest, spec.fqn, **rows)
+            digest = await asyncio.to_thread(replica.digest, exact_name(spec.fqn), **rows)
         seq = sum(digest.seqs.values())
         return digest.to_idl(next_row=end_row, seq=seq, with_presence=request.with_presence)
 
@@ -155,7 +156,7 @@ class ReplicaService:
             num_refused=server.num_refused if server else 0,
             num_rows_written=0,
             tables=[
-                idl.TableStatus(spec=spec_to_idl(spec.of_weights), num_rows_estimate=replica.num_rows(fqn))
+                idl.TableStatus(spec=spec_to_idl(spec.of_weights), num_rows_estimate=replica.num_rows(exact_name(fqn)))
                 for fqn, spec in sorted(tables.items())
                 if replica is not None
             ],
@@ -206,7 +207,7 @@ def _look_up(replica: EmbeddingReplica, wanted: list[tuple[TableSpec, Ids]]) -> 
         return gather
 
     seq = _visible_seq(replica)
-    found = replica.look([(spec.fqn, ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
+    found = replica.look([(exact_name(spec.fqn), ids, gather_of(part)) for part, (spec, ids) in enumerate(wanted)])
     columns = []
     for part, rows in enumerate(found):
         rows = rows.to(TORCH_DTYPES[wanted[part][0].dtype]).contiguous()
@@ -285,7 +286,8 @@ def _row_bytes(spec: TableSpec) -> int:
 
 
 def _spec_of(replica: EmbeddingReplica, fqn: str) -> TableSpec:
-    return replica.spec_of(fqn)
+    """Return the spec of a table; a whole name means one generation here, as at the server."""
+    return replica.spec_of(exact_name(fqn) if fqn in replica.tables else fqn)
 
 
 def _shard_to_idl(shard: Freshness) -> Any:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.copy.shard_tail import Freshness
 from headrace.paramserver.replica.endpoint.health import SelfAudit
+from headrace.schemas.table_names import exact_name
 
 __all__ = ["AuditCollector", "ReplicaCollector", "replica_metrics"]
 
@@ -113,7 +114,7 @@ def _of_shards(freshness: list[Freshness]) -> Iterator[Metric]:
 
 
 def _of_tables(replica: EmbeddingReplica) -> Iterator[Metric]:
-    rows = [(fqn, replica.num_rows(fqn)) for fqn in sorted(replica.tables)]
+    rows = [(fqn, replica.num_rows(exact_name(fqn))) for fqn in sorted(replica.tables)]
     yield _labeled("table_rows", "Rows present; approximate for a table on disk.", "table", rows)
     missing = sorted(replica.num_missing.items())
     yield _labeled("missing_total", "Ids that lookups did not find.", "table", missing)

@@ -117,7 +117,7 @@ def _of_one_table(*, dim: int, precision: Any = None, is_weighted: bool = False)
     """Return a collection over an empty table in this process."""
     table = MemoryTable(TableSpec(fqn="t", num_rows=10, dim=dim, dtype=DType.FLOAT32), precision=precision)
     replica = SimpleNamespace(
-        spec_of=lambda _: table.spec, look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
+        generations_of=lambda _: [table.spec], look=lambda wanted: [make(table, at)[0] for _, at, make in wanted]
     )
     tables = [BagTable(fqn="t", features=("f",))]
     return ReplicaEmbeddingBagCollection(cast("Any", replica), tables, is_weighted=is_weighted)

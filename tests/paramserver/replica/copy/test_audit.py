@@ -205,7 +205,7 @@ class _CopyAtSeqs:
         self.table_set = SimpleNamespace(
             tables={fqn: MemoryTable(spec) for fqn, spec in specs.items()},
             tails=[SimpleNamespace(shard=0, visible_seq=2), SimpleNamespace(shard=1, visible_seq=1)],
-            table=lambda fqn: self.table_set.tables[fqn],
+            table=lambda fqn: self.table_set.tables[fqn.removesuffix("#1")],
             visible=(0, -1),
         )
         self.reader = self

@@ -502,7 +502,7 @@ class LiveServer:
         self._gone = asyncio.Event()
 
     async def status(self) -> list[Any]:
-        table = SimpleNamespace(spec=spec_to_idl(SPEC), owner=None, earlier_fingerprints=None)
+        table = SimpleNamespace(spec=spec_to_idl(SPEC), owner=None, earlier_fingerprints=None, filling=None)
         return [
             SimpleNamespace(shard=0, server_id="s", log_seq=7, accepted_seq=7, tables=[table], clients=self.clients)
         ]
