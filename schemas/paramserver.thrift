@@ -180,6 +180,11 @@ struct HelloRequest {
   15: optional list<TableRename> renamed_tables,
   /** Where a node of a cluster knows its server's shards to be; the shard takes what has a higher term. Only an ADMIN may. */
   16: optional list<ShardAddress> shards,
+  /**
+   * Those of `tables` that are generations complete on every shard, as a trainer found before this hello. A shard that keeps
+   * only some generations drops those before them.
+   */
+  17: optional list<string> complete,
 }
 
 /** The run that may train a table: the trainer that named the table in its hello last. */

@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_460,
     "kernels": 2_730,
-    "paramserver": 32_860,
-    "streamer": 11_300,
+    "paramserver": 32_890,
+    "streamer": 11_310,
     "scripts": 11_510,
-    "tests": 67_110,
+    "tests": 67_180,
 }
 NUM_PRODUCT_FILES = 280
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

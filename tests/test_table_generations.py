@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_ports import hold_ports
 from torch import nn
 from watched_server import wait_until
 
@@ -19,7 +20,7 @@ from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.served_model import serve_model
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError
+from headrace.schemas.errors import ConfigError, HeadraceError, OwnedError, SpecMismatchError, UnknownTableError
 from headrace.streamer import RawEmbeddingStreamer
 
 NUM_ROWS = 50
@@ -274,6 +275,35 @@ def test_served_models_go_on_in_a_generation_of_the_same_dim(server: ServerProce
         assert np.array_equal(served(torch.arange(NUM_ROWS)).numpy(), first.weights)
 
 
+def test_a_server_keeps_as_many_generations_as_it_is_told(tmp_path: Path) -> None:
+    """The trainer's next start drops earlier ones, not before all shards are complete; replicas and replays agree."""
+    first, second, third = Trainer(), Trainer(16), Trainer(4)
+    with ServerProcess.start(tmp_path / "data", shards=2, keep_generations=2) as server:
+        first.stream(server.address)
+        with EmbeddingReplica(server.address) as replica:
+            second.stream(server.address)
+            with third.open(server.address) as streamer:
+                streamer.attach(third.model, third.optimizer, publish="all")
+                streamer.close(flush=False)
+            third.stream(server.address)
+            assert filling_of(server.address) == {FIRST: False, SECOND: False, "ctr:weight#3": False}
+            third.stream(server.address, publish="updated")
+            assert filling_of(server.address) == {SECOND: False, "ctr:weight#3": False}
+            wait_until(lambda: replica.tables.keys() == {SECOND, "ctr:weight#3"})
+            assert np.array_equal(replica.lookup("weight", ROWS).numpy(), third.weights)
+            with pytest.raises(UnknownTableError, match="'ctr:weight' was dropped in epoch"):
+                replica.lookup("weight#1", ROWS)
+            replica.roll_back(["weight"])
+            assert np.array_equal(replica.lookup("weight", ROWS).numpy(), second.weights)
+        server.kill()
+    with ServerProcess.start(tmp_path / "data", keep_generations=1) as server:
+        assert filling_of(server.address) == {SECOND: False, "ctr:weight#3": False}
+        third.stream(server.address, publish="updated")
+        assert filling_of(server.address) == {"ctr:weight#3": False}
+        with EmbeddingReplica(server.address) as late:
+            assert np.array_equal(late.lookup("weight", ROWS).numpy(), third.weights)
+
+
 def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -> None:
     """On another number of shards too: an old log brings nothing back, and what was incomplete is sent whole."""
     first, second = Trainer(), Trainer(16)
@@ -305,3 +335,49 @@ def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -
             with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
                 streamer.attach(second.model, second.optimizer)
             assert filling_of(server.address) == tables | {"item:weight#2": False}
+
+
+@pytest.mark.parametrize("amid", ["attach", "rows", "complete", "drop"])
+@pytest.mark.parametrize("consistency", ["latest", "step"])
+def test_a_kill_at_each_point_of_a_change_loses_and_mixes_nothing(tmp_path: Path, amid: str, consistency: str) -> None:
+    """Replicas that run on or begin see one generation, whole, whatever had come; training goes on, and all arrives."""
+    first, second = Trainer(), Trainer(16)
+    settings = {"port": hold_ports(2), "keep_generations": 1}
+    states: list[Any] = []
+
+    def train(streamer: RawEmbeddingStreamer) -> None:
+        second.step()
+        states.append(second.weights.tolist())
+
+    with ServerProcess.start(tmp_path / "data", shards=2, **settings) as server:
+        first.stream(server.address)
+        if amid == "drop":
+            second.stream(server.address)
+        replica = EmbeddingReplica(server.address, consistency=consistency)
+        with second.open(server.address) as streamer, replica:
+            streamer.attach(second.model, second.optimizer, publish="all")
+            states.append(second.weights.tolist())
+            if amid in ("rows", "complete"):
+                if amid == "rows":
+                    server.kill()  # the rows wait in the trainer
+                train(streamer)
+            if amid == "complete":
+                streamer.flush()
+            server.kill()
+            seen = [replica.lookup("weight", ROWS).numpy().tolist()]
+            with ServerProcess.start(tmp_path / "data", **settings) as again:
+                with EmbeddingReplica(again.address) as late:
+                    seen += [each.lookup("weight", ROWS).numpy().tolist() for each in (late, replica)]
+                again.kill()
+            assert all(rows in (first.weights.tolist(), *states) for rows in seen)
+            assert amid != "attach" or all(rows == first.weights.tolist() for rows in seen)
+            assert amid not in ("complete", "drop") or first.weights.tolist() not in seen[1:2]
+            with ServerProcess.start(tmp_path / "data", **settings) as again:
+                train(streamer)
+                streamer.flush()
+                assert streamer.audit(only_present=False).is_equal
+                wait_until(lambda: replica.lookup("weight", ROWS).numpy().tolist() == states[-1])
+                later = {SECOND: False}
+                assert filling_of(again.address) == (later if amid == "drop" else {FIRST: False} | later)
+                with EmbeddingReplica(again.address, consistency=consistency) as late:
+                    assert late.lookup("weight", ROWS).numpy().tolist() == states[-1]

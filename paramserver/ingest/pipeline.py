@@ -109,13 +109,14 @@ class Ingest:
         *,
         max_backlog_bytes: int,
         reject_non_finite: bool = False,
+        keep_generations: int = 0,
         shard: int = 0,
         num_shards: int = 1,
     ) -> None:
         """Restore catalog and sessions from `meta`, the store's metadata.
 
         Acks wait while more than `max_backlog_bytes` are durable and not yet applied. Batches with rows of other shards
-        are refused, and with `reject_non_finite` those with NaN or Inf.
+        are refused, and with `reject_non_finite` those with NaN or Inf. `keep_generations` is how many stay, 0 for all.
         """
         self.catalog, self.sessions = Catalog(meta), Sessions(meta)
         self._stored_mark = meta.get(META_MARK)
@@ -123,6 +124,7 @@ class Ingest:
         self.on_accepted: Callable[[], None] | None = None
         self._log, self._applier = log, applier
         self._max_backlog_bytes, self._reject_non_finite = max_backlog_bytes, reject_non_finite
+        self._keep_generations = keep_generations
         self._shard, self._num_shards = shard, num_shards
         self._undurable: deque[Batch] = deque()  # and durable ones behind one that is being judged
         self._settled_seq = 0  # the log has told what became of the records up to here
@@ -225,12 +227,14 @@ class Ingest:
         takes_over: bool = False,
         fills: Iterable[str] = (),
         after_step: int = -1,
+        complete: Iterable[str] = (),
         dropped: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
     ) -> tuple[Session, int]:
         """Register or change tables and open or resume a writer's session; return it with the last durable batch.
 
         A trainer sends the generations `fills` whole: it has once all its ranks have ended a step after `after_step`.
+        Those that it has found `complete`, on all shards, outlive earlier ones beyond those to keep.
 
         The session may be ahead of that batch, because another connection of the client may have sent more meanwhile.
         Cancellation: the registration is in the log or it is not; repeating the hello is harmless.
@@ -259,7 +263,8 @@ class Ingest:
             self.sessions.check_free(epoch)
         is_open, owned = self.sessions.is_open(run, client, epoch, rank, world_size), []
         outgrown = not world_size or (is_open and self.catalog.are_owned(specs, run, epoch))
-        new_specs, filling = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown), {}
+        new_specs = self.catalog.check(specs, epoch=epoch, knows_outgrown=outgrown)
+        named, filling = {spec.fqn for spec in specs}, {}
         drops = [table.spec.fqn for table in self.catalog if table.spec.fqn in dropped]
         renames = self._check_renames(renamed or {})
         if (dropped or renamed) and (world_size or specs):
@@ -267,8 +272,8 @@ class Ingest:
         if world_size:
             now_us = time.time_ns() // 1000
             owned = claimable(self.catalog, self.sessions, specs, run, epoch, takes_over=takes_over, now_us=now_us)
-            named = {spec.fqn for spec in specs}
             filling = self.catalog.fills_of((name for name in fills if name in named), epoch, after_step)
+            drops = self.catalog.outlived((name for name in complete if name in named), self._keep_generations)
         if new_specs or owned or filling or drops or renames or not is_open:
             header = {"kind": KIND_HELLO, "run": run, "client": client, "rank": rank, "world_size": world_size}
             header |= {"tables": [pack_spec(spec) for spec in new_specs], "owned": owned}

@@ -132,6 +132,7 @@ class Shard:
                 takes_over=bool(request.takes_over),
                 fills=request.fills or (),
                 after_step=-1 if request.after_step is None else request.after_step,
+                complete=request.complete or (),
                 dropped=request.dropped_tables or (),
                 renamed={rename.fqn: rename.new_fqn for rename in request.renamed_tables or ()},
             )
@@ -349,6 +350,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
             store.read_meta(),
             max_backlog_bytes=config.max_backlog_bytes,
             reject_non_finite=config.reject_non_finite,
+            keep_generations=config.keep_generations,
             shard=config.shard,
             num_shards=config.num_shards,
         )

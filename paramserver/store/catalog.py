@@ -354,6 +354,19 @@ class Catalog:
         names = (plain, *sorted(self._later.get(plain, ()), key=generation_of))
         return [self._tables[each] for each in names if each in self._tables]
 
+    def outlived(self, complete: Iterable[str], num_kept: int) -> list[str]:
+        """Return the generations before those that are complete, but for so many in all; none for 0."""
+        found: list[str] = []
+        for name in complete if num_kept else ():
+            names = [
+                table.spec.fqn
+                for table in self.generations_of(name)
+                if generation_of(table.spec.fqn) <= generation_of(name)
+            ]
+            if name in names and self._tables[name].filling is None:
+                found += names[: max(len(names) - num_kept, 0)]
+        return found
+
     def fills_of(self, names: Iterable[str], epoch: int, after_step: int) -> dict[str, int]:
         """Return for which of some tables a hello begins or changes the filling, as the record says it."""
         fills = {}

@@ -109,7 +109,7 @@ class Delivery:
         specs = list({each.spec.fqn: each.spec for each in known}.values())
         filled = frozenset[str]() if generations is None else generations.filled
         try:
-            self.sender.register(specs, after_step=-1 if generations is None else generations.after_step)
+            self.sender.register(specs, generations)
             self.flusher.add_tables(tables)
             if dense is not None:
                 self.flusher.add_dense(dense)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -77,15 +77,17 @@ class Writer:
         claims_epoch: bool = False,
         takes_over: bool = False,
         after_step: int | None = None,
+        complete: Container[str] = (),
     ) -> Any:
         """Return the `idl.HelloRequest` that opens or resumes the session and registers tables.
 
         All generations are named as filled: the server forgets what is complete, and an empty store in its place does
-        not. `after_step` is the one after which their rows are sent.
+        not. `after_step` is the one after which their rows are sent. `complete` are tables that all shards have whole.
         """
         return idl.HelloRequest(
             fills=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1] or None,
             after_step=after_step,
+            complete=[spec.fqn for spec in tables if generation_of(spec.fqn) > 1 and spec.fqn in complete] or None,
             claims_epoch=claims_epoch or None,
             takes_over=takes_over or None,
             protocol_version=PROTOCOL_VERSION,
@@ -204,10 +206,12 @@ class Rendezvous:
         *,
         takes_over: bool = False,
         after_step: int | None = None,
+        complete: Iterable[str] = (),
     ) -> list[Any]:
         """Say hello to every shard, each over its own connection, and register new tables; return the replies.
 
-        Generations among them lack rows until every rank has ended a step after `after_step`.
+        Generations among them lack rows until every rank has ended a step after `after_step`, or are `complete`: then
+        shards may drop earlier ones.
 
         Shard 0 goes first: it decides which of two runs owns a table that both name at once.
 
@@ -219,7 +223,7 @@ class Rendezvous:
             SpecMismatchError: A table is registered with another spec.
             UnavailableError: A shard could not be reached in time.
         """
-        request = writer.hello(tables, takes_over=takes_over, after_step=after_step)
+        request = writer.hello(tables, takes_over=takes_over, after_step=after_step, complete=frozenset(complete))
 
         async def say_to(shard: StoreShard) -> Any:
             await self._raise_highest_epoch(shard, writer)

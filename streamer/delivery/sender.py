@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.delivery.channel import ShardChannel
+from headrace.streamer.delivery.generations import Generations
 from headrace.streamer.delivery.outstanding import OutstandingFlush, OutstandingFlushes
 from headrace.streamer.delivery.rendezvous import Rendezvous, Store, Writer, connector
 from headrace.streamer.delivery.spool import Spool
@@ -118,9 +119,9 @@ class Sender:
         ]
         self._call(self._open)
 
-    def register(self, specs: list[TableSpec], *, after_step: int = -1) -> None:
-        """Register tables on all shards; generations are sent after a step. Raises as `Rendezvous.open_session`."""
-        self._call(lambda: self._register(specs, after_step))
+    def register(self, specs: list[TableSpec], generations: Generations | None = None) -> None:
+        """Register tables on all shards, in the generations chosen. Raises as `Rendezvous.open_session`."""
+        self._call(lambda: self._register(specs, generations))
 
     def submit(self, flush: Flush) -> None:
         """Take over a flush and its staging buffer, unless streaming has ended with an error. Never blocks."""
@@ -244,16 +245,19 @@ class Sender:
             self._unspooled = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._guarded(self._run_spool(self._spool, self._unspooled))))
 
-    async def _say_hello(self, specs: list[TableSpec], after_step: int | None = None) -> list[Any]:
+    async def _say_hello(
+        self, specs: list[TableSpec], after_step: int | None = None, complete: Iterable[str] = ()
+    ) -> list[Any]:
         assert self._writer is not None
         shards = [channel.shard for channel in self._channels]
         takes_over = self._config.takes_over
         return await self._rendezvous.open_session(
-            shards, self._writer, specs, takes_over=takes_over, after_step=after_step
+            shards, self._writer, specs, takes_over=takes_over, after_step=after_step, complete=complete
         )
 
-    async def _register(self, specs: list[TableSpec], after_step: int) -> None:
-        await self._say_hello(specs, after_step)
+    async def _register(self, specs: list[TableSpec], generations: Generations | None) -> None:
+        after_step = -1 if generations is None else generations.after_step
+        await self._say_hello(specs, after_step, () if generations is None else generations.complete)
         for channel in self._channels:
             channel.add_tables(specs, after_step=after_step)
 
