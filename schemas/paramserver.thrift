@@ -182,7 +182,8 @@ struct HelloRequest {
   16: optional list<ShardAddress> shards,
   /**
    * Those of `tables` that are generations complete on every shard, as a trainer found before this hello. A shard that keeps
-   * only some generations drops those before them.
+   * only some generations drops those before them. From a client that is no trainer: those that it made, with `fills`, in this
+   * epoch, and of which it has brought in all rows.
    */
   17: optional list<string> complete,
 }

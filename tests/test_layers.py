@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_460,
     "kernels": 2_730,
-    "paramserver": 32_890,
+    "paramserver": 33_000,
     "streamer": 11_310,
     "scripts": 11_510,
-    "tests": 67_180,
+    "tests": 67_210,
 }
 NUM_PRODUCT_FILES = 280
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

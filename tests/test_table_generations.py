@@ -304,6 +304,36 @@ def test_a_server_keeps_as_many_generations_as_it_is_told(tmp_path: Path) -> Non
             assert np.array_equal(late.lookup("weight", ROWS).numpy(), third.weights)
 
 
+def test_a_replay_brings_generations_back_whole(tmp_path: Path) -> None:
+    """Replicas of the target change over at its end, not amid it; a part of the log, or an incomplete one, does not."""
+    first, second = Trainer(), Trainer(16)
+    log, complete = tmp_path / "data", {FIRST: False, SECOND: False}
+    with ServerProcess.start(log, shards=2) as server:
+        first.stream(server.address)
+        second.stream(server.address, num_steps=3)
+        with Trainer(4).open(server.address) as streamer:
+            third = Trainer(4)
+            streamer.attach(third.model, third.optimizer, publish="all")
+            streamer.close(flush=False)
+        assert filling_of(server.address) == complete | {"ctr:weight#3": True}
+    with (
+        ServerProcess.start(tmp_path / "part", shards=3) as server,
+        EmbeddingReplica(server.address, consistency="latest") as replica,
+    ):
+        assert cli.main(["replay", str(log), "--server", server.address, "--to-step", "2"]) == 0
+        assert filling_of(server.address)[SECOND]
+        wait_until(lambda: replica.tables.keys() >= {FIRST, SECOND})
+        assert replica.spec_of("weight").fqn == FIRST
+        assert cli.main(["replay", str(log), "--server", server.address]) == 0
+        assert filling_of(server.address).items() >= complete.items()
+        wait_until(lambda: replica.spec_of("weight").fqn == SECOND)
+        assert np.array_equal(replica.lookup("weight", ROWS).numpy(), second.weights)
+        server.kill()
+    with ServerProcess.start(tmp_path / "part") as server:
+        assert filling_of(server.address).items() >= complete.items()
+        second.stream(server.address, publish="updated")
+
+
 def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -> None:
     """On another number of shards too: an old log brings nothing back, and what was incomplete is sent whole."""
     first, second = Trainer(), Trainer(16)

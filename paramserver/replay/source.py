@@ -5,7 +5,7 @@ Reads only and takes no lock, so the server may be running. Records are checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,21 @@ from typing import Any
 from headrace.paramserver.log.inspection import Range, find_logs, widen
 from headrace.paramserver.log.interface import KIND_BATCH, KIND_HELLO, LogRecord
 from headrace.paramserver.log.opening import open_source
+from headrace.paramserver.log.sessions import Sessions
 from headrace.paramserver.store.catalog import Catalog, unpack_spec
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.text import describe_near
-from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, ProtocolError, UnknownTableError
+from headrace.schemas.errors import (
+    ConfigError,
+    CorruptionError,
+    GoneError,
+    HeadraceError,
+    ProtocolError,
+    UnknownTableError,
+)
 from headrace.schemas.idl import idl
 from headrace.schemas.messages import decode_header, decode_struct
-from headrace.schemas.table_names import is_among, model_of, path_of
+from headrace.schemas.table_names import generation_of, is_among, model_of, path_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["ReplayBatch", "ReplayRange", "ReplaySource", "ReplaySummary", "SourceLog", "TableSummary"]
@@ -54,6 +62,12 @@ class ReplayRange:
         ):
             if first is not None and last is not None and first > last:
                 raise ConfigError(f"{names}: the range is empty")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the range takes all records."""
+        bounds = (self.from_seq, self.to_seq, self.from_step, self.to_step, self.since_us, self.until_us)
+        return all(bound is None for bound in bounds)
 
     def takes(self, header: dict[str, Any]) -> bool:
         """Return whether a batch's record is within steps and times and has one of the tables."""
@@ -160,6 +174,40 @@ class SourceLog:
         return self._source.read(self._begin, self.first_seq - 1)
 
 
+class _Fillings:
+    """Tells which generations one log makes complete, as the shard did that wrote it."""
+
+    def __init__(self) -> None:
+        self.whole: set[str] = set()  # by the names that they have at the end
+        self._sessions = Sessions({})
+        self._filling: dict[str, tuple[int, int]] = {}  # epoch, and the step after which the rows are there
+
+    def take(self, record: LogRecord, name_at_end: Callable[[str], str]) -> None:
+        header = record.header
+        if header["kind"] == KIND_HELLO:
+            if record.epoch >= self._sessions.epoch_of(header["run"]):
+                place = header["rank"], header["world_size"]
+                self._sessions.open(header["run"], header["client"], record.epoch, *place)
+            self._filling |= {name_at_end(name): (record.epoch, step) for name, step in header.get("fills", {}).items()}
+            self._end(map(name_at_end, header.get("complete", ())))
+        elif header["kind"] == KIND_BATCH and header["ends_step"]:
+            session = self._sessions.find(header["run"], header["client"])
+            if session is None or session.epoch != record.epoch:
+                return  # its hello was removed from the log
+            step, time_us = header["step"], header["time_us"]
+            seq = header["client_seq"]
+            self._sessions.advance(
+                session, client_seq=seq, step=step, time_us=time_us, ends_step=True, is_exact_cut=False
+            )
+            ended = ((name, self._sessions.watermark_of(of[0]) > of[1]) for name, of in self._filling.items())
+            self._end([name for name, is_whole in ended if is_whole])
+
+    def _end(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._filling.pop(name, None)
+            self.whole.add(name)
+
+
 class ReplaySource:
     """The logs of a replay.
 
@@ -194,6 +242,15 @@ class ReplaySource:
         # By log: positions of drops and renames, and what became of each name; "" for a dropped table.
         self._changes: dict[Path, list[tuple[int, dict[str, str]]]] = {log.path: [] for log in self.logs}
         self.runs: dict[str, str] = {}
+        self._fillings: dict[Path, _Fillings] = {}
+
+    @property
+    def incomplete(self) -> set[str]:
+        """Generations of which the range may lack rows; known after `summarize`."""
+        later = {name for name in self.specs if generation_of(name) > 1}
+        if not self.wanted.is_open:
+            return later
+        return {name for name in later if any(name not in each.whole for each in self._fillings.values())}
 
     def summarize(self, *, on_progress: Callable[[int], None] = lambda _: None) -> ReplaySummary:
         """Read and check the whole range once, and collect the tables' specs.
@@ -224,6 +281,7 @@ class ReplaySource:
     def _summarize(self, on_progress: Callable[[int], None]) -> ReplaySummary:
         summary = ReplaySummary()
         for log in self.logs:
+            self._fillings[log.path] = _Fillings()
             for batch in self.batches(log, on_progress=on_progress):
                 summary.add(batch)
         return summary
@@ -232,6 +290,7 @@ class ReplaySource:
         """Yield the batches of one log in the range, in order. Raises as `summarize`."""
         for record in log.read():
             on_progress(record.body.nbytes)
+            self._note_filling(log, record)
             batch = self._batch_of(log, record)
             if batch is not None:
                 yield batch
@@ -262,6 +321,12 @@ class ReplaySource:
         is_trainer = request.version_epoch is None
         epoch, run = (request.epoch, request.run) if is_trainer else (request.version_epoch, None)
         return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
+
+    def _note_filling(self, log: SourceLog, record: LogRecord) -> None:
+        try:
+            self._fillings[log.path].take(record, lambda name: self._name_at_end(log, record.seq, name))
+        except (HeadraceError, ValueError, TypeError, KeyError) as exc:
+            raise CorruptionError(f"{log.path}: record {record.seq} is not a record of a shard: {exc}") from exc
 
     def _note_change(self, log: SourceLog, seq: int, header: dict[str, Any]) -> None:
         """Note what a hello drops and renames: rows from before it belong to nothing, or to another name."""

@@ -16,7 +16,7 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from headrace.paramserver.reading.link import retry
 from headrace.paramserver.replay.source import ReplayBatch, ReplaySource, SourceLog
 from headrace.paramserver.rpc.address import format_address, shard_map
 from headrace.paramserver.rpc.client import ParamServerClient
@@ -42,6 +43,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
 from headrace.schemas.routing import shards_of_rows
+from headrace.schemas.table_names import generation_of
 from headrace.schemas.tables import TableSpec
 
 __all__ = ["Replay", "ReplayTarget", "ShardWriter", "pack_deltas", "route_delta", "size_of_delta"]
@@ -76,9 +78,14 @@ class ReplayTarget:
         """Time for one attempt to connect, and for the answer to a hello, seconds. Short, so that attempts repeat."""
         return min(self.timeout_s, _CONNECT_TIMEOUT_S)
 
-    def hello(self, run: str, client: str, epoch: int, specs: list[TableSpec]) -> Any:
-        """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks."""
+    def hello(self, run: str, client: str, epoch: int, specs: list[TableSpec], *, complete: Iterable[str] = ()) -> Any:
+        """Return the `idl.HelloRequest` of a replay; one with epoch 0 only asks.
+
+        Generations among the tables that the server does not have are not complete there before a hello says so.
+        """
         return idl.HelloRequest(
+            fills=[spec.fqn for spec in specs if generation_of(spec.fqn) > 1] or None,
+            complete=list(complete) or None,
             protocol_version=PROTOCOL_VERSION,
             role=idl.Role.WRITER,
             run=run,
@@ -150,6 +157,7 @@ class Replay:
         shards = shard_map(reply, target.host, target.port)
         limits = reply.limits
         max_bytes = min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES
+        run = ""
         for log in self._source.logs:
             run = f"replay-{self._digest(log, len(shards), max_bytes)}"
             writers = [ShardWriter(target, host, port, run, list(self._specs.values())) for host, port in shards]
@@ -158,6 +166,23 @@ class Replay:
                 await self._feed(log, writers, max_bytes, on_progress)
                 for task in sending:
                     task.cancel()
+        complete = [name for name in self._specs if generation_of(name) > 1 and name not in self._source.incomplete]
+        if complete:
+            for host, port in shards:
+                await self._complete(host, port, run, complete)
+
+    async def _complete(self, host: str, port: int, run: str, names: list[str]) -> None:
+        """Say to a shard that all rows of generations are there; those that a trainer fills there stay as they are."""
+        target = self._target
+        request = target.hello(run, "replay", _EPOCH, list(self._specs.values()), complete=names)
+
+        async def attempt() -> None:
+            async with await ParamServerClient.connect(
+                host, port, timeout_s=target.connect_timeout_s, ssl_context=target.ssl_context
+            ) as client:
+                await client.hello(request, timeout_s=target.connect_timeout_s)
+
+        await retry(attempt, patience_s=target.timeout_s)
 
     def _check_owners(self, reply: Any) -> None:
         for owner in reply.owners or ():

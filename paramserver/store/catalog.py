@@ -222,6 +222,7 @@ class Catalog:
         meta = self.add(unpack_spec(packed) for packed in header["tables"])
         meta |= self.claim(header.get("owned", ()), header["run"], epoch)  # earlier releases record no owners
         meta |= self.begin_filling(header.get("fills", {}), epoch)
+        meta |= self.complete(header.get("complete", ()))
         meta |= self.drop(header.get("dropped", ()), epoch)
         meta |= self.rename(header.get("renamed", {}), epoch)
         return meta | self.raise_floors(header.get("floors", {}))
@@ -385,6 +386,20 @@ class Catalog:
             table = self.find(name)
             table.filling = filling = _later(table.filling, Filling(epoch, after_step))
             meta[_FILLING_PREFIX + b"%d" % table.table_id] = msgpack.packb([filling.epoch, filling.after_step])
+        return meta
+
+    def replayed(self, names: Iterable[str], epoch: int) -> list[str]:
+        """Return those of some generations that a client that is no trainer has begun, for it to complete."""
+        ended = Filling(epoch, MAX_STEP)
+        return [name for name in dict.fromkeys(names) if name in self._tables and self._tables[name].filling == ended]
+
+    def complete(self, names: Iterable[str]) -> dict[bytes, bytes]:
+        """Note that generations lack no rows; return the metadata that keeps it."""
+        meta = {}
+        for name in names:
+            table = self.find(name)
+            table.filling = None
+            meta[_FILLING_PREFIX + b"%d" % table.table_id] = _REMOVED
         return meta
 
     def end_filling(self, watermark_of: Callable[[int], int]) -> tuple[list[str], dict[bytes, bytes]]:

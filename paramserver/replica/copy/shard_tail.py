@@ -289,6 +289,7 @@ class ShardTail:
     def _take_hello(self, update: Update) -> None:
         header = update.header
         self.catalog.take_hello(header, update.epoch)
+        self._whole_from |= {self.catalog.find(name).table_id: update.seq for name in header.get("complete", ())}
         self._find_runs()
         # The sessions may come from a later record.
         if update.epoch >= self._sessions.epoch_of(header["run"]):
