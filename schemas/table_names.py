@@ -120,11 +120,22 @@ def check_model(model: str) -> None:
 class TableNames:
     """The names of the tables that exist, to find the one that a user means by a name or a path."""
 
-    def __init__(self, names: Iterable[str], *, model: str | None = None) -> None:
-        """Index names, of one model only if `model` is given."""
-        self._names = frozenset(name for name in names if model is None or model_of(name) == model)
+    def __init__(
+        self, names: Iterable[str], *, model: str | None = None, incomplete: Container[str] | None = None
+    ) -> None:
+        """Index names, of one model only if `model` is given.
+
+        With `incomplete`, generations that lack rows, a plain name means the newest of the others, and `name#1` the
+        first one. Without, each name means itself.
+        """
+        names = [name for name in names if model is None or model_of(name) == model]
+        self._means = {name: name for name in names}
+        if incomplete is not None:
+            self._means = {exact_name(name): name for name in names}
+            complete = [name for name in names if name not in incomplete]
+            self._means |= {plain_name(name): name for name in sorted(complete, key=generation_of)}
         self._by_path: dict[str, list[str]] = {}
-        for name in sorted(self._names):
+        for name in sorted(self._means):
             self._by_path.setdefault(path_of(name), []).append(name)
 
     def find(self, wanted: str) -> str | None:
@@ -133,10 +144,10 @@ class TableNames:
         Raises:
             RequestError: Several models have the path; the message names them.
         """
-        if wanted in self._names:
-            return wanted
+        if wanted in self._means:
+            return self._means[wanted]
         found = self._by_path.get(wanted, ())
         if len(found) > 1:
             models = ", ".join(model_of(name) for name in found)
             raise RequestError(f"several models have a table {wanted!r} ({models}): name one, as in {found[0]!r}")
-        return found[0] if found else None
+        return self._means[found[0]] if found else None

@@ -28,7 +28,15 @@ from headrace.paramserver.reading.reader import Rows
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import ConfigError, SpecMismatchError, UnsupportedModelError
 from headrace.schemas.row_records import PRESENT
-from headrace.schemas.table_names import DEFAULT_MODEL, check_model, model_of, path_of, table_name
+from headrace.schemas.table_names import (
+    DEFAULT_MODEL,
+    TableNames,
+    check_model,
+    model_of,
+    path_of,
+    plain_name,
+    table_name,
+)
 from headrace.schemas.tables import StateKind, TableSpec
 from headrace.streamer.config import StreamerConfig
 from headrace.streamer.dense_restore import DenseTargets, RestoredDense
@@ -259,7 +267,9 @@ def _agree(world: World, tap: Tap, source: RestoreSource, wanted: _Wanted) -> _P
         described.check_step(model, wanted.step)
     dense_specs = {} if wanted.dense is False else described.dense_of(model)
     dense_paths = set(map(path_of, dense_specs))
-    stored = {path: table_name(model, path) for path in sorted(tap.names - dense_paths)}
+    names = TableNames(specs, model=model, incomplete=described.incomplete)
+    plain = {path: table_name(model, path) for path in sorted(tap.names - dense_paths)}
+    stored = {path: names.find(name) or name for path, name in plain.items()}
     dense: DenseTargets | None = None
 
     def misfits_here() -> dict[str, str]:
@@ -315,7 +325,7 @@ def _with_files(world: World, source: RestoreSource, stored: StoredTables) -> St
 def _model_with(paths: Iterable[str], names: Iterable[str], place: str) -> str:
     """Return the only model that has tables of these paths; the default one if none has."""
     wanted = set(paths)
-    models = sorted({model_of(name) for name in names if path_of(name) in wanted})
+    models = sorted({model_of(name) for name in names if path_of(plain_name(name)) in wanted})
     if len(models) > 1:
         raise ConfigError(f"several models in {place} have these tables ({first_of(models)}): pass model_name=…")
     return models[0] if models else DEFAULT_MODEL

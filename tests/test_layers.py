@@ -37,12 +37,12 @@ WINGS = {
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
-    "schemas": 2_460,
+    "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 33_000,
-    "streamer": 11_310,
-    "scripts": 11_510,
-    "tests": 67_210,
+    "paramserver": 33_010,
+    "streamer": 11_320,
+    "scripts": 11_540,
+    "tests": 67_250,
 }
 NUM_PRODUCT_FILES = 280
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from held_ports import hold_ports
+from safetensors.torch import load_file, save_file
 from torch import nn
 from watched_server import wait_until
 
-from headrace import cli
+from headrace import cli, restore
 from headrace.paramserver.reading.reader import EmbeddingReader
 from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
 from headrace.paramserver.replica.api.served_model import serve_model
@@ -365,6 +366,40 @@ def test_a_restored_server_knows_drops_renames_and_generations(tmp_path: Path) -
             with RawEmbeddingStreamer(server.address, run="item", model="item") as streamer:
                 streamer.attach(second.model, second.optimizer)
             assert filling_of(server.address) == tables | {"item:weight#2": False}
+
+
+def test_restore_export_and_backfill_mean_the_newest_complete_generation(tmp_path: Path) -> None:
+    """By server and by snapshot, under the plain name; an earlier one by `#1`, and an incomplete one not at all."""
+    first, second = Trainer(), Trainer(16, torch.optim.Adagrad)
+    with ServerProcess.start(tmp_path / "data", shards=2) as server:
+        first.stream(server.address)
+        second.stream(server.address, num_steps=2)
+        third = Trainer(4)
+        with third.open(server.address) as streamer:
+            streamer.attach(third.model, third.optimizer, publish="all")
+            streamer.close(flush=False)
+        assert cli.main(["snapshot", "create", server.address, "--name", "s", "--now"]) == 0
+        snapshot = tmp_path / "data" / "snapshots" / "s"
+        for source in ({"address": server.address}, {"snapshot": snapshot}):
+            again = nn.Embedding(NUM_ROWS, 16)
+            optimizer = torch.optim.Adagrad(again.parameters(), lr=0.1)
+            assert restore(again, optimizer, **source).tables[0].num_restored == NUM_ROWS
+            assert torch.equal(again.weight, second.model.weight)
+            with pytest.raises(SpecMismatchError, match="dim 8 ≠ 16"):
+                restore(first.model, first.optimizer, **source)
+        for number, (wanted, weights) in enumerate((("weight", second.weights), ("weight#1", first.weights))):
+            file = tmp_path / f"{number}.safetensors"
+            place = ["--snapshot", str(snapshot), "--to", str(file), "--format", "safetensors"]
+            assert cli.main(["export", *place, "--table", wanted]) == 0
+            assert {name: rows.numpy().tolist() for name, rows in load_file(file).items()} == {
+                "weight": weights.tolist()
+            }
+        save_file({"weight": torch.full((NUM_ROWS, 16), 7.0)}, tmp_path / "seven.safetensors")
+        rows = ["--server", server.address, "--epoch", "1000", "--zero-states"]
+        assert cli.main(["backfill", str(tmp_path / "seven.safetensors"), *rows]) == 0
+        with EmbeddingReplica(server.address) as replica:
+            assert replica.lookup("weight", ROWS).eq(7).all()
+            assert np.array_equal(replica.lookup("weight#1", ROWS).numpy(), first.weights)
 
 
 @pytest.mark.parametrize("amid", ["attach", "rows", "complete", "drop"])

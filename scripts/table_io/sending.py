@@ -46,6 +46,7 @@ class ServerFacts:
     shards: list[tuple[str, int]]
     max_message_bytes: int
     tables: dict[str, TableSpec]
+    incomplete: frozenset[str] = frozenset()  # those of the tables that are generations with rows missing
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ async def ask_server(target: ReplayTarget) -> ServerFacts:
         shards=shard_map(reply, target.host, target.port),
         max_message_bytes=min(limits.max_frame_bytes, limits.max_inflight_bytes, _MAX_MESSAGE_BYTES) - _SPARE_BYTES,
         tables={spec.fqn: spec for spec in map(spec_from_idl, reply.tables)},
+        incomplete=frozenset(reply.filling or ()),
     )
 
 

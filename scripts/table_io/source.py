@@ -14,7 +14,15 @@ from typing import Any
 from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.system.text import describe_near
 from headrace.schemas.errors import ConfigError, RequestError, SpecMismatchError, StorageError
-from headrace.schemas.table_names import DEFAULT_MODEL, TableNames, check_model, model_of, path_of, table_name
+from headrace.schemas.table_names import (
+    DEFAULT_MODEL,
+    TableNames,
+    check_model,
+    model_of,
+    path_of,
+    plain_name,
+    table_name,
+)
 from headrace.schemas.tables import DType, StateKind, StateSpec, TableSpec
 from headrace.schemas.version import MAX_EPOCH
 from headrace.scripts.table_io.columns import TensorSource, map_file_errors
@@ -110,18 +118,21 @@ class BackfillConfig:
         if self.non_finite not in _NON_FINITE:
             raise ConfigError(f"--non-finite {self.non_finite!r}: one of {', '.join(_NON_FINITE)}")
 
-    def open(self, path: Path, known: Mapping[str, TableSpec] | None) -> OpenSource:
+    def open(
+        self, path: Path, known: Mapping[str, TableSpec] | None, *, incomplete: frozenset[str] = frozenset()
+    ) -> OpenSource:
         """Open a file or directory and check all its tables.
 
         Args:
             path: A `.pt`, `.safetensors` or `.parquet` file, a checkpoint's directory or one of Parquet files.
             known: The target's tables, by fqn; None for a new one.
+            incomplete: Generations among them that lack rows: a plain name means the newest of the others.
 
         Raises:
             ConfigError: There is nothing to read, or a library for it is missing.
             HeadraceError: The source is damaged, or does not fit the target.
         """
-        names = TableNames(known or {}, model=self.model)
+        names = TableNames(known or {}, model=self.model, incomplete=incomplete)
         naming, parquet = Naming(self.maps), _parquet_files(path)
         tensors = None if parquet is not None else _open_tensors(path)
         files = tensors.files if tensors is not None else parquet or []
@@ -233,7 +244,8 @@ def _called_here(known: Mapping[str, TableSpec], names: TableNames) -> dict[str,
     Its dense tensors are none: a checkpoint has the same ones, and they stay as they are.
     """
     here = {}
-    for name in {*known, *map(path_of, known)}:
+    plain = {*known, *map(plain_name, known)}
+    for name in {*plain, *map(path_of, plain)}:
         with contextlib.suppress(RequestError):  # several models have the path
             if (fqn := names.find(name)) is not None and not known[fqn].is_dense:
                 here[name] = replace(known[fqn], fqn=name, renamed_seed=None)
