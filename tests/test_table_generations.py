@@ -104,7 +104,7 @@ def test_another_dim_or_optimizer_makes_another_generation(
 
 
 def test_an_incomplete_generation_is_sent_whole_by_whoever_goes_on(
-    server: ServerProcess, caplog: pytest.LogCaptureFixture
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A trainer that ends before any step leaves it incomplete; the next start sends all rows, also with `updated`."""
     Trainer().stream(server.address)
@@ -113,6 +113,10 @@ def test_an_incomplete_generation_is_sent_whole_by_whoever_goes_on(
         streamer.attach(second.model, second.optimizer, publish="all")
         streamer.close(flush=False)
     assert filling_of(server.address) == {FIRST: False, SECOND: True}
+    assert cli.main(["table", "list", "--server", server.address]) == 0
+    assert cli.main(["table", "describe", "weight#2", "--server", server.address]) == 0
+    out = capsys.readouterr().out
+    assert "(filling)" in out and "no: its trainer has not sent all rows" in out
     caplog.clear()
     with caplog.at_level("INFO"), second.open(server.address) as streamer:
         streamer.attach(second.model, second.optimizer)

@@ -41,6 +41,7 @@ class TableDescription:
         owner_epoch: The epoch in which that run started last; 0 without one.
         is_owner_connected: Whether a rank of that run is connected now.
         num_growths: How often it has got more rows.
+        is_complete: False for a generation of which a shard lacks rows: replicas do not show it yet.
     """
 
     spec: TableSpec
@@ -49,6 +50,7 @@ class TableDescription:
     owner_epoch: int
     is_owner_connected: bool
     num_growths: int
+    is_complete: bool = True
 
 
 class TableAdmin:
@@ -126,6 +128,7 @@ class TableAdmin:
                 owner_epoch=0 if owner is None else owner.epoch,
                 is_owner_connected=owner is not None and owner.run in connected,
                 num_growths=len(table.earlier_fingerprints or ()),
+                is_complete=table.filling is None and (known is None or known.is_complete),
             )
         return [found[name] for name in sorted(found)]
 

@@ -51,7 +51,8 @@ def list_tables(
     shown = number_table("table", "rows>", "dim>", "type", "stored, about>", "owner")
     for each in tables:
         rows = f"{each.spec.num_rows:,}" if each.spec.num_rows else "virtual"
-        cells = (escape(each.spec.fqn), rows, str(each.spec.dim), each.spec.dtype.name.lower())
+        name = each.spec.fqn if each.is_complete else f"{each.spec.fqn} (filling)"
+        cells = (escape(name), rows, str(each.spec.dim), each.spec.dtype.name.lower())
         shown.add_row(*cells, f"{each.num_rows_estimate:,}", escape(_owner(each)))
     Console().print(shown)
     return 0
@@ -70,6 +71,11 @@ def describe(name: _Name, *, server: _Server = DEFAULT_ADDRESS, as_json: AsJson 
     grown = f", has grown {found.num_growths} time{'s' * (found.num_growths > 1)}" if found.num_growths else ""
     facts = {
         "table": spec.fqn,
+        **(
+            {}
+            if found.is_complete
+            else {"complete": "no: its trainer has not sent all rows; replicas show no row of it"}
+        ),
         "rows": (f"{spec.num_rows:,}" if spec.num_rows else "virtual ids") + grown,
         "stored rows": f"{found.num_rows_estimate:,}, about; overwritten ones may count twice",
         "dim": f"{spec.dim} × {spec.dtype.name.lower()}",
@@ -180,6 +186,7 @@ def _to_json(found: TableDescription) -> dict[str, Any]:
         "has_identities": spec.has_identities,
         "num_rows_estimate": found.num_rows_estimate,
         "num_growths": found.num_growths,
+        "is_complete": found.is_complete,
         "owner": found.owner,
         "owner_epoch": found.owner_epoch,
         "is_owner_connected": found.is_owner_connected,
