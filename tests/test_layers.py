@@ -41,7 +41,7 @@ LINES = {
     "kernels": 2_730,
     "paramserver": 33_010,
     "streamer": 11_320,
-    "scripts": 11_540,
+    "scripts": 11_550,
     "tests": 67_250,
 }
 NUM_PRODUCT_FILES = 280
