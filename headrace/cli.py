@@ -71,6 +71,11 @@ _COMMANDS = (
     _command("doctor", "Check machine, configuration and a server, and say what to do."),
     _command("replica", "Serve lookups from a copy that follows a running server.", "torch"),
     _command("snapshot", "Make, list, check, fetch, restore and remove snapshots of a server."),
+    _Entry(
+        name="restore",
+        target="headrace.scripts.commands.recover:restore",
+        help="Make a server, or a shard of it, again from its object store.",
+    ),
     _command("table", "List, describe, grow, rename and drop the tables of a running server."),
     _command("expire", "Delete rows of a running server that its policies let go, or say which."),
     _command("log", "Look into an update log and check it."),

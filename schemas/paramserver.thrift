@@ -479,6 +479,22 @@ struct UploadStatus {
   7: optional string failure,
 }
 
+/** How far the archive of a shard's log is, in the object store. */
+struct ArchiveStatus {
+  /** All records up to here are archived; -1 while the store has not told yet. */
+  1: required i64 archived_seq,
+  /** About how many bytes of durable log are not archived. */
+  2: required i64 behind_bytes,
+  /** How long the oldest of these records has been durable, seconds. */
+  3: required double behind_s,
+  /** Uploads and listings that have failed since the start. */
+  4: required i64 num_failures,
+  /** Records that were removed before they were archived. */
+  5: required i64 num_lost,
+  /** The present failure; absent while all is well. */
+  6: optional string error,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -504,6 +520,7 @@ struct StatusReply {
   17: optional ReplicaStatus replica,
   18: optional ExpiryStatus expiry,
   19: optional i64 term,
+  20: optional ArchiveStatus archive,
   /** From a server with an object store. */
   22: optional UploadStatus upload,
 }

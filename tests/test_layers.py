@@ -25,26 +25,26 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "observe", "shard", "replica"),
+        *("reading", "replay", "snapshots", "archive", "observe", "shard", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
 # Two rooms work without the parts of a server: what each may import of its folder.
 WINGS = {
     "reading": {"system", "rpc", "reading"},
-    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "shard", "observe", "config"},
+    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config"},
 }
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 33_010,
+    "paramserver": 34_400,
     "streamer": 11_320,
-    "scripts": 11_550,
-    "tests": 67_250,
+    "scripts": 11_660,
+    "tests": 68_280,
 }
-NUM_PRODUCT_FILES = 280
+NUM_PRODUCT_FILES = 287
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

@@ -26,7 +26,16 @@ from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, CorruptionError, StorageError
 from headrace.schemas.snapshot_manifest import shard_folder
 
-__all__ = ["FORMAT_VERSION", "LOCK_NAME", "MANIFEST_NAME", "DataDir", "Manifest", "check_data_dir", "is_in_use"]
+__all__ = [
+    "FORMAT_VERSION",
+    "LOCK_NAME",
+    "MANIFEST_NAME",
+    "DataDir",
+    "Manifest",
+    "check_data_dir",
+    "find_manifest",
+    "is_in_use",
+]
 
 MANIFEST_NAME = "headrace.json"
 LOCK_NAME = "LOCK"
@@ -208,6 +217,11 @@ def check_data_dir(
     except OSError as exc:
         _fail(path, exc)
     return manifest
+
+
+def find_manifest(path: Path) -> Manifest | None:
+    """Return the manifest in a directory, whose shards may be missing; None if there is none. Raises as `claim`."""
+    return _read_manifest(path, None) if _has_store(path) else None
 
 
 def is_in_use(path: Path) -> bool:

@@ -137,11 +137,29 @@ class ShardSettings(ThriftSettings):
 
     object_store: str | None = text_setting(
         None,
-        "Where snapshots go: s3://, gs://, az:// or file:/// and a prefix for this server alone. Credentials come from "
-        "the environment. See docs/snapshots.md.",
+        "Where snapshots and the archive of the log go: s3://, gs://, az:// or file:/// and a prefix for this server "
+        "alone. Credentials come from the environment. See docs/archive.md.",
     )
     object_store_rate: int = size_setting(
         0, 0, _MAX_BYTES, "Bytes a second between each shard and the object store, both ways. 0 sets no bound."
+    )
+
+    archive_segment_bytes: int = size_setting(
+        64 * _MIB,
+        64 * _KIB,
+        _GIB,
+        "With `object_store`: size at which a part of the update log is archived. A shard may hold four in memory.",
+    )
+    archive_segment_s: float = seconds_setting(
+        10.0, 0.01, _DAY_S, "With `object_store`: how long a record waits at most until its part is archived."
+    )
+    archive_retention_s: float = seconds_setting(
+        7.0 * _DAY_S,
+        0,
+        10 * 365 * _DAY_S,
+        "How far back a shard can be restored to any moment. Older parts are removed once a later snapshot is there; 0 "
+        "keeps all.",
+        default_text="7d",
     )
 
     writer_token_file: Path | None = path_setting(

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.sample import (
+    ArchiveSample,
     ExpirySample,
     HistogramSample,
     ShardDetail,
@@ -40,6 +41,13 @@ _OF_EXPIRY: tuple[tuple[str, str, Callable[[ExpirySample], float]], ...] = (
     ("expiry_tombstones_collected_total", "Tombstones that expiry has dropped.", lambda e: e.num_tombstones_collected),
     ("expiry_failures_total", "Expiry runs that ended in an error.", lambda e: e.num_failed),
     ("expiry_last_run_timestamp_seconds", "When the last run ended; 0 before any.", lambda e: e.last_run_us / 1e6),
+)
+_OF_ARCHIVE: tuple[tuple[str, str, Callable[[ArchiveSample], float]], ...] = (
+    ("archived_seq", "Last record up to which all are archived; -1 until the store answers.", lambda a: a.archived_seq),
+    ("archive_behind_seconds", "Age of the oldest durable record not archived.", lambda a: a.behind_s),
+    ("archive_behind_bytes", "Durable log that is not archived, about.", lambda a: a.behind_bytes),
+    ("archive_failures_total", "Uploads and listings that failed.", lambda a: a.num_failures),
+    ("archive_records_lost_total", "Records that were removed before they were archived.", lambda a: a.num_lost),
 )
 _OF_DETAIL: tuple[tuple[str, str, Callable[[ShardDetail], float]], ...] = (
     ("apply_lag_seconds", "Age of the oldest durable record not in the store; 0 when idle.", lambda d: d.apply_lag_s),
@@ -85,6 +93,7 @@ def server_families(states: Sequence[ShardState]) -> Iterator[Metric]:
     yield from _server(states, samples)
     yield from _numbers(_OF_SAMPLE, [(sample, sample) for sample in samples])
     yield from _numbers(_OF_EXPIRY, [(sample, sample.expiry) for sample in samples if sample.expiry is not None])
+    yield from _numbers(_OF_ARCHIVE, [(sample, sample.archive) for sample in samples if sample.archive is not None])
     yield from _numbers(_OF_DETAIL, details)
     for name, text, histogram_of in _HISTOGRAMS:
         family = HistogramMetricFamily(f"headrace_{name}", text, labels=["shard"])

@@ -6,13 +6,15 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.paramserver.observe.sample import ShardDetail, ShardSample, ShardState
+from headrace.paramserver.observe.sample import ArchiveSample, ShardDetail, ShardSample, ShardState
 
 __all__ = ["Problem", "Severity", "find_problems"]
 
 # The store holds rows back for two seconds by design; several times that means that it does not keep up.
 _MAX_APPLY_LAG_S = 15.0
 _MAX_LOOP_PAUSE_S = 0.25
+# A part waits ten seconds until it is closed, and then takes as long as the store does.
+_MAX_ARCHIVE_LAG_S = 60.0
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
 
@@ -78,6 +80,8 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
             f"{name} paused for {sample.worst_loop_pause_s:.2f} s in the last minute",
             "Other processes use its processors or disk, or there are too few processors for the shards.",
         )
+    if sample.archive is not None:
+        yield from _of_archive(name, sample.archive)
     if sample.detail is not None:
         yield from _of_detail(name, sample.detail)
     elif sample.num_refused:
@@ -85,6 +89,22 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
             Severity.NOTE,
             f"{name} has refused {sample.num_refused:,} requests or connections since its start",
             "The server's log says whose and why.",
+        )
+
+
+def _of_archive(name: str, archive: ArchiveSample) -> Iterator[Problem]:
+    if archive.num_lost:
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: {archive.num_lost:,} records were removed before they were archived",
+            "Make a snapshot: the archive cannot go beyond the gap from an earlier one. Raise --log-hold-bytes.",
+        )
+    if archive.behind_s > _MAX_ARCHIVE_LAG_S:
+        why = f": {archive.error}" if archive.error else ""
+        yield Problem(
+            Severity.WARNING,
+            f"{name}: the archive is {archive.behind_s:.0f} s behind{why}",
+            "What is not archived is lost with the disk. Training goes on; the log is kept up to --log-hold-bytes.",
         )
 
 

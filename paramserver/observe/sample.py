@@ -147,6 +147,23 @@ class CacheSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ArchiveSample:
+    """How far the archive of a shard's log is; fields are those of the IDL's `ArchiveStatus`."""
+
+    archived_seq: int
+    behind_bytes: int = 0
+    behind_s: float = 0.0
+    num_failures: int = 0
+    num_lost: int = 0
+    error: str | None = None
+
+    @classmethod
+    def of_status(cls, status: Any) -> Self:
+        """Return the sample of an `idl.ArchiveStatus`."""
+        return cls(**{field.name: getattr(status, field.name) for field in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotSample:
     """The newest published snapshot; `created_us` is microseconds since 1970."""
 
@@ -225,6 +242,7 @@ class ShardSample:
     tables: tuple[TableSample, ...]
     writers: tuple[WriterSample, ...]
     expiry: ExpirySample | None = None
+    archive: ArchiveSample | None = None
     detail: ShardDetail | None = None
     replica: Any = None
     upload: Any = None
@@ -245,6 +263,7 @@ class ShardSample:
             ),
             writers=tuple(WriterSample(**{name: getattr(c, name) for name in _WRITER_FIELDS}) for c in reply.clients),
             expiry=None if reply.expiry is None else ExpirySample.of_status(reply.expiry),
+            archive=None if reply.archive is None else ArchiveSample.of_status(reply.archive),
             replica=reply.replica,
             upload=reply.upload,
         )
@@ -254,6 +273,7 @@ class ShardSample:
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "expiry": self.expiry and dataclasses.asdict(self.expiry),
+            "archive": self.archive and dataclasses.asdict(self.archive),
             "detail": self.detail and dataclasses.asdict(self.detail),
         }
 
@@ -278,6 +298,7 @@ class ShardSample:
                     WriterSample(**dict(zip(_WRITER_FIELDS, writer, strict=True))) for writer in values["writers"]
                 ),
                 "expiry": values["expiry"] and ExpirySample(**values["expiry"]),
+                "archive": values["archive"] and ArchiveSample(**values["archive"]),
                 "detail": values["detail"] and ShardDetail.from_json(values["detail"]),
             }
             return cls(**{**values, **parts})

@@ -1,8 +1,9 @@
 """Remove records of a shard's update log that nobody needs.
 
 Whatever the settings say, retention keeps what the store needs to recover. Up to `log_hold_bytes` it also keeps what
-followers have leases on, and what follows the newest snapshot or one that is being made. Beyond that bound the disk
-comes first: the oldest records go, which is logged and counted, and the leases on them keep nothing any more.
+followers have leases on, what follows the newest snapshot or one that is being made, and what is not archived yet.
+Beyond that bound the disk comes first: the oldest records go, which is logged and counted, and the leases on them keep
+nothing any more.
 
 Leases are in memory; only long ones are in a file, too (`log/leases.py`). So for some minutes after a start, retention
 keeps everything within the bound, until the holders have asked for their leases again. It does the same after a pause
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Self
 
 from headrace.paramserver.config.server_settings import ShardConfig
@@ -57,16 +58,20 @@ class LogRetention:
         config: ShardConfig,
         *,
         uploader: SnapshotUploader | None = None,
+        archived: Callable[[], Sequence[LogLease]] = tuple,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Prepare to remove records of `log` that are durable in `store`, within the bounds of `config`."""
+        """Prepare to remove records of `log` that are durable in `store`, within the bounds of `config`.
+
+        `archived` returns the leases on what is not archived yet.
+        """
         self.snapshot_leases = LogLeases(clock=clock)
         self.uploader = uploader
         self.num_broken = 0
         self._log, self._store, self._followers, self._config = log, store, followers, config
         self._snapshots = SnapshotFiles(config.snapshots_path)
-        self._clock, self._sleep = clock, sleep
+        self._archived, self._clock, self._sleep = archived, clock, sleep
         self._saved = SavedLeases(config.directory / "leases.json", followers, min_lease_s=_GRACE_S, clock=clock)
         # An empty log had no followers.
         self._grace_until_s = clock() + _GRACE_S if log.last_seq else -math.inf
@@ -108,7 +113,8 @@ class LogRetention:
         published = await asyncio.to_thread(self._published_leases)
         async with self._followers.removing:
             stored = [] if self.uploader is None else self.uploader.leases()
-            leases = [*self._followers.held(), *self.snapshot_leases.held(), *published, *stored]
+            held = [*self._followers.held(), *self.snapshot_leases.held()]
+            leases = [*held, *published, *stored, *self._archived()]
             broken = await asyncio.to_thread(self._remove, leases)
         for lease in broken:
             self.num_broken += 1

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from headrace.paramserver.archive.archiver import Archiver, ArchiveState
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.ingest.feed import UpdateFeed
@@ -27,6 +28,7 @@ from headrace.paramserver.ingest.pipeline import Ingest
 from headrace.paramserver.log.interface import LogMetrics, UpdateLog
 from headrace.paramserver.log.sessions import Session
 from headrace.paramserver.observe.sample import (
+    ArchiveSample,
     CacheSample,
     ExpirySample,
     HistogramSample,
@@ -144,6 +146,7 @@ class ShardParts:
     probe: LoopProbe
     membership: Membership
     uploader: SnapshotUploader | None = None
+    archiver: Archiver | None = None
 
 
 class ShardSampler:
@@ -205,6 +208,7 @@ class ShardSampler:
             worst_loop_pause_ms=self._parts.probe.worst_pause_s * 1000,
             expiry=self._parts.expirer.status(),
             upload=None if self._parts.uploader is None else self._parts.uploader.status(),
+            archive=None if self._parts.archiver is None else archive_to_idl(self._parts.archiver.state()),
         )
 
     async def sample(self) -> ShardSample:
@@ -238,6 +242,7 @@ class ShardSampler:
             ),
             writers=_writers_of(parts.ingest),
             expiry=ExpirySample.of_status(parts.expirer.status()),
+            archive=None if parts.archiver is None else ArchiveSample(**dataclasses.asdict(parts.archiver.state())),
             detail=self._detail(lag_s, slow),
         )
 
@@ -288,6 +293,11 @@ def _table_status(table: Table, num_rows_estimate: int) -> Any:
         earlier_fingerprints=sorted(table.earlier) or None,
         filling=None if filling is None else idl.Filling(epoch=filling.epoch, after_step=filling.after_step),
     )
+
+
+def archive_to_idl(state: ArchiveState) -> Any:
+    """Return an archiver's state as an `idl.ArchiveStatus`."""
+    return idl.ArchiveStatus(**dataclasses.asdict(state))
 
 
 def owner_to_idl(table: Table) -> Any:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.paramserver.archive.archiver import Archiver
 from headrace.paramserver.config.server_settings import ShardConfig
 from headrace.paramserver.expiry.expirer import Expirer
 from headrace.paramserver.expiry.policy import ExpiryRules
@@ -83,7 +84,7 @@ class Shard:
         self.term = parts.membership.term
         self._config, self._membership = config, parts.membership
         self._applier, self._ingest, self._retention = parts.applier, parts.ingest, parts.retention
-        self._snapshots, self._uploader = parts.snapshots, parts.uploader
+        self._snapshots, self._uploader, self._archiver = parts.snapshots, parts.uploader, parts.archiver
         leases = parts.retention.snapshot_leases
         self._snapshot_maker = SnapshotMaker(
             parts.log, parts.ingest, parts.applier, parts.store, parts.snapshots, leases, config.server_id, config.shard
@@ -94,7 +95,8 @@ class Shard:
         """Wait for an error that stops this shard, and return it. Cancellation: harmless."""
         waiting = [
             asyncio.create_task(part.wait_failed(), name="headrace-shard-failed")
-            for part in (self._ingest, self.log, self._applier, self._retention, self._membership)
+            for part in (self._ingest, self.log, self._applier, self._retention, self._membership, self._archiver)
+            if part is not None
         ]
         try:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -149,6 +151,7 @@ class Shard:
             tables=[spec_to_idl(table.spec) for table in self._ingest.catalog],
             owners=[owner for table in self._ingest.catalog if (owner := owner_to_idl(table)) is not None],
             filling=[table.spec.fqn for table in self._ingest.catalog if table.filling is not None],
+            is_archived=None if self._archiver is None else True,
         )
 
     async def set_embeddings(self, call: Call, request: Any) -> Any:
@@ -358,8 +361,14 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         started_s = time.monotonic()
         if num_records := await ingest.recover():
             fact(_log, logging.INFO, "recovered", records=num_records, seconds=round(time.monotonic() - started_s, 3))
+        archiver = Archiver.of_shard(log, config)
+        if archiver is not None:
+            await archiver.check()  # before the claim, which makes void what is archived behind this log
         membership = await stack.enter_async_context(await Membership.join(config, log))
         config = replace(config, term=membership.term)
+        if archiver is not None:
+            archiver.term = membership.term
+            await stack.enter_async_context(archiver)
         feed = UpdateFeed(log, ingest, server_id=config.server_id, max_frame_bytes=config.max_frame_bytes)
         snapshots = SnapshotFiles(config.snapshots_path)
         uploader = None
@@ -373,7 +382,8 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
                 first_seq=log.first_seq if log.last_seq else None,
             )
             await stack.enter_async_context(uploader)
-        retention = LogRetention(log, store, feed.followers, config, uploader=uploader)
+        archived = tuple if archiver is None else lambda: (archiver.lease(),)
+        retention = LogRetention(log, store, feed.followers, config, uploader=uploader, archived=archived)
         await stack.enter_async_context(retention)
         probe = await stack.enter_async_context(LoopProbe())
         context = PassContext(
@@ -389,7 +399,19 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
         )
         expirer = await stack.enter_async_context(Expirer(context, ExpiryRules.parse(config.expiry or "")))
         parts = ShardParts(
-            config, log, store, applier, ingest, feed, retention, snapshots, expirer, probe, membership, uploader
+            config,
+            log,
+            store,
+            applier,
+            ingest,
+            feed,
+            retention,
+            snapshots,
+            expirer,
+            probe,
+            membership,
+            uploader,
+            archiver,
         )
         yield Shard(parts)
 

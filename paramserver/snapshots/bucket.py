@@ -97,6 +97,13 @@ class SnapshotStore:
         if found != ours:
             raise ConfigError(f"{self.where}: has snapshots of another server: use another prefix for {server_id}")
 
+    def server_id(self) -> str:
+        """Return whose prefix it is; `GoneError` if it is nobody's, `CorruptionError` if that cannot be read."""
+        try:
+            return str(json.loads(self._objects.get(_IDENTITY))["server_id"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise CorruptionError(f"{self.where}/{_IDENTITY}: names no server: {exc}") from exc
+
     def names(self) -> list[str]:
         """Return the snapshots' names, sorted."""
         return sorted(_name_of(found.path) for found in self._objects.list(_SNAPSHOTS))
@@ -276,16 +283,19 @@ class SnapshotStore:
         return manifest
 
     def fetch_files(
-        self, name: str, place: Callable[[str], Path], *, on_progress: Callable[[int], None] = _NOBODY_COUNTS
+        self, name: str, place: Callable[[str], Path | None], *, on_progress: Callable[[int], None] = _NOBODY_COUNTS
     ) -> None:
-        """Copy all files of a snapshot to where `place` puts each, checked and durable; those that are there stay.
+        """Copy files of a snapshot to where `place` puts each, checked and durable; those that are there stay.
+
+        A file without a place (None) is left out.
 
         Raises: as `fetch`.
         """
         manifest, objects = self._read(name)
+        places = {path: target for path in objects if (target := place(path)) is not None}
 
         def fetch(path: str, file: SnapshotFile) -> None:
-            target = place(path)
+            target = places[path]
             with mapped_errors(target):
                 target.parent.mkdir(exist_ok=True)
             if _is_there(target, file):
@@ -302,8 +312,9 @@ class SnapshotStore:
             with mapped_errors(target):
                 fsync_path(target)
 
-        _in_threads(fetch, manifest.files().items(), "headrace-fetch")
-        for folder in {place(path).parent for path in objects}:
+        wanted = [(path, file) for path, file in manifest.files().items() if path in places]
+        _in_threads(fetch, wanted, "headrace-fetch")
+        for folder in {target.parent for target in places.values()}:
             with mapped_errors(folder):
                 fsync_path(folder)
 

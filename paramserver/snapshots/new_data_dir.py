@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
-from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir
+from headrace.paramserver.config.data_dir import MANIFEST_NAME, DataDir, Manifest
 from headrace.paramserver.log.interface import KIND_HELLO
 from headrace.paramserver.log.opening import open_log
 from headrace.paramserver.log.sessions import Session, Sessions
@@ -36,7 +36,7 @@ from headrace.paramserver.store.row_chunk import RowChunk
 from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.store.sst.table_writer import TableFileWriter
 from headrace.paramserver.system.direct_file import write_buffer
-from headrace.paramserver.system.durable import fsync_path, move_into_place
+from headrace.paramserver.system.durable import fsync_path, move_into_place, write_file
 from headrace.paramserver.system.file_lock import FileLock
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError
 from headrace.schemas.routing import shards_of_rows
@@ -118,6 +118,21 @@ class NewDataDir:
             fsync_path(self._ready)
             check_target(self._target)
             move_into_place(self._ready, self._target)
+
+    def publish_copy(self, server_id: str) -> None:
+        """Give a copy of a server, whose shards are complete with logs, the target's name, durably; see `publish`."""
+        manifest = Manifest(server_id=server_id, num_shards=self._num_shards)
+        with self.mapped_errors():
+            write_file(self._ready / MANIFEST_NAME, manifest.encode())
+            fsync_path(self._ready)
+            check_target(self._target)
+            move_into_place(self._ready, self._target)
+
+    def publish_shard(self) -> None:
+        """Give the directory of the only shard, which is complete with its log, the target's name; see `publish`."""
+        with self.mapped_errors():
+            check_target(self._target)
+            move_into_place(self.shard_path(0), self._target)
 
     @contextlib.contextmanager
     def mapped_errors(self) -> Iterator[None]:

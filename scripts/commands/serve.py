@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+from headrace.paramserver.archive.recovery import has_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
-from headrace.paramserver.config.data_dir import DataDir
+from headrace.paramserver.config.data_dir import DataDir, check_data_dir
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners
@@ -26,14 +29,16 @@ from headrace.paramserver.system.flags import (
     settings_sources,
     with_setting_flags,
 )
-from headrace.paramserver.system.log_lines import configure_logging, limit_repeats
-from headrace.paramserver.system.object_store import ObjectStore
+from headrace.paramserver.system.log_lines import configure_logging, fact, limit_repeats
+from headrace.paramserver.system.object_store import ObjectStore, RateLimit
 from headrace.paramserver.system.settings import settings_of
-from headrace.schemas.errors import StorageError
+from headrace.schemas.errors import ConfigError, StorageError
+from headrace.scripts.commands.recover import restore_with_progress
 from headrace.scripts.commands.terminal import option
 
 __all__ = ["serve"]
 
+_log = logging.getLogger(__name__)
 _OF_SHARDS = frozenset(field.name for field, _ in settings_of(ShardSettings))
 
 
@@ -49,6 +54,9 @@ def serve(
     ] = None,
     ready_file: ReadyFileFlag = None,
     watch_stdin: WatchStdinFlag = False,
+    restore: Annotated[
+        bool, option("If the directory is empty, first restore the server from --object-store.", None, "--restore")
+    ] = False,
     **flags: Any,
 ) -> int:
     """Run a parameter server: a supervisor and one process per shard, on the store in a directory.
@@ -71,10 +79,37 @@ def serve(
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
+        if of_node is None:
+            _restore_first(settings, is_wanted=restore)
+        elif restore:
+            raise ConfigError("--restore: not with --cluster: run headrace restore for the shards of the node")
         return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
         print(f"headrace: error: {exc}", file=sys.stderr)
         return EXIT_STORAGE
+
+
+def _restore_first(config: ServerConfig, *, is_wanted: bool) -> None:
+    """Restore a server into an empty directory, or refuse to make a new one where its object store has one."""
+    if config.object_store is None:
+        if is_wanted:
+            raise ConfigError("--restore: from where? Give --object-store")
+        return
+    if check_data_dir(config.data, num_shards=config.shards) is not None:
+        return
+    store = ObjectStore.of_url(config.object_store, rate=RateLimit(config.object_store_rate))
+    if not has_server(store):
+        if is_wanted:
+            raise ConfigError(f"--restore: {config.object_store} has no server; start without --restore to make one")
+        return
+    if not is_wanted:
+        data, url = shlex.quote(str(config.data)), shlex.quote(config.object_store)
+        raise ConfigError(
+            f"--data {config.data} is empty, and {config.object_store} has a server: start with --restore, or run "
+            f"headrace restore {url} --data {data}; for a new server use another prefix"
+        )
+    for restored in restore_with_progress(store, config.data):
+        fact(_log, logging.INFO, "shard restored", shard=restored.shard, seq=restored.seq)
 
 
 def _run(

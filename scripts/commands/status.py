@@ -25,7 +25,7 @@ from headrace.paramserver.observe.sample import (
     merge_writers,
 )
 from headrace.paramserver.observe.status_query import DEFAULT_ADDRESS, AddressArgument, TimeoutFlag, ask_shards
-from headrace.paramserver.system.text import format_size
+from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.table_names import model_of, path_of
 from headrace.schemas.tables import TableSpec
 from headrace.scripts.commands.terminal import Access, AsJson, number_table, with_server_flags
@@ -76,12 +76,12 @@ def _to_json(states: Sequence[ShardState]) -> dict[str, Any]:
 def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {"shard": state.shard, "address": state.address, "error": state.error}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
-    expiry = state.sample and state.sample.expiry
+    parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive")}
     upload = state.sample and state.sample.upload
     return {
         **head,
         **numbers,
-        "expiry": expiry and dataclasses.asdict(expiry),
+        **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
         "upload": upload and {name: getattr(upload, name) for name in _UPLOAD_FIELDS},
     }
 
@@ -135,10 +135,9 @@ def _show(states: Sequence[ShardState], console: Console) -> None:
         console.print(show_dense(part), soft_wrap=True)
     if not is_replica:
         console.print(_writers_table(writers) if writers else "No writers yet.")
-        if text := _describe_expiry(samples):
-            console.print(text)
-        if text := _describe_uploads(samples):
-            console.print(text, soft_wrap=True)
+        for text in (_describe_expiry(samples), _describe_archive(samples), _describe_uploads(samples)):
+            if text:
+                console.print(text, soft_wrap=True)
 
 
 def _describe_uploads(samples: Sequence[ShardSample]) -> str:
@@ -169,6 +168,17 @@ def _describe_expiry(samples: Sequence[ShardSample]) -> str:
     if any(of.is_running for of in found):
         text += f" A run is under way, at row {sum(of.scanned for of in found):,}."
     return text.strip()
+
+
+def _describe_archive(samples: Sequence[ShardSample]) -> str:
+    """Describe how far the archive is behind; empty without one."""
+    found = [sample.archive for sample in samples if sample.archive is not None]
+    if not found:
+        return ""
+    behind_bytes, behind_s = sum(of.behind_bytes for of in found), max(of.behind_s for of in found)
+    if not behind_bytes:
+        return "All of the log is archived."
+    return f"The archive is {format_seconds(behind_s)} and {format_size(behind_bytes)} behind."
 
 
 def show_problem(problem: Problem) -> str:

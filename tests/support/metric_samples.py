@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from headrace.paramserver.observe.sample import (
+    ArchiveSample,
     CacheSample,
     ExpirySample,
     HistogramSample,
@@ -70,6 +71,7 @@ SAMPLE = ShardSample(
     tables=(TABLE, *DENSE),
     writers=(WRITER,),
     expiry=ExpirySample(),
+    archive=ArchiveSample(archived_seq=9),
     detail=DETAIL,
 )
 

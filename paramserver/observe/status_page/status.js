@@ -119,6 +119,15 @@ function showTables(status) {
     ["tombstones dropped", (s) => count(s.expiry.num_tombstones_collected), true],
     ["last run", (s) => ago(s.expiry.last_run_us, status.time_s), true],
   ], status.shards.filter((s) => s.expiry), "No shard answers.", (s) => s.expiry.num_failed);
+  fill("archive", [
+    ["shard", of("shard"), true],
+    ["archived", (s) => (s.archive.archived_seq < 0 ? "unknown" : count(s.archive.archived_seq)), true],
+    ["behind", (s) => bytes(s.archive.behind_bytes), true],
+    ["since", (s) => seconds(s.archive.behind_s), true],
+    ["failures", (s) => count(s.archive.num_failures), true],
+    ["lost records", (s) => count(s.archive.num_lost), true],
+    ["", (s) => s.archive.error || ""],
+  ], status.shards.filter((s) => s.archive), "No archive.", (s) => s.archive.error);
   const made = status.snapshot;
   document.getElementById("snapshot").textContent = made
     ? `Newest snapshot: ${made.name}, step ${count(made.step)}, ${bytes(made.size_bytes)}, ${ago(made.created_us, status.time_s)}.`

@@ -9,7 +9,7 @@ import pytest
 from metric_samples import SAMPLE, WRITER, state
 
 from headrace.paramserver.observe.problems import Severity, find_problems
-from headrace.paramserver.observe.sample import ExpirySample, ShardState
+from headrace.paramserver.observe.sample import ArchiveSample, ExpirySample, ShardState
 
 
 def test_nothing_is_wrong() -> None:
@@ -29,6 +29,8 @@ def test_nothing_is_wrong() -> None:
         ({"detail": {"num_holds_broken": 3}}, Severity.WARNING, "snapshots needed was removed 3 times"),
         ({"detail": {"refused": {"overloaded": 3, "malformed": 0}}}, Severity.NOTE, "start: 3 overloaded"),
         ({"expiry": ExpirySample(num_failed=1)}, Severity.WARNING, "1 expiry runs ended"),
+        ({"archive": ArchiveSample(archived_seq=1, behind_s=61, error="away")}, Severity.WARNING, "61 s behind: away"),
+        ({"archive": ArchiveSample(archived_seq=1, num_lost=7)}, Severity.WARNING, "7 records were removed before"),
         ({"worst_loop_pause_s": 0.26}, Severity.WARNING, "paused for 0.26 s"),
         ({"num_restarts": 2, "uptime_s": 59.0}, Severity.WARNING, "restarted 59 s ago"),
     ],

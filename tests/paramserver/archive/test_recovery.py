@@ -1,0 +1,373 @@
+"""Servers and shards made again from their object store, with real servers and a directory as the store."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from counted_training import make_snapshot
+from held_ports import hold_ports
+from set_back_training import ROWS, Trainer
+from stored_rows import read_rows
+from streamed_training import attached
+from watched_server import wait_until
+
+from headrace.cli import main
+from headrace.paramserver.archive import recovery
+from headrace.paramserver.archive.objects import ShardArchive
+from headrace.paramserver.archive.points import RestorePoint
+from headrace.paramserver.archive.recovery import restore_server
+from headrace.paramserver.replica import EmbeddingReplica
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.paramserver.snapshots.bucket import SnapshotStore
+from headrace.paramserver.system.object_store import ObjectStore
+from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
+
+FQN = "t.weight"
+_NOT_THE_RIGHT_COPY = r"another copy of shard \d is the right one|is an older copy, or another"
+
+
+class Place:
+    """Where a server and its object store are."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data, self.url = directory / "data", f"file://{directory / 'store'}"
+        self.store_path = directory / "store"
+        self.port = hold_ports(2)
+
+    def serve(self, data: Path | None = None, **settings: Any) -> ServerProcess:
+        settings = {"object_store": self.url, "archive_segment_s": 0.1, "port": self.port, **settings}
+        return ServerProcess.start(data or self.data, **settings)
+
+    @property
+    def store(self) -> ObjectStore:
+        return ObjectStore.of_url(self.url, deadline_s=1.0)
+
+    def snapshot(self, server: ServerProcess) -> None:
+        SnapshotStore(self.store).upload(make_snapshot(server))
+
+    def wait_archived(self, server: ServerProcess, num_shards: int = 2) -> None:
+        """Wait until the archive has what every shard has."""
+        seqs = [status["log_seq"] for status in statuses(server)]
+
+        def is_archived() -> bool:
+            found = [ShardArchive(self.store, shard).segments() for shard in range(num_shards)]
+            return all(segments and segments[-1].last_seq >= seq for segments, seq in zip(found, seqs, strict=True))
+
+        wait_until(is_archived, "the archive")
+
+
+def statuses(server: ServerProcess) -> list[dict[str, Any]]:
+    async def ask() -> list[dict[str, Any]]:
+        found = []
+        host, first = parse_address(server.address, default_port=0)
+        for shard in range(len(server.shard_pids)):
+            async with await ParamServerClient.connect(host, first + shard, timeout_s=60) as client:
+                reply = await client.status()
+                archive = reply.archive
+                found.append({"log_seq": reply.log_seq, "archive": archive})
+        return found
+
+    return asyncio.run(ask())
+
+
+def weights_of(address: str) -> tuple[np.ndarray, np.ndarray]:
+    rows = read_rows(address, FQN, range(ROWS))
+    return rows.presence, rows.weights
+
+
+_Archived = tuple[Place, dict[int, torch.Tensor]]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def archived(place: Place) -> Iterator[_Archived]:
+    """A stopped server with a snapshot at step 2 and five archived steps, and the trainer's rows after each."""
+    trainer, after = Trainer(), {}
+    with place.serve(shards=2) as server:
+        with attached(server.address, trainer, run="run") as streamer:
+            for step in range(1, 6):
+                trainer.step(0, 60 * step)
+                streamer.flush()
+                after[streamer.stats().step] = trainer.table.weight.detach().clone()
+                if step == 2:
+                    place.snapshot(server)
+        place.wait_archived(server)
+    yield place, after
+
+
+def check_rows(address: str, expected: torch.Tensor, num_rows: int) -> None:
+    presence, weights = weights_of(address)
+    assert presence.tolist() == [1] * num_rows + [0] * (ROWS - num_rows)
+    assert np.array_equal(weights[:num_rows], expected[:num_rows].numpy())
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_a_lost_shard_is_restored_amid_training(place: Place, tmp_path: Path, has_snapshot: bool) -> None:
+    """A deleted shard comes back from the object store; after the next flush trainer, server and replica are equal."""
+    trainer = Trainer()
+    with place.serve(shards=2) as server:
+        streamer = attached(server.address, trainer, run="run")
+        trainer.step(0, 100)
+        streamer.flush()
+        if has_snapshot:
+            place.snapshot(server)
+        trainer.step(50, 200)
+        streamer.evict(FQN, [7, 8])
+        streamer.flush()
+        place.wait_archived(server)
+    # From here on the archive gets nothing: what is acked now is lost with the disk.
+    with place.serve(archive_segment_s=3600) as server:
+        trainer.step(100, 300)
+        streamer.evict(FQN, [9, 10])
+        streamer.flush()
+        replica = EmbeddingReplica(server.address, fetch_wait_s=0.2)
+        server.kill()
+    shutil.rmtree(place.data / "shard-0001")
+    assert main(["restore", place.url, "--data", str(place.data), "--shard", "1"]) == 0
+    with streamer, replica, place.serve() as server:
+        trainer.step(290, 310)
+        streamer.flush()  # on_set_back is `auto`: the server says that it has an archive
+        assert streamer.audit().is_equal
+        presence, weights = weights_of(server.address)
+        present = np.flatnonzero(presence == 1)
+        assert not set(present) & {7, 8, 9, 10}
+        assert set(present) >= set(range(310)) - {7, 8, 9, 10}
+        values = trainer.table.weight.detach()
+        assert np.array_equal(weights[present], values.numpy()[present])
+        wanted = torch.zeros(ROWS, 4)
+        wanted[present] = values[present]
+        wait_until(lambda: torch.equal(replica.lookup(FQN, torch.arange(ROWS)), wanted), "an equal replica")
+        place.wait_archived(server)
+    # The restored shard archives behind its claim, and can be restored in turn.
+    fresh = tmp_path / "fresh"
+    restore_server(place.store, fresh)
+    with place.serve(fresh) as server:
+        presence, again = weights_of(server.address)
+        assert np.array_equal(np.flatnonzero(presence == 1), present)
+        assert np.array_equal(again[present], weights[present])
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_server_goes_back_to_a_step(archived: _Archived, tmp_path: Path, step: int) -> None:
+    """All shards are cut at the step: with its rows, and none of later ones; a new trainer goes on from there."""
+    place, after = archived
+    number = sorted(after)[step - 1]
+    target = tmp_path / "back"
+    restored = restore_server(place.store, target, at=RestorePoint.parse(f"step={number}"))
+    assert [(shard.point.step, shard.point.is_exact) for shard in restored if shard.point] == [(number, True)] * 2
+    with place.serve(target) as server:
+        check_rows(server.address, after[number], 60 * step)
+        trainer = Trainer()
+        trainer.table.weight.data.copy_(after[number])
+        with attached(server.address, trainer, run="run") as streamer:
+            trainer.step(0, 10)
+            streamer.flush()
+            assert np.array_equal(weights_of(server.address)[1][:10], trainer.table.weight.detach().numpy()[:10])
+        place.wait_archived(server)
+    # What was archived behind the point is void, and the old directory is not the right one any more.
+    with pytest.raises(UnavailableError, match=_NOT_THE_RIGHT_COPY):
+        place.serve(place.data)
+
+
+def test_a_server_goes_back_to_a_time(archived: _Archived, tmp_path: Path) -> None:
+    """A time stands for the last step that had ended by then; one before all steps is refused."""
+    place, after = archived
+    now = datetime.now(UTC).replace(tzinfo=None).isoformat()
+    target = tmp_path / "back"
+    restored = restore_server(place.store, target, at=RestorePoint.parse(f"time={now}"))
+    assert {shard.point.step for shard in restored if shard.point} == {max(after)}
+    with pytest.raises(ConfigError, match=r"has no step by then that all shards have; the oldest is step"):
+        restore_server(place.store, tmp_path / "none", at=RestorePoint.parse("time=2001-01-01T00:00:00"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_shard_goes_back_to_a_seq(archived: _Archived) -> None:
+    """One shard is cut at any record."""
+    place, _ = archived
+    shutil.rmtree(place.data / "shard-0000")
+    with pytest.raises(ConfigError, match="is archived up to seq"):
+        restore_server(place.store, place.data, at=RestorePoint(seq=10**6), shards=[0])
+    (restored,) = restore_server(place.store, place.data, at=RestorePoint(seq=5), shards=[0])
+    assert restored.seq == 5
+    with place.serve() as server:
+        assert statuses(server)[0]["log_seq"] == 5
+
+
+def test_without_a_shard_a_seq_is_refused(archived: _Archived, tmp_path: Path) -> None:
+    """Each user's mistake is one line, and nothing is made."""
+    place, _ = archived
+    target = tmp_path / "target"
+    with pytest.raises(ConfigError, match="a seq is of one shard"):
+        restore_server(place.store, target, at=RestorePoint(seq=5))
+    with pytest.raises(ConfigError, match="has shards 0 to 1"):
+        restore_server(place.store, place.data, shards=[2])
+    with pytest.raises(ConfigError, match="not empty"):
+        restore_server(place.store, place.data, shards=[1])
+    with pytest.raises(ConfigError, match="not empty"):
+        restore_server(place.store, place.data)
+    with pytest.raises(ConfigError, match="no server has snapshots or an archive here"):
+        restore_server(ObjectStore.of_url(f"file://{tmp_path / 'empty'}", deadline_s=0.1), target)
+    for text in ("step=x", "step=-1", "5", "time=yesterday", "seq="):
+        with pytest.raises(ConfigError, match="give seq=N, step=N or time="):
+            RestorePoint.parse(text)
+    assert not target.exists()
+
+
+def test_a_bare_machine_serves_what_its_object_store_has(archived: _Archived, tmp_path: Path) -> None:
+    """An empty directory is refused with the command to run; `--restore` runs it; a directory with a store stays."""
+    place, after = archived
+    bare = tmp_path / "bare"
+    with pytest.raises(UnavailableError, match=r"--restore, or run headrace restore file://\S+ --data \S+bare"):
+        place.serve(bare)
+    for _ in range(2):
+        with place.serve(bare, restore=True) as server:
+            check_rows(server.address, after[max(after)], 300)
+    with pytest.raises(UnavailableError, match="--restore: from where"):
+        place.serve(tmp_path / "other", object_store=None, restore=True)
+    with pytest.raises(UnavailableError, match="has no server; start without --restore"):
+        place.serve(tmp_path / "other", object_store=f"file://{tmp_path / 'new'}", restore=True)
+
+
+_KILLED_AT = ("_fetch", "_cut_at", "_settle", "note_restored", "fsync_tree")
+_KILLED_RESTORE = """
+import os, sys
+from pathlib import Path
+from headrace.paramserver.archive import recovery
+from headrace.paramserver.archive.points import RestorePoint
+from headrace.paramserver.system.object_store import ObjectStore
+name, number = sys.argv[3], int(sys.argv[4])
+work, calls = getattr(recovery, name), 0
+def killed(*args, **options):
+    global calls
+    calls += 1
+    if calls > number:
+        os._exit(9)
+    return work(*args, **options)
+setattr(recovery, name, killed)
+recovery.restore_server(ObjectStore.of_url(sys.argv[1]), Path(sys.argv[2]), at=RestorePoint(step=10**9))
+"""
+
+
+@pytest.mark.parametrize("name", _KILLED_AT)
+def test_a_killed_restore_leaves_nothing_half(archived: _Archived, tmp_path: Path, name: str) -> None:
+    """Wherever it is killed, the directory is complete or missing, and the next restore or start goes on."""
+    place, after = archived
+    target = tmp_path / "target"
+    for number in (0, 1):
+        arguments = [place.url, str(target), name, str(number)]
+        done = subprocess.run([sys.executable, "-c", _KILLED_RESTORE, *arguments], timeout=120, check=False)
+        if done.returncode == 0:  # it is called once
+            break
+        assert done.returncode == 9
+        assert not target.exists()
+    if not target.exists():
+        restore_server(place.store, target)
+    with place.serve(target) as server:
+        check_rows(server.address, after[max(after)], 300)
+    with pytest.raises(UnavailableError, match=_NOT_THE_RIGHT_COPY):
+        place.serve()
+
+
+def test_a_full_disk_is_one_line(archived: _Archived, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little room is found before, or on the way; nothing is left."""
+    place, _ = archived
+    target = tmp_path / "target"
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+        with pytest.raises(StorageError, match=r"what is restored takes .* nothing was written"):
+            restore_server(place.store, target)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recovery, "write_excerpt", fail)
+    with pytest.raises(StorageError, match=r"the disk is full; .* nothing was made"):
+        restore_server(place.store, target)
+    assert [path.name for path in tmp_path.iterdir() if "target" in path.name] == []
+
+
+def _alter(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("spoil", [_alter, _truncate, Path.unlink])
+@pytest.mark.parametrize("folder", ["archive/0001", "files"])
+def test_a_damaged_object_is_found(
+    archived: _Archived, tmp_path: Path, spoil: Callable[[Path], Any], folder: str
+) -> None:
+    """A segment or a file that was altered, cut or lost is named, and nothing is made."""
+    place, _ = archived
+    target = tmp_path / "target"
+    spoiled = max((place.store_path / folder).iterdir(), key=lambda path: path.stat().st_size)
+    spoil(spoiled)
+    if spoil is Path.unlink and folder != "files":
+        # A listing without it looks like the end of the archive: what is before the gap is restored.
+        restored = restore_server(place.store, target)
+        assert min(shard.seq for shard in restored) < 6
+        return
+    with pytest.raises((CorruptionError, GoneError), match=spoiled.name[:20]):
+        restore_server(place.store, target)
+    assert not target.exists()
+
+
+def test_a_store_that_is_away_stops_no_server(place: Place) -> None:
+    """Trainer and server go on while the store is away; then the archive catches up."""
+    trainer = Trainer()
+    with place.serve(shards=2) as server, attached(server.address, trainer, run="run") as streamer:
+        trainer.step(0, 50)
+        streamer.flush()
+        place.wait_archived(server)
+        hidden = place.store_path.with_name("hidden")
+        place.store_path.rename(hidden)
+        place.store_path.touch()  # the store is no directory any more
+        for _ in range(3):
+            trainer.step(0, 100)
+            streamer.flush()
+        wait_until(lambda: all(s["archive"].error for s in statuses(server)), "a failure that is shown")
+        assert all(s["archive"].behind_bytes > 0 for s in statuses(server))
+        place.store_path.unlink()
+        hidden.rename(place.store_path)
+        place.wait_archived(server)
+        wait_until(lambda: all(s["archive"].error is None and s["archive"].behind_s == 0 for s in statuses(server)))
+        assert streamer.audit().is_equal
+
+
+def test_the_newest_directory_in_an_older_state_is_refused(place: Place, tmp_path: Path) -> None:
+    """A directory that was put back to before its archive's end does not start, and says how to repair it."""
+    older = tmp_path / "older"
+    trainer = Trainer()
+    with place.serve(shards=2) as server:
+        streamer = attached(server.address, trainer, run="run")
+        trainer.step(0, 50)
+        streamer.flush()
+        place.wait_archived(server)
+    shutil.copytree(place.data, older)
+    with place.serve() as server:
+        trainer.step(0, 100)
+        streamer.flush()
+        place.wait_archived(server)
+        streamer.close()
+    with pytest.raises(UnavailableError, match=r"is an older copy, or another; .* headrace restore file://"):
+        place.serve(older)
