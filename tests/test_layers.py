@@ -39,12 +39,12 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 34_400,
+    "paramserver": 34_470,
     "streamer": 11_320,
     "scripts": 11_660,
     "tests": 68_280,
 }
-NUM_PRODUCT_FILES = 287
+NUM_PRODUCT_FILES = 288
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

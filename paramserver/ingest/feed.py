@@ -8,10 +8,9 @@ and a lease keeps the log from its position on, until the lease ends or the conf
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
-from headrace.paramserver.ingest.pipeline import Ingest
-from headrace.paramserver.log.interface import UpdateLog
+from headrace.paramserver.log.interface import CommittedLog
 from headrace.paramserver.log.leases import LogLeases
 from headrace.schemas.errors import GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
@@ -31,6 +30,13 @@ _REPLY_OVERHEAD_BYTES = 4096
 _NUM_READERS = 2
 
 
+class Durability(Protocol):
+    """Tells when records of a log become durable: `Ingest`, or a relay's mirror."""
+
+    async def wait_durable(self, seq: int) -> None:
+        """Return when a record is durable; it may never return. Cancellation: harmless."""
+
+
 class UpdateFeed:
     """Answers `fetchUpdates`. Thread: the event loop's.
 
@@ -39,7 +45,7 @@ class UpdateFeed:
         num_waiting: Long polls that wait now.
     """
 
-    def __init__(self, log: UpdateLog, ingest: Ingest, *, server_id: str, max_frame_bytes: int) -> None:
+    def __init__(self, log: CommittedLog, ingest: Durability, *, server_id: str, max_frame_bytes: int) -> None:
         """Serve `log`, the log of the store `server_id`, in replies of at most `max_frame_bytes`.
 
         `ingest` tells when records become durable.
@@ -115,7 +121,7 @@ class UpdateFeed:
             durable.cancel()
 
 
-def _collect(log: UpdateLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
+def _collect(log: CommittedLog, from_seq: int, offset: int, max_bytes: int, most_bytes: int) -> list[Any]:
     """Return `idl.UpdateRecord`s of about `max_bytes`, or a part of one record if the first is larger.
 
     Each part repeats the record's whole header, which may be long; the total never exceeds `most_bytes`.

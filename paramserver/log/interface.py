@@ -22,6 +22,7 @@ __all__ = [
     "KIND_BATCH",
     "KIND_HELLO",
     "Append",
+    "CommittedLog",
     "DurableFuture",
     "LogMetrics",
     "LogRecord",
@@ -133,7 +134,24 @@ class LogMetrics:
         self.recent_commit_s.append(duration_s)
 
 
-class UpdateLog(Protocol):
+class CommittedLog(Protocol):
+    """What can be read of a log, and removed from it: a shard's own, or a mirror of one. See `UpdateLog`."""
+
+    @property
+    def first_seq(self) -> int: ...  # noqa: D102 - documented in `UpdateLog`
+    @property
+    def last_seq(self) -> int: ...  # noqa: D102
+    @property
+    def size_bytes(self) -> int: ...  # noqa: D102
+
+    def read(self, from_seq: int, *, past_cache: bool = False) -> Iterator[LogRecord]: ...  # noqa: D102
+    def nonce_of(self, seq: int) -> int | None: ...  # noqa: D102
+    def trim(  # noqa: D102
+        self, before_seq: int, *, max_bytes: int | None = None, max_age_s: float | None = None
+    ) -> int: ...
+
+
+class UpdateLog(CommittedLog, Protocol):
     """One shard's log. Appended to from one event loop; read and trimmed from any thread.
 
     Three conditions stop appends, and the server treats each in its own way:

@@ -17,18 +17,17 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, Self
+from pathlib import Path
+from typing import NoReturn, Protocol, Self
 
-from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.interface import UpdateLog
+from headrace.paramserver.log.interface import CommittedLog
 from headrace.paramserver.log.leases import LogLease, LogLeases, SavedLeases
 from headrace.paramserver.snapshots.directory import SnapshotFiles
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
-from headrace.paramserver.store.rows import RowStore
 from headrace.paramserver.system.log_lines import fact
 from headrace.schemas.errors import HeadraceError
 
-__all__ = ["LogRetention", "trim_log"]
+__all__ = ["DurableCopy", "LogRetention", "RetentionConfig", "trim_log"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +36,32 @@ _INTERVAL_S = 15.0
 _GRACE_S = 600.0
 # A shorter pause ends no lease: the shortest last a minute and are renewed every twenty seconds.
 _STALL_S = 15.0
+
+
+class DurableCopy(Protocol):
+    """What does not need the log up to `durable_seq` any more: a shard's store."""
+
+    @property
+    def durable_seq(self) -> int: ...  # noqa: D102 - documented above
+
+
+class RetentionConfig(Protocol):
+    """The settings of retention, which are a `ShardConfig`'s; a relay has others."""
+
+    @property
+    def directory(self) -> Path: ...  # noqa: D102 - documented in `ShardConfig`
+    @property
+    def snapshots_path(self) -> Path: ...  # noqa: D102
+    @property
+    def server_id(self) -> str: ...  # noqa: D102
+    @property
+    def shard(self) -> int: ...  # noqa: D102
+    @property
+    def log_retention_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def log_retention_s(self) -> float: ...  # noqa: D102
+    @property
+    def log_hold_bytes(self) -> int: ...  # noqa: D102
 
 
 class LogRetention:
@@ -52,10 +77,10 @@ class LogRetention:
 
     def __init__(
         self,
-        log: UpdateLog,
-        store: RowStore,
+        log: CommittedLog,
+        store: DurableCopy,
         followers: LogLeases,
-        config: ShardConfig,
+        config: RetentionConfig,
         *,
         uploader: SnapshotUploader | None = None,
         archived: Callable[[], Sequence[LogLease]] = tuple,
@@ -166,7 +191,7 @@ class LogRetention:
         return [lease for lease in leases if lease.seq < self._log.first_seq]
 
 
-def trim_log(log: UpdateLog, durable_seq: int, needed_seq: int | None, config: ShardConfig) -> None:
+def trim_log(log: CommittedLog, durable_seq: int, needed_seq: int | None, config: RetentionConfig) -> None:
     """Remove log beyond the limits of `config`, but no record after `durable_seq`: the store needs them to recover.
 
     Records from `needed_seq` on, which somebody else needs, are kept within `log_hold_bytes`. `StorageError` if a

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,9 @@ from typing import Any
 from headrace.paramserver.replica.api.config import DiskStorage, ReplicaConfig
 from headrace.paramserver.replica.copy.audit import LONGEST_HOLD_S
 from headrace.paramserver.replica.tables.slot_rows import PRECISIONS
-from headrace.paramserver.rpc.address import check_hosts, parse_address
-from headrace.paramserver.rpc.security import client_tls_context
-from headrace.paramserver.rpc.thrift_settings import ThriftSettings
+from headrace.paramserver.rpc.address import check_hosts
+from headrace.paramserver.rpc.follower_settings import FollowerSettings
 from headrace.paramserver.system.settings import (
-    REQUIRED,
     choice_setting,
     count_setting,
     merge,
@@ -43,13 +40,12 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointConfig(ThriftSettings):
+class EndpointConfig(FollowerSettings):
     """Everything that `headrace replica` can be configured with.
 
     Each field's `help` says what it does and costs, its `kind` the unit; the help page shows both.
     """
 
-    server: str = text_setting(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
     host: str = text_setting("127.0.0.1", "Address to listen on.")
     port: int = count_setting(DEFAULT_REPLICA_PORT, 0, 65535, "Port for Thrift clients. 0 lets the system choose.")
     advertise_host: str | None = text_setting(
@@ -134,18 +130,6 @@ class EndpointConfig(ThriftSettings):
         default_text="never",
     )
     lookup_threads: int = count_setting(4, 1, 256, "Lookups that run at the same time; others wait their turn.")
-    server_hostname: str | None = text_setting(
-        None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
-    )
-    server_tls: bool = switch_setting(False, "Speak TLS to the server; implied by the other --server-tls settings.")
-    server_tls_authority: Path | None = path_setting(
-        None, "PEM file with the authorities to trust the server by, instead of the system's."
-    )
-    server_tls_certificate: Path | None = path_setting(
-        None, "PEM file with the certificate to show the server, for mutual TLS."
-    )
-    server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
-    server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
     log_level: str = choice_setting("info", ("debug", "info", "warning", "error"), "Least level of log lines.")
     log_format: str = choice_setting(
         "auto", ("auto", "text", "json"), "How log lines look: auto is text on a terminal and JSON otherwise."
@@ -153,11 +137,7 @@ class EndpointConfig(ThriftSettings):
 
     def __post_init__(self) -> None:
         # By name: with slots the class is made anew, and `super()` without arguments fails.
-        ThriftSettings.__post_init__(self)
-        try:
-            parse_address(self.server)
-        except ConfigError as exc:
-            raise ConfigError(f"server: {exc}") from exc
+        FollowerSettings.__post_init__(self)
         if self.port and self.port == self.health_port:
             raise ConfigError(f"health_port: {self.port} is the port for Thrift clients too; choose another")
         if self.audit_interval_s is not None and 0 < self.max_lag_s <= LONGEST_HOLD_S:
@@ -193,15 +173,6 @@ class EndpointConfig(ThriftSettings):
             max_pending_bytes=self.max_pending_bytes,
             snapshot_dir=self.snapshot_dir,
             object_store=self.object_store,
-        )
-
-    def server_tls_context(self) -> ssl.SSLContext | None:
-        """Return the context for connections to the parameter server; None for plain ones."""
-        files = (self.server_tls_authority, self.server_tls_certificate, self.server_tls_key)
-        if not (self.server_tls or any(files)):
-            return None
-        return client_tls_context(
-            authority=self.server_tls_authority, certificate=self.server_tls_certificate, key=self.server_tls_key
         )
 
     @classmethod

@@ -1,0 +1,53 @@
+"""Settings of every process that follows a server and answers Thrift clients: a replica or a relay."""
+
+# ruff: noqa: RUF009 (`setting` returns a dataclass field, which the linter cannot know)
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.security import client_tls_context
+from headrace.paramserver.rpc.thrift_settings import ThriftSettings
+from headrace.paramserver.system.settings import REQUIRED, path_setting, switch_setting, text_setting
+from headrace.schemas.errors import ConfigError
+
+__all__ = ["FollowerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerSettings(ThriftSettings):
+    """How a process that serves copies reaches the server, or the relay, that it follows."""
+
+    server: str = text_setting(REQUIRED, "Host and port of any shard of the parameter server to follow. Required.")
+    server_hostname: str | None = text_setting(
+        None, "With --server-tls: name that the server's certificate has.", default_text="the host connected to"
+    )
+    server_tls: bool = switch_setting(False, "Speak TLS to the server; implied by the other --server-tls settings.")
+    server_tls_authority: Path | None = path_setting(
+        None, "PEM file with the authorities to trust the server by, instead of the system's."
+    )
+    server_tls_certificate: Path | None = path_setting(
+        None, "PEM file with the certificate to show the server, for mutual TLS."
+    )
+    server_tls_key: Path | None = path_setting(None, "PEM file with that certificate's private key.")
+    server_token_file: Path | None = path_setting(None, "File with the token to show the server. Also HEADRACE_TOKEN.")
+
+    def __post_init__(self) -> None:
+        # By name: with slots the class is made anew, and `super()` without arguments fails.
+        ThriftSettings.__post_init__(self)
+        try:
+            parse_address(self.server)
+        except ConfigError as exc:
+            raise ConfigError(f"server: {exc}") from exc
+
+    def server_tls_context(self) -> ssl.SSLContext | None:
+        """Return the context for connections to the parameter server; None for plain ones."""
+        files = (self.server_tls_authority, self.server_tls_certificate, self.server_tls_key)
+        if not (self.server_tls or any(files)):
+            return None
+        return client_tls_context(
+            authority=self.server_tls_authority, certificate=self.server_tls_certificate, key=self.server_tls_key
+        )
