@@ -217,6 +217,11 @@ struct HelloReply {
    * that has seen a higher one of the same shard talks to an old copy, and takes nothing from it.
    */
   11: optional i64 term,
+  /**
+   * From a relay: how long ago it heard from its shard, milliseconds, over all relays between. It answers no reads of rows:
+   * copies begin from its snapshots. Absent from a shard.
+   */
+  12: optional i64 knowledge_age_ms,
   /** The server archives its log in an object store, from which a lost shard comes back. */
   13: optional bool is_archived,
 }
@@ -495,6 +500,30 @@ struct ArchiveStatus {
   6: optional string error,
 }
 
+/** How far a relay is behind one shard of its server. */
+struct RelayStatus {
+  /** The shard or relay that it follows: host and port. */
+  1: required string source,
+  /** Last durable seq that the source has reported; `log_seq` is the relay's own. */
+  2: required i64 source_seq,
+  /** How long the relay has lacked a record that it knows of, milliseconds; 0 if it lacks none. */
+  3: required i64 lag_ms,
+  /** How long ago it heard from its shard, milliseconds, over all relays between. */
+  4: required i64 knowledge_age_ms,
+  /** Oldest seq that it has. */
+  5: required i64 first_seq,
+  /** Bytes of its log of this shard. */
+  6: required i64 log_bytes,
+  /** The snapshot that it offers; absent if it has none that its log follows. */
+  7: optional string snapshot,
+  /** Why it is not kept up to date, or offers no snapshot; absent if all is well. */
+  8: optional string failure,
+  /** How often it has begun anew since its process began, because the source lacked what comes next. */
+  9: required i32 num_restarts,
+  /** Leases that followers hold. */
+  10: required i32 num_followers,
+}
+
 struct StatusReply {
   1: required string server_id,
   2: required i32 shard,
@@ -521,6 +550,8 @@ struct StatusReply {
   18: optional ExpiryStatus expiry,
   19: optional i64 term,
   20: optional ArchiveStatus archive,
+  /** From a relay; it has no rows, writers or expiry. */
+  21: optional RelayStatus relay,
   /** From a server with an object store. */
   22: optional UploadStatus upload,
 }
@@ -572,6 +603,8 @@ struct FetchUpdatesReply {
   /** Nonce of the segment that has the last of `records`, which each start of the server draws anew; absent without records. */
   5: optional i64 mark,
   6: optional i64 term,
+  /** From a relay, as in its hello. */
+  7: optional i64 knowledge_age_ms,
 }
 
 /** A file of a snapshot in an object store. */

@@ -15,11 +15,13 @@ import yaml
 from headrace import __version__, cli
 from headrace.cli import load_command
 from headrace.paramserver.config.server_settings import ServerConfig
+from headrace.paramserver.relay.options import RelayConfig
 from headrace.schemas.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-_MANIFESTS = ("server.yaml", "replicas.yaml")
+_MANIFESTS = ("server.yaml", "replicas.yaml", "relay.yaml")
+_REPLICA, _RELAY = "headrace-lookup", "headrace-feed"
 # The oldest and the newest version whose schemas are looked at.
 _KUBERNETES = ("1.29", "1.34")
 # Those of a server's system calls, as strace saw them, that a tighter filter might leave out: the applier's lower
@@ -36,8 +38,10 @@ def _objects(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
 
 
-def _of_kind(kind: str) -> dict[str, Any]:
-    (found,) = (each for name in _MANIFESTS for each in _objects(name) if each["kind"] == kind)
+def _of_kind(kind: str, name: str | None = None) -> dict[str, Any]:
+    """Return the only object of a kind, or that of a name."""
+    objects = [each for file in _MANIFESTS for each in _objects(file) if each["kind"] == kind]
+    (found,) = (each for each in objects if name in (None, each["metadata"]["name"]))
     return found
 
 
@@ -48,6 +52,8 @@ def _config(arguments: list[str]) -> Any:
     flags = {name: value for name, value in flags.items() if name not in ("config", "ready_file", "watch_stdin")}
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)
+    if arguments[0] == "relay":
+        return RelayConfig.load(flags=flags, environ={}, file=None)
     from headrace.paramserver.replica.endpoint.process_config import EndpointConfig
 
     return EndpointConfig.load(flags=flags, environ={}, file=None)
@@ -81,7 +87,8 @@ def test_kustomization_lists_every_manifest() -> None:
     (kustomization,) = _objects("kustomization.yaml")
     assert sorted(kustomization["resources"]) == sorted(_MANIFESTS)
     images = {image["name"]: image["newTag"] for image in kustomization["images"]}
-    assert images == {_container(_of_kind(kind))["image"]: __version__ for kind in ("StatefulSet", "Deployment")}
+    workloads = [_of_kind("StatefulSet"), _of_kind("Deployment", _REPLICA), _of_kind("Deployment", _RELAY)]
+    assert images == {_container(workload)["image"]: __version__ for workload in workloads}
 
 
 def test_kustomize_builds_them() -> None:
@@ -115,9 +122,9 @@ def test_server_manifest_fits_the_command_line() -> None:
     assert _most_memory(config, container) <= _bytes(container["resources"]["limits"]["memory"])
 
 
-def _scraped_port(kind: str) -> int:
+def _scraped_port(kind: str, name: str | None = None) -> int:
     """Return the port at which Prometheus is told to find a pod's metrics."""
-    annotations = _of_kind(kind)["spec"]["template"]["metadata"]["annotations"]
+    annotations = _of_kind(kind, name)["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/scrape"] == "true"
     return int(annotations["prometheus.io/port"])
 
@@ -150,11 +157,11 @@ def _bytes(text: str) -> int:
 @pytest.mark.torchrec
 def test_replica_manifest_fits_the_command_line() -> None:
     """Flags of the Deployment are settings of `headrace replica`, and it follows the server of the other manifest."""
-    container = _container(_of_kind("Deployment"))
+    container = _container(_of_kind("Deployment", _REPLICA))
     config = _config(container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"thrift": config.port, "health": config.health_port}
-    assert _scraped_port("Deployment") == config.health_port == _target("headrace-replica")
+    assert _scraped_port("Deployment", _REPLICA) == config.health_port == _target("headrace-replica")
     # What is left there by a replica that was killed outlives its container, and only a named place is cleared.
     assert Path("/tmp") in config.disk_dir.parents and "/tmp" in {at["mountPath"] for at in container["volumeMounts"]}
     server = _config(_container(_of_kind("StatefulSet"))["args"])
@@ -166,11 +173,44 @@ def test_replica_manifest_fits_the_command_line() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["StatefulSet", "Deployment"])
-def test_pods_are_locked_down(kind: str) -> None:
+def test_relay_manifest_fits_the_command_line() -> None:
+    """Flags of the relay's Deployment are settings of `headrace relay`; its ports and its volume suffice."""
+    workload = _of_kind("Deployment", _RELAY)
+    container = _container(workload)
+    config, server = _config(container["args"]), _config(_container(_of_kind("StatefulSet"))["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    shards = {f"shard-{shard}": config.port + shard for shard in range(server.shards)}
+    assert ports == {**shards, "health": config.health_port}
+    service = _of_kind("Service", _RELAY)
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == shards
+    assert config.advertise_host.startswith(f"{_RELAY}.")
+    assert config.server == f"{server.advertise_host}:{server.port}"
+    assert _scraped_port("Deployment", _RELAY) == config.health_port == _target("headrace-relay")
+    assert workload["spec"]["strategy"] == {"type": "Recreate"}, "two relays cannot share a directory"
+    volumes = {each["name"]: each for each in workload["spec"]["template"]["spec"]["volumes"]}
+    size_bytes = _bytes(volumes["data"]["emptyDir"]["sizeLimit"])
+    assert size_bytes >= server.shards * config.log_hold_bytes * 3 // 2
+    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
+    assert probes == {"liveness": "/healthz", "readiness": "/readyz"}
+
+
+def test_compose_file_fits_the_command_line() -> None:
+    """Commands of the services parse; the relay follows the server, the replica the relay."""
+    services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
+    server, relay = _config(services["server"]["command"]), _config(services["relay"]["command"])
+    assert relay.server == f"127.0.0.1:{server.port}"
+    ports = range(relay.port, relay.port + server.shards)
+    assert relay.health_port not in ports
+    assert f"--server=127.0.0.1:{relay.port}" in services["replica"]["command"]
+    for service in services.values():
+        assert service["image"].endswith(f":{__version__}")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("StatefulSet", None), ("Deployment", _REPLICA), ("Deployment", _RELAY)])
+def test_pods_are_locked_down(kind: str, name: str | None) -> None:
     """No pod runs as root, writes to its image, keeps a capability or gets variables of services."""
-    pod = _of_kind(kind)["spec"]["template"]["spec"]
-    context = _container(_of_kind(kind))["securityContext"]
+    pod = _of_kind(kind, name)["spec"]["template"]["spec"]
+    context = _container(_of_kind(kind, name))["securityContext"]
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
     assert not pod["enableServiceLinks"] and not pod["automountServiceAccountToken"]
     assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]

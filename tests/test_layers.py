@@ -25,26 +25,26 @@ ALLOWED = {
 ROOMS = {
     "paramserver": (
         *("system", "rpc", "log", "store", "ingest", "expiry", "config"),
-        *("reading", "replay", "snapshots", "archive", "observe", "shard", "replica"),
+        *("reading", "replay", "snapshots", "archive", "observe", "shard", "relay", "replica"),
     ),
     "streamer": ("config", "stats", "world", "device", "taps", "flush", "delivery"),
 }
 # Two rooms work without the parts of a server: what each may import of its folder.
 WINGS = {
     "reading": {"system", "rpc", "reading"},
-    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config"},
+    "replica": set(ROOMS["paramserver"]) - {"ingest", "expiry", "archive", "shard", "observe", "config", "relay"},
 }
 # Lines of Python in each folder, and files of the product: no more than today. A change that needs more raises the
 # number in its commit and says why.
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 34_470,
+    "paramserver": 35_910,
     "streamer": 11_320,
-    "scripts": 11_660,
-    "tests": 68_280,
+    "scripts": 11_760,
+    "tests": 69_080,
 }
-NUM_PRODUCT_FILES = 288
+NUM_PRODUCT_FILES = 297
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}
 # A replicated log has none of these: only `log/` itself may know them.
 OF_FILE_LOG = {f"headrace.paramserver.log.{name}" for name in ("files", "segments", "segment_reader", "writer", "tail")}

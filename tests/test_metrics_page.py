@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from metric_samples import state
 from prometheus_client.metrics_core import Metric
 
 from headrace.paramserver.observe.families import server_families
+from headrace.paramserver.relay.gauges import RelayCollector
 from headrace.paramserver.replica.copy.audit import ReplicaAuditReport
 from headrace.paramserver.replica.endpoint.health import SelfAudit
 from headrace.paramserver.replica.endpoint.metrics import AuditCollector, ReplicaCollector
@@ -32,6 +34,9 @@ def _exported() -> Iterable[Metric]:
     audit = SelfAudit(FakeReplica(), interval_s=3600.0)  # type: ignore[arg-type]
     audit.report = ReplicaAuditReport(tables=(), left_out={})
     yield from AuditCollector(audit).collect()
+    mirror = SimpleNamespace(log=None, failure=None, num_restarts=0, lag_s=0.0, knowledge_age_s=0.0, source_seq=0)
+    snapshots = SimpleNamespace(offered=lambda _: None)
+    yield from RelayCollector([mirror], snapshots).collect()  # type: ignore[list-item, arg-type]
     yield from StreamerCollector(lambda: stats, run="ctr", rank=0, num_shards=2).collect()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.paramserver.observe.sample import ArchiveSample, ShardDetail, ShardSample, ShardState
 
@@ -17,6 +18,7 @@ _MAX_LOOP_PAUSE_S = 0.25
 _MAX_ARCHIVE_LAG_S = 60.0
 _MIN_FREE_PART = 0.1
 _YOUNG_S = 60.0
+_MAX_RELAY_AGE_S = 30.0
 
 
 class Severity(enum.IntEnum):
@@ -74,6 +76,8 @@ def _of_sample(sample: ShardSample) -> Iterator[Problem]:
             f"{name}: {sample.expiry.num_failed} expiry runs ended in an error",
             "The log says why after `expiry failed`; `headrace expire --dry-run` tries it again.",
         )
+    if sample.relay is not None:
+        yield from _of_relay(name, sample.relay)
     if sample.worst_loop_pause_s > _MAX_LOOP_PAUSE_S:
         yield Problem(
             Severity.WARNING,
@@ -105,6 +109,22 @@ def _of_archive(name: str, archive: ArchiveSample) -> Iterator[Problem]:
             Severity.WARNING,
             f"{name}: the archive is {archive.behind_s:.0f} s behind{why}",
             "What is not archived is lost with the disk. Training goes on; the log is kept up to --log-hold-bytes.",
+        )
+
+
+def _of_relay(name: str, relay: Any) -> Iterator[Problem]:
+    if relay.failure is not None:
+        yield Problem(
+            Severity.WARNING,
+            f"{name} of this relay: {relay.failure}",
+            "Followers keep what they have. The relay's log says since when.",
+        )
+    behind_s = max(relay.knowledge_age_ms, relay.lag_ms) / 1000
+    if behind_s > _MAX_RELAY_AGE_S:
+        yield Problem(
+            Severity.CRITICAL,
+            f"{name} of this relay: {behind_s:,.0f} s behind {relay.source}",
+            "The source is away, or the network or this disk does not keep up.",
         )
 
 

@@ -223,7 +223,7 @@ class ShardSample:
     """A shard at one moment. Fields are those of the IDL's `StatusReply`, in seconds where that has milliseconds.
 
     A client gets no `detail`, and only it gets the `upload`, an `idl.UploadStatus`, of a server with an object store.
-    Only a replica has the `replica`, an `idl.ReplicaStatus`.
+    Only a replica has the `replica`, an `idl.ReplicaStatus`, and only a relay the `relay`, an `idl.RelayStatus`.
     """
 
     server_id: str
@@ -246,6 +246,7 @@ class ShardSample:
     detail: ShardDetail | None = None
     replica: Any = None
     upload: Any = None
+    relay: Any = None
 
     @classmethod
     def of_reply(cls, reply: Any) -> Self:
@@ -266,10 +267,11 @@ class ShardSample:
             archive=None if reply.archive is None else ArchiveSample.of_status(reply.archive),
             replica=reply.replica,
             upload=reply.upload,
+            relay=reply.relay,
         )
 
     def plain_json(self) -> dict[str, Any]:
-        """Return all but tables, writers and replica in a form for `json`."""
+        """Return all but tables, writers, replica and relay in a form for `json`."""
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "expiry": self.expiry and dataclasses.asdict(self.expiry),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class ShardFollower:
         next_seq: First record that `fetch` returns next.
         last_seq: The shard's last durable record, as of its last reply; 0 before the first.
         mark: Stands for the record before `next_seq`, see `FetchUpdatesReply`; None if unknown.
+        heard_s: When the last reply came, monotonic seconds; -inf before.
+        knowledge_age_s: How old its knowledge was then, if it came from a relay; 0 from a shard.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class ShardFollower:
         self.next_seq = from_seq
         self.last_seq = 0
         self.mark = mark
+        self.heard_s, self.knowledge_age_s = -math.inf, 0.0
         self._link = link
         self._server_id = link.hello.server_id
         self._name = name
@@ -171,6 +175,7 @@ class ShardFollower:
             raise GoneError(f"the store is not the same as before: {exc}") from exc
         finally:
             self._asked_s.remove(asked_s)
+        self.heard_s, self.knowledge_age_s = time.monotonic(), (reply.knowledge_age_ms or 0) / 1000
         if from_seq == self.next_seq and reply.mark_before is not None:
             self._check_mark(self.next_seq - 1, self.mark, reply.mark_before)
             self.mark = reply.mark_before

@@ -57,6 +57,8 @@ class RetentionConfig(Protocol):
     @property
     def shard(self) -> int: ...  # noqa: D102
     @property
+    def is_first_here(self) -> bool: ...  # noqa: D102
+    @property
     def log_retention_bytes(self) -> int: ...  # noqa: D102
     @property
     def log_retention_s(self) -> float: ...  # noqa: D102

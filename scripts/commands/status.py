@@ -35,6 +35,9 @@ __all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
 _NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
 _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
+_NEVER_S = 1e9  # what a relay says that has not heard from its source yet
+_RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
+_RELAY_COUNTS = ("num_restarts", "num_followers")
 _REPLICA_NUMBERS = ("shard", "visible_seq", "last_seq", "lag_steps", "delay_p50_s", "delay_p99_s")
 
 
@@ -77,12 +80,13 @@ def _shard_to_json(state: ShardState) -> dict[str, Any]:
     head = {"shard": state.shard, "address": state.address, "error": state.error}
     numbers = {name: getattr(state.sample, name, None) for name in _NUMBERS}
     parts = {name: getattr(state.sample, name, None) for name in ("expiry", "archive")}
-    upload = state.sample and state.sample.upload
+    upload, relay = (state.sample.upload, state.sample.relay) if state.sample else (None, None)
     return {
         **head,
         **numbers,
         **{name: part and dataclasses.asdict(part) for name, part in parts.items()},
         "upload": upload and {name: getattr(upload, name) for name in _UPLOAD_FIELDS},
+        "relay": relay and {name: getattr(relay, name) for name in (*_RELAY_FACTS, *_RELAY_COUNTS)},
     }
 
 
@@ -118,13 +122,17 @@ def _replica_to_json(replica: Any) -> dict[str, Any]:
 def _show(states: Sequence[ShardState], console: Console) -> None:
     samples = [state.sample for state in states if state.sample is not None]
     is_replica = bool(samples) and samples[0].replica is not None
+    is_relay = bool(samples) and samples[0].relay is not None
     if samples:
         version, server_id = escape(samples[0].version), escape(samples[0].server_id)
-        what = "replica of" if is_replica else f"{len(states)} shards "
+        what = "replica of" if is_replica else "relay of" if is_relay else f"{len(states)} shards "
         console.print(f"[bold]headrace {version}[/bold]  {what} store {server_id}")
     # Problems first: they are why somebody looks.
     for problem in find_problems(states):
         console.print(show_problem(problem))
+    if is_relay:
+        console.print(_relay_table(states))
+        return
     if is_replica:
         _show_replica(samples[0], console)
     else:
@@ -252,6 +260,24 @@ def _shards_table(states: Sequence[ShardState]) -> Table:
             f"{sample.applied_seq:,}",
             format_size(sample.inflight_bytes),
             f"{sample.num_rows_written:,}",
+        )
+    return table
+
+
+def _relay_table(states: Sequence[ShardState]) -> Table:
+    columns = ("shard>", "address", "follows", "log seq>", "source seq>", "behind>", "heard>", "log>", "followers>")
+    table = _table("Shards", *columns, "snapshot")
+    for state in states:
+        if state.sample is None or state.sample.relay is None:
+            table.add_row(str(state.shard), escape(state.address), "no answer", style="red")
+            continue
+        relay = state.sample.relay
+        heard_s = relay.knowledge_age_ms / 1000
+        table.add_row(
+            *(str(state.shard), escape(state.address), escape(relay.source)),
+            *(f"{state.sample.log_seq:,}", f"{relay.source_seq:,}", f"{relay.lag_ms / 1000:.1f} s"),
+            "never" if heard_s > _NEVER_S else f"{show_duration(heard_s)} ago",
+            *(format_size(relay.log_bytes), f"{relay.num_followers:,}", escape(relay.snapshot or "none")),
         )
     return table
 

@@ -146,7 +146,7 @@ class CopyBuilder:
             if snapshot is not None:
                 with snapshot_in_use(snapshot):
                     tables = await self._load(snapshot, reader, lease, storage, held_bytes)
-            elif self._config.object_store is None and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
+            elif self._reads_rows_of(reader) and all(spec.num_rows for spec in specs if self._wants(spec.fqn)):
                 self._check_memory(specs, 0, held_bytes)
                 tables = await self._load_live(reader, lease, storage)
             else:
@@ -206,6 +206,10 @@ class CopyBuilder:
             folder = await self._fetch_newest(FetchedSnapshots(directory), reader, lease, stack)
             return await self._load(folder, reader, lease, storage, held_bytes)
 
+    def _reads_rows_of(self, reader: EmbeddingReader) -> bool:
+        """Return whether a copy may begin with the rows of the shards, not of a snapshot."""
+        return self._config.object_store is None and not _is_relay(reader)
+
     async def _fetch_newest(
         self, fetched: FetchedSnapshots, reader: EmbeddingReader, lease: CopyLease, in_use: contextlib.AsyncExitStack
     ) -> Path:
@@ -215,6 +219,8 @@ class CopyBuilder:
             try:
                 manifest = await source.newest()
             except GoneError as exc:
+                if _is_relay(reader) and self._config.object_store is None:
+                    raise UnavailableError(str(exc)) from exc  # it may still fetch one, and says what to do
                 why = "" if self._config.object_store else ", and tables of virtual ids cannot be read without one"
                 raise GoneError(f"{exc}{why}: headrace snapshot create") from exc
             try:
@@ -331,6 +337,11 @@ class _StoredSnapshots:
 
     def how_to_remove(self, name: str) -> str:
         return f"headrace snapshot remove {self._store.where} {name}"
+
+
+def _is_relay(reader: EmbeddingReader) -> bool:
+    """Return whether copies begin from snapshots only, because the reader's peer has no rows."""
+    return reader.links[0].hello.knowledge_age_ms is not None
 
 
 def _log_leases(reader: EmbeddingReader, manifest: SnapshotManifest, lease: CopyLease) -> LogLeaseKeeper:

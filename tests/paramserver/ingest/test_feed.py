@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from held_ports import hold_ports
-from hellos import hello_of_writer
 from memory_update_log import MemoryUpdateLog
-from set_embeddings import delta_of, request_of
-from shard_servers import serve_shards
+from served_shard import SPEC, link_to, serving, values_of
 
 from headrace.paramserver.ingest import feed as update_feed
 from headrace.paramserver.ingest.feed import UpdateFeed
 from headrace.paramserver.log.interface import UpdateLogConfig
 from headrace.paramserver.reading.follower import ShardFollower
-from headrace.paramserver.reading.link import Dial, ShardLink
-from headrace.paramserver.rpc.client import ParamServerClient
-from headrace.paramserver.shard.service import Shard
 from headrace.schemas.errors import GoneError, RequestError, SetBackError
 from headrace.schemas.idl import idl
-from headrace.schemas.messages import REPLY, decode_header, decode_struct, encode_message, size_of_segments
-from headrace.schemas.tables import DType, TableSpec
+from headrace.schemas.messages import REPLY, encode_message, size_of_segments
 
-SPEC = TableSpec(fqn="items.weight", num_rows=0, dim=4, dtype=DType.FLOAT32)
 WAIT_S = 60.0
 MAX_FRAME_BYTES = 1 << 16
 
@@ -109,56 +101,9 @@ async def test_a_reply_has_the_nonces_of_its_last_record_and_of_the_one_before_i
     assert await nonces(3, 1 << 20) == (None, fourth)
 
 
-async def _link(port: int) -> ShardLink:
-    link = ShardLink(Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=60.0), "127.0.0.1", port)
-    await link.refresh()
-    return link
-
-
-class Served:
-    """A shard on a port, with a connected writer."""
-
-    def __init__(self, shard: Shard, port: int, client: ParamServerClient, client_seq: int) -> None:
-        self.shard, self.port, self.client, self._client_seq = shard, port, client, client_seq
-
-    async def write(self, rows: Iterable[int], value: float) -> None:
-        """Write rows as the writer's next batch."""
-        self._client_seq += 1
-        delta = delta_of(SPEC, list(rows), value)
-        await self.client.set_embeddings(request_of(delta, client_seq=self._client_seq))
-
-    @asynccontextmanager
-    async def follow(self, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:
-        """Yield a follower with a connection of its own."""
-        link = await _link(self.port)
-        try:
-            yield ShardFollower(link, from_seq=from_seq, **settings)
-        finally:
-            await link.close()
-
-
-@asynccontextmanager
-async def serving(path: Path, *, port: int = 0, client_seq: int = 0, **changes: Any) -> AsyncIterator[Served]:
-    """Serve a shard whose writer has sent so many batches."""
-    opened: list[Shard] = []
-    async with (
-        serve_shards(path, 1, port=port, opened=opened, **({"server_id": "a-server"} | changes)) as (port,),
-        await ParamServerClient.connect("127.0.0.1", port) as client,
-    ):
-        await client.hello(hello_of_writer(SPEC))
-        yield Served(opened[0], port, client, client_seq)
-
-
 def fetch_request(from_seq: int, **changes: Any) -> Any:
     fields = {"server_id": "a-server", "max_bytes": 1 << 20, "wait_ms": 0} | changes
     return idl.FetchUpdatesRequest(from_seq=from_seq, **fields)
-
-
-def values_of(body: memoryview) -> tuple[list[int], float]:
-    """Return row ids and the value of a batch written by `Served.write`."""
-    args = decode_struct(idl.ParameterServer.setEmbeddings_args, body, decode_header(body).body_offset)
-    (delta,) = args.request.deltas
-    return np.frombuffer(delta.row_ids, "<i8").tolist(), float(np.frombuffer(delta.weights, "<f4")[0])
 
 
 async def test_every_record_comes_once_and_in_order(tmp_path: Path) -> None:
@@ -208,7 +153,7 @@ async def test_a_follower_goes_on_after_the_shard_was_restarted(tmp_path: Path) 
     """It reconnects and gets the next record, nothing twice."""
     port = hold_ports()
     async with serving(tmp_path, port=port) as served:
-        link = await _link(port)
+        link = await link_to(port)
         follower = ShardFollower(link, from_seq=1, wait_s=1.0)
         await served.write([1], 1.0)
         assert [update.seq for update in await follower.fetch()] == [1, 2]
@@ -223,7 +168,7 @@ async def test_another_store_at_the_address_ends_the_position(tmp_path: Path) ->
     """A follower that meets another server id must start over."""
     port = hold_ports()
     async with serving(tmp_path / "a", port=port) as served:
-        link = await _link(port)
+        link = await link_to(port)
         follower = ShardFollower(link, from_seq=1, wait_s=0.0)
         await follower.fetch()
     async with serving(tmp_path / "b", port=port, server_id="another") as served:
@@ -256,7 +201,7 @@ async def _set_back(directory: Path, *, num_taken: int, num_written: int) -> Asy
     shutil.copytree(data, older)
     async with serving(data, port=port, client_seq=2) as served:
         await served.write([3], 1.0)
-        link = await _link(port)
+        link = await link_to(port)
         follower = ShardFollower(link, from_seq=num_taken, name="replica", wait_s=0.0, max_bytes=1)
         assert [update.seq for update in await follower.fetch()] == [num_taken]
     shutil.rmtree(data)

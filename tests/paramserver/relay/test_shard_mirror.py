@@ -1,0 +1,279 @@
+"""A relay's mirror of one shard: the shard's records and marks, whatever happens to shard, relay and followers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held_ports import hold_ports
+from relays import relay_of, until
+from served_shard import Served, link_to, serving, values_of
+
+from headrace.paramserver.reading.follower import ShardFollower, Update
+from headrace.paramserver.relay.runner import RelayProcess
+from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.shard.service import Shard
+from headrace.schemas.errors import GoneError, SetBackError, UnavailableError
+from headrace.schemas.idl import idl
+
+WAIT_S = 60.0
+
+
+def _facts(records: Any) -> list[tuple[int, int, dict[str, Any], bytes]]:
+    return [(record.seq, record.epoch, record.header, bytes(record.body)) for record in records]
+
+
+async def wait_for_seq(relay: RelayProcess, seq: int) -> None:
+    def has_it() -> bool:
+        log = relay.mirrors[0].log
+        return log is not None and log.last_seq >= seq
+
+    await until(has_it)
+
+
+def assert_mirrored(relay: RelayProcess, shard: Shard, from_seq: int = 1) -> None:
+    log = relay.mirrors[0].log
+    assert log is not None
+    assert _facts(log.read(from_seq)) == _facts(shard.log.read(from_seq))
+    seqs = range(from_seq, shard.log.last_seq + 1)
+    assert [log.nonce_of(seq) for seq in seqs] == [shard.log.nonce_of(seq) for seq in seqs]
+
+
+@asynccontextmanager
+async def following(address: str, from_seq: int = 1, **settings: Any) -> AsyncIterator[ShardFollower]:
+    link = await link_to(parse_address(address)[1])
+    try:
+        yield ShardFollower(link, from_seq=from_seq, **settings)
+    finally:
+        await link.close()
+
+
+async def take(follower: ShardFollower, last_seq: int) -> list[Update]:
+    updates: list[Update] = []
+    async with asyncio.timeout(WAIT_S):
+        while follower.next_seq <= last_seq:
+            updates += await follower.fetch()
+    return updates
+
+
+def address_of(served: Served) -> str:
+    return f"127.0.0.1:{served.port}"
+
+
+async def test_followers_get_what_the_shard_has(tmp_path: Path) -> None:
+    """Records come once, in order and equal, to many followers, also those that arrive later and that wait."""
+    async with (
+        serving(tmp_path / "shard") as served,
+        relay_of(address_of(served), tmp_path / "relay") as (address, relay),
+        following(address, wait_s=60.0) as patient,
+    ):
+        waiting = asyncio.create_task(take(patient, 21))
+        for i in range(1, 21):
+            await served.write([i, i + 100], float(i))
+        updates = await waiting
+        assert [values_of(update.body) for update in updates[1:]] == [([i, i + 100], float(i)) for i in range(1, 21)]
+        assert_mirrored(relay, served.shard)
+        async with following(address, 5, max_bytes=600) as late, following(address_of(served), 5) as direct:
+            assert _facts(await take(late, 21)) == _facts(await take(direct, 21))
+            assert late.mark == direct.mark is not None
+            assert late.knowledge_age_s < 30.0
+        client, _ = await _client_of(address)
+        async with client:
+            (status,) = [(await client.status()).relay]
+            assert (status.source, status.source_seq) == (address_of(served), 21)
+            assert status.first_seq == 1 and status.log_bytes > 0 and status.failure is not None  # it has no snapshot
+
+
+async def _client_of(address: str) -> tuple[ParamServerClient, Any]:
+    link = await link_to(parse_address(address)[1])
+    return link._client, link.hello  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("num_rows", "num_batches"), [(20_000, 7), (4000, 40)])
+async def test_each_record_has_the_mark_that_it_has_at_the_shard(
+    tmp_path: Path, num_rows: int, num_batches: int
+) -> None:
+    """Where one reply spans several segments of the shard, and several of its lives, the mirror finds every border."""
+    data = tmp_path / "shard"
+    for life in range(2):
+        async with serving(data, client_seq=life * num_batches, log_segment_bytes=1 << 20) as served:
+            for i in range(num_batches):
+                await served.write(range(i, i + num_rows), 1.0)
+    async with serving(data, log_segment_bytes=1 << 20) as served:
+        async with relay_of(address_of(served), tmp_path / "relay") as (_, relay):
+            await wait_for_seq(relay, served.shard.log.last_seq)
+            assert_mirrored(relay, served.shard)
+        marks = {served.shard.log.nonce_of(seq) for seq in range(1, served.shard.log.last_seq + 1)}
+        assert len(marks) >= 5
+
+
+async def test_shard_and_relay_may_restart(tmp_path: Path) -> None:
+    """Followers of a relay go on when the shard restarts, when the relay does, and get nothing twice."""
+    port, relay_port = hold_ports(), hold_ports()
+    updates: list[Update] = []
+    async with serving(tmp_path / "shard", port=port) as served:
+        async with relay_of(address_of(served), tmp_path / "relay", port=relay_port) as (address, _):
+            link = await link_to(relay_port)
+            follower = ShardFollower(link, from_seq=1, wait_s=1.0)
+            await served.write([1], 1.0)
+            updates += await take(follower, 2)
+        await served.write([2], 2.0)
+    # The shard is away: the relay serves what it has, and its age grows.
+    async with relay_of(f"127.0.0.1:{port}", tmp_path / "relay", port=relay_port) as (address, relay):
+        async with following(address) as late:
+            assert _facts(await take(late, 2)) == _facts(updates)
+        assert relay.mirrors[0].knowledge_age_s == float("inf")
+        async with serving(tmp_path / "shard", port=port, client_seq=2) as served:
+            await served.write([3], 3.0)
+            updates += await take(follower, served.shard.log.last_seq)
+            assert_mirrored(relay, served.shard)
+            assert [update.seq for update in updates] == list(range(1, served.shard.log.last_seq + 1))
+        await link.close()
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 5], ids=["its log ends before", "at the place", "beyond it"])
+async def test_followers_are_told_when_the_shard_was_set_back(tmp_path: Path, num_written: int) -> None:
+    """A follower beyond the older copy starts over, however far that has gone on; the mirror equals the shard again."""
+    data, older, port, relay_port = tmp_path / "data", tmp_path / "older", hold_ports(), hold_ports()
+    async with serving(data) as served:
+        for row in (1, 2):
+            await served.write([row], 1.0)
+    shutil.copytree(data, older)
+    async with relay_of_later(port, tmp_path / "relay", relay_port) as start:
+        async with serving(data, port=port, client_seq=2) as served:
+            _, relay = await start()
+            await served.write([3], 1.0)
+            taken = served.shard.log.last_seq
+            link = await link_to(relay_port)
+            follower = ShardFollower(link, from_seq=1, wait_s=0.0)
+            await take(follower, taken)
+        shutil.rmtree(data)
+        shutil.copytree(older, data)
+        async with serving(data, port=port, client_seq=2) as served:
+            for row in range(num_written):
+                await served.write([row + 10], 2.0)
+            with pytest.raises(GoneError, match="start over"):
+                async with asyncio.timeout(WAIT_S):
+                    while True:
+                        await follower.fetch()
+            await wait_for_seq(relay, served.shard.log.last_seq)
+            assert_mirrored(relay, served.shard)
+            assert relay.mirrors[0].num_restarts == 1
+        await link.close()
+
+
+@asynccontextmanager
+async def relay_of_later(port: int, data: Path, relay_port: int) -> AsyncIterator[Any]:
+    """Yield a function that starts a relay, which then outlives the shard that it was started beside."""
+    async with AsyncExitStack() as stack:
+
+        async def start() -> Any:
+            return await stack.enter_async_context(relay_of(f"127.0.0.1:{port}", data, port=relay_port))
+
+        yield start
+
+
+async def test_a_follower_ahead_of_the_relay_asks_again(tmp_path: Path) -> None:
+    """A relay that is behind does not pass for a server that was set back: a follower from elsewhere waits for it."""
+    async with (
+        serving(tmp_path / "shard") as served,
+        relay_of(address_of(served), tmp_path / "relay") as (address, relay),
+    ):
+        await served.write([1], 1.0)
+        await wait_for_seq(relay, 2)
+        mirror = relay.mirrors[0]
+        copying = [task for task in asyncio.all_tasks() if task.get_name() == "headrace-mirror-0"]
+        assert len(copying) == 1
+        link = await link_to(parse_address(address)[1])
+        request = idl.FetchUpdatesRequest(server_id="a-server", from_seq=5, max_bytes=1, wait_ms=0)
+        with pytest.raises(SetBackError):  # nobody has it
+            await link.fetch_updates(request)
+        # Hold the mirror back, and let the shard go on.
+        held = mirror._link.fetch_updates
+
+        async def hold(asked: Any) -> Any:
+            if asked.follower is not None:
+                await asyncio.sleep(3600)
+            return await held(asked)
+
+        mirror._link.fetch_updates = hold  # type: ignore[method-assign]
+        await asyncio.wait_for(mirror.log.wait_durable(2), WAIT_S)  # type: ignore[union-attr]
+        for row in range(6):
+            await served.write([row], 2.0)
+        request.from_seq = mirror.log.last_seq + 3  # type: ignore[union-attr]
+        with pytest.raises(UnavailableError, match="this relay is behind"):
+            await link.fetch_updates(request)
+        await link.close()
+
+
+async def test_a_relay_that_was_away_for_too_long_begins_anew(tmp_path: Path) -> None:
+    """When the shard has removed what comes next, the mirror begins again at what it has, and followers start over."""
+    port, relay_port = hold_ports(), hold_ports()
+    settings: dict[str, Any] = {"log_segment_bytes": 1 << 20, "log_retention_bytes": 1 << 20, "log_hold_bytes": 1 << 20}
+    async with serving(tmp_path / "shard", port=port, **settings) as served:
+        async with relay_of(address_of(served), tmp_path / "relay", port=relay_port) as (_, relay):
+            await wait_for_seq(relay, 1)
+        for i in range(8):
+            await served.write(range(20_000), float(i))
+        await served.shard.applied()
+        await asyncio.to_thread(served.shard.store.flush)
+        served.shard.log.trim(served.shard.store.durable_seq + 1, max_bytes=1 << 20)
+        assert served.shard.log.first_seq > 2
+        async with relay_of(address_of(served), tmp_path / "relay", port=relay_port) as (address, relay):
+            await until(lambda: relay.mirrors[0].num_restarts > 0 and relay.mirrors[0].log is not None)
+            async with following(address, 2) as follower:
+                with pytest.raises(GoneError):
+                    while True:
+                        await follower.fetch()
+            await served.write([1], 9.0)
+            last_seq = served.shard.log.last_seq
+            await wait_for_seq(relay, last_seq)
+            assert_mirrored(relay, served.shard, last_seq)
+            assert len(list((tmp_path / "relay/shard-0000").glob("log-*"))) == 1
+
+
+async def test_the_disk_bound_holds(tmp_path: Path) -> None:
+    """Beyond --log-hold-bytes the oldest log goes, whoever needs it; its holder is told, and others go on."""
+    settings: dict[str, Any] = {"log_segment_bytes": 1 << 20, "log_retention_bytes": 1 << 20, "log_hold_bytes": 2 << 20}
+    async with (
+        serving(tmp_path / "shard") as served,
+        relay_of(address_of(served), tmp_path / "relay", **settings) as (address, relay),
+        following(address, name="slow", copy_id="a") as slow,
+        following(address, name="fast", copy_id="b") as fast,
+    ):
+        await slow.register()
+        for i in range(16):
+            await served.write(range(20_000), float(i))
+        last_seq = served.shard.log.last_seq
+        await take(fast, last_seq)
+        log = relay.mirrors[0].log
+        assert log is not None and log.size_bytes > 4 << 20
+        await log.retention.trim()
+        assert log.size_bytes <= 2 << 20
+        assert log.retention.num_broken == 1
+        with pytest.raises(GoneError, match="has been removed: start over"):
+            await slow.fetch()
+        await served.write([1], 1.0)
+        await take(fast, last_seq + 1)
+
+
+async def test_a_chain_equals_the_shard(tmp_path: Path) -> None:
+    """A relay of a relay has the shard's records and marks, names its own source, and adds the ages of both."""
+    async with (
+        serving(tmp_path / "shard") as served,
+        relay_of(address_of(served), tmp_path / "one") as (first, _),
+        relay_of(first, tmp_path / "two") as (second, relay),
+        following(second) as follower,
+    ):
+        for i in range(10):
+            await served.write([i], float(i))
+        await take(follower, 11)
+        assert_mirrored(relay, served.shard)
+        assert follower.knowledge_age_s < 30
+        assert relay.mirrors[0].source == first
