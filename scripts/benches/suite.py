@@ -95,6 +95,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("overhead", "Overhead", 4, 150, "overhead:measure", {"num_steps": 2}),
     Part("freshness", "Freshness", 3, 60, "freshness:measure", {"num_steps": 20}),
+    Part("relay", "Relay", 3, 40, "fan_out:measure", {"num_batches": 5, "num_followers": 2}),
     Part("restore", "Restore", 5, 40, "restore:measure", {"num_rows": 5000}),
     Part(
         "dense", "Dense parameters", 3, 160, "dense_cost:measure", {"num_rows": 1000, "width": 16}, {"interval_s": 0.2}
@@ -145,7 +146,7 @@ def all_benches(
     DIR measures only what is missing or has failed. A part that fails is reported, the others still run, and the exit
     code is 1.
 
-    Parts: ingest, recovery, wire, lookup, overhead, freshness, restore, dense, backfill, export and kernels;
+    Parts: ingest, recovery, wire, lookup, overhead, freshness, relay, restore, dense, backfill, export and kernels;
     and the sweeps throughput (against shards and the width of rows), lag (against load), recovery-size (against the
     size of the log) and cost (against tables, rows and clients).
     """
