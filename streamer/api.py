@@ -22,7 +22,7 @@ from headrace.paramserver.system.tracing import span
 from headrace.schemas.errors import ConfigError, HeadraceError, SpecMismatchError, UnknownTableError
 from headrace.schemas.table_names import check_path, model_of, table_name
 from headrace.streamer.audit import AuditReport, TableAudit, audit_tables
-from headrace.streamer.config import StreamerConfig, check_run, host_and_port, step_number, timeout_seconds
+from headrace.streamer.config import StreamerConfig, addresses_of, check_run, step_number, timeout_seconds
 from headrace.streamer.delivery.generations import agree_on_generations
 from headrace.streamer.delivery.pipeline import Delivery
 from headrace.streamer.live_rows import Evictor, LiveRows, fetch_rows, unused_rows
@@ -74,7 +74,7 @@ class RawEmbeddingStreamer:
         """Connect to every shard and take over the run, which fences its older trainers. A call of all ranks together.
 
         Args:
-            address: `host:port` of any shard; the port defaults to 7601.
+            address: `host:port` of any shard, or of several with commas; the port defaults to 7601.
             run: Name of the training job. Its ranks and restarts share it.
             config: Settings; None reads `settings`, the environment (`HEADRACE_STREAMER_…`) and the defaults.
             world: The ranks of the run; None takes those of `torch.distributed`.
@@ -85,7 +85,7 @@ class RawEmbeddingStreamer:
             UnavailableError: No server answers within `connect_timeout_s`.
             UnauthorizedError: The server refuses the credentials.
         """
-        host, port = host_and_port(address)
+        seeds = addresses_of(address)
         check_run(run)
         if config is not None and settings:
             raise ConfigError(f"give settings in `config` or as arguments, not both: {', '.join(sorted(settings))}")
@@ -103,7 +103,7 @@ class RawEmbeddingStreamer:
         self._resumed: RunState | None = None
         self._world = world or current_world()
         with warn_when_late("RawEmbeddingStreamer(...)", rank=self._world.rank, world_size=self._world.size):
-            self._delivery = Delivery(host, port, run=run, world=self._world, config=self._config)
+            self._delivery = Delivery(seeds, run=run, world=self._world, config=self._config)
         self._address = address
         self._metrics: MetricsPort | None = None
         if self._config.metrics_port is not None:

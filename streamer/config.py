@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
-from headrace.paramserver.rpc.address import DEFAULT_PORT, parse_address
+from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, parse_addresses
 from headrace.paramserver.system import settings as fields
 from headrace.paramserver.system.settings import Kind, count_setting, path_setting, seconds_setting, size_setting
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.idl import MAX_NAME_BYTES
 from headrace.schemas.table_names import check_model
 
-__all__ = ["ENV_PREFIX", "StreamerConfig", "check_run", "host_and_port", "step_number", "timeout_seconds"]
+__all__ = ["ENV_PREFIX", "StreamerConfig", "addresses_of", "check_run", "step_number", "timeout_seconds"]
 
 ENV_PREFIX = "HEADRACE_STREAMER_"
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
@@ -216,11 +216,11 @@ class StreamerConfig:
         return fields.merge(cls, flags=settings, environ=environ, prefix=ENV_PREFIX, file=file, flag=str)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Parse a server's address; raise ConfigError if it is not one."""
+def addresses_of(address: str) -> tuple[Address, ...]:
+    """Parse a server's address, or several with commas; raise ConfigError if it is none."""
     if not isinstance(address, str):
         raise ConfigError(f"address {address!r} is not text: give one such as '127.0.0.1:{DEFAULT_PORT}'")
-    return parse_address(address)
+    return parse_addresses(address)
 
 
 def check_run(run: str) -> None:

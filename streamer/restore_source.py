@@ -30,7 +30,7 @@ from headrace.schemas.row_records import FLAG_DELETED, MISSING, PRESENT, RecordL
 from headrace.schemas.snapshot_manifest import MANIFEST_NAME, SnapshotManifest
 from headrace.schemas.table_names import model_of, path_of, table_name
 from headrace.schemas.tables import DType, TableSpec
-from headrace.streamer.config import StreamerConfig, host_and_port, timeout_seconds
+from headrace.streamer.config import StreamerConfig, addresses_of, timeout_seconds
 from headrace.streamer.delivery.rendezvous import tls_context
 from headrace.streamer.resume import ask_store
 from headrace.streamer.taps.tapped_table import TappedTable
@@ -138,7 +138,7 @@ def restore_source(
         if isinstance(snapshot, str) and is_object_store_url(snapshot):
             return _StoredSnapshot(snapshot)
         return _Snapshot(Path(snapshot))
-    host_and_port(address)
+    addresses_of(address)
     if timeout_s is not None:
         config = dataclasses.replace(config, request_timeout_s=timeout_seconds(timeout_s))
     return _Server(address, config)

@@ -143,7 +143,10 @@ def settings_of_node(cluster: ClusterFile | None, node: ClusterNode | None) -> t
     defaults: dict[str, Any] = {"host": node.host}
     if node.data is not None:
         defaults["data"] = node.data
-    return defaults, {"port": node.port, "advertise_host": node.host, "shards": None}
+    fixed = {"port": node.port, "advertise_host": node.host, "shards": None}
+    if cluster.object_store is not None:
+        fixed["object_store"] = cluster.object_store
+    return defaults, fixed
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Self
 import typer
 
 from headrace.paramserver.observe.sample import ShardSample, ShardState
-from headrace.paramserver.reading.link import Dial
-from headrace.paramserver.rpc.address import DEFAULT_PORT, format_address, parse_address, shard_map
+from headrace.paramserver.reading.link import Dial, ShardLink
+from headrace.paramserver.rpc.address import DEFAULT_PORT, Address, format_address, parse_addresses
 from headrace.paramserver.rpc.security import Token, client_tls_context, load_token
+from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.idl import idl
 
@@ -33,7 +34,8 @@ __all__ = [
 
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 AddressArgument = Annotated[
-    str, typer.Argument(metavar="ADDRESS", help="Host and port of any shard.", show_default=True)
+    str,
+    typer.Argument(metavar="ADDRESS", help="Host and port of any shard, or several with commas.", show_default=True),
 ]
 TimeoutFlag = Annotated[float, typer.Option(help="Timeout for each shard, seconds.", min=0.1, metavar="SECONDS")]
 TlsFlag = Annotated[bool, typer.Option("--tls", help="Use TLS; the other --tls options imply it.", show_default=False)]
@@ -51,10 +53,9 @@ TokenFlag = Annotated[Path | None, _file_option("File with the token. Also HEADR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusAccess:
-    """How to reach a server: by any one of its shards. `timeout_s` is for each shard."""
+    """How to reach a server: by the first of `seeds`, any of its shards, that answers; `timeout_s` is for each."""
 
-    host: str
-    port: int
+    seeds: tuple[Address, ...]
     ssl_context: ssl.SSLContext | None
     token: Token | None
     timeout_s: float
@@ -76,12 +77,12 @@ class StatusAccess:
         Raises:
             ConfigError: The address is invalid, or a file cannot be used.
         """
-        host, port = parse_address(address)
+        seeds = parse_addresses(address)
         context = None
         if tls or any((tls_authority, tls_certificate, tls_key)):
             context = client_tls_context(authority=tls_authority, certificate=tls_certificate, key=tls_key)
         token = load_token(path=token_file, environ=os.environ)
-        return cls(host=host, port=port, ssl_context=context, token=token, timeout_s=timeout_s)
+        return cls(seeds=seeds, ssl_context=context, token=token, timeout_s=timeout_s)
 
     def dial(self, role: int = idl.Role.READER) -> Dial:
         """Return how to connect in a role."""
@@ -99,16 +100,32 @@ async def ask_shards(access: StatusAccess) -> list[ShardState]:
     Cancellation: harmless.
     """
     dial = access.dial()
-    client, hello = await dial.connect(access.host, access.port)
-    await client.close()
-    places = shard_map(hello, access.host, access.port)
-    return list(await asyncio.gather(*(_ask(shard, *place, dial) for shard, place in enumerate(places))))
+    first = await _first_answer(access, dial)
+    places = ShardPlaces.of_hello(first.hello, first.host, first.port)
+    asked = list(places.addresses)
+    states = list(await asyncio.gather(*(_ask(shard, places, dial) for shard in range(len(places)))))
+    # A shard that has moved is where the others say by now.
+    moved = [shard for shard, address in enumerate(places.addresses) if address != asked[shard]]
+    for shard, state in zip(moved, await asyncio.gather(*(_ask(shard, places, dial) for shard in moved)), strict=True):
+        states[shard] = state
+    return states
 
 
-async def _ask(shard: int, host: str, port: int, dial: Dial) -> ShardState:
+async def _first_answer(access: StatusAccess, dial: Dial) -> ShardLink:
+    """Return a link, closed again, to the first seed that has answered."""
+    first = ShardLink(dial, *access.seeds[0], others=access.seeds[1:])
+    try:
+        await first.refresh()
+    finally:
+        await first.close()
+    return first
+
+
+async def _ask(shard: int, places: ShardPlaces, dial: Dial) -> ShardState:
+    host, port = places[shard].address
     address = format_address(host, port)
     try:
-        client, _ = await dial.connect(host, port)
+        client, _ = await dial.connect(host, port, places=places)
         async with client:
             reply = await client.status(timeout_s=dial.timeout_s)
     except HeadraceError as exc:

@@ -7,14 +7,16 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
+from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token
+from headrace.paramserver.rpc.shard_places import ShardPlaces, StaleTermError
 from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnauthorizedError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl
 
@@ -51,16 +53,25 @@ class Dial:
     role: int = idl.Role.READER
     reach_log: OutageLog = field(default_factory=OutageLog)
 
-    async def connect(self, host: str, port: int) -> tuple[ParamServerClient, Any]:
-        """Return a connection and the shard's `idl.HelloReply`."""
+    async def connect(
+        self, host: str, port: int, *, places: ShardPlaces | None = None
+    ) -> tuple[ParamServerClient, Any]:
+        """Return a connection and the shard's `idl.HelloReply`; `places` guards it against old copies."""
         client = await ParamServerClient.connect(
             host, port, timeout_s=self.timeout_s, ssl_context=self.ssl_context, server_hostname=self.server_hostname
         )
+        client.places = places
         try:
             return client, await self.greet(client)
         except BaseException:
             await client.close()
             raise
+
+    async def ask(self, host: str, port: int) -> Any:
+        """Return the `idl.HelloReply` of the shard at an address, over a connection of its own."""
+        client, reply = await self.connect(host, port)
+        await client.close()
+        return reply
 
     async def greet(self, client: ParamServerClient) -> Any:
         """Say hello without a writer's session and return the reply."""
@@ -96,11 +107,14 @@ class ShardLink:
         address: Host and port.
         hello: The shard's last `idl.HelloReply`, or the expected one before the first.
         failure: Error of the last attempt, for messages; None after a success.
+        resolver: Finds the shard again when it is not where it was; None tries the same address for ever.
         in_flight: Bounds this reader's concurrent requests to the shard.
         pieces_moved_s: When bytes of a snapshot last moved, as seen at the end of a call; monotonic, -inf before.
     """
 
-    def __init__(self, dial: Dial, host: str, port: int, expected: Any = None) -> None:
+    def __init__(
+        self, dial: Dial, host: str, port: int, expected: Any = None, *, others: Sequence[Address] = ()
+    ) -> None:
         """Prepare a link; the first attempt connects.
 
         Args:
@@ -108,7 +122,9 @@ class ShardLink:
             host: Name or address.
             port: TCP port.
             expected: `idl.HelloReply` whose `server_id` and `shard` the shard must have; None accepts any.
+            others: Addresses of other shards, one of which will do as well as long as none is `expected`.
         """
+        self.resolver: Resolver | None = None
         self.host = host
         self.address = format_address(host, port)
         self.hello = expected
@@ -117,6 +133,8 @@ class ShardLink:
         self.pieces_moved_s = -math.inf
         self._dial = dial
         self.port = port
+        self._others = list(others)
+        self._is_lost = False  # it was not found where it should be
         self._client: ParamServerClient | None = None
         self._is_closed = False
         self._lock = asyncio.Lock()
@@ -175,10 +193,47 @@ class ShardLink:
 
     async def _connect(self) -> ParamServerClient:
         self._check_open()
+        if self.resolver is not None:
+            return await self._connect_to_shard(self.resolver)
+        for _ in self._others if self.hello is None else ():
+            try:
+                return await self._connect_here()
+            except UnavailableError:
+                self._check_open()
+            self._others.append((self.host, self.port))
+            self._go_to(*self._others.pop(0))
+        return await self._connect_here()
+
+    async def _connect_to_shard(self, resolver: Resolver) -> ParamServerClient:
+        shard = self.hello.shard
+        if self._is_lost:
+            await resolver.refresh()
+        self._go_to(*resolver.places[shard].address)
+        try:
+            client = await self._connect_here()
+        except (UnavailableError, AnotherServerError) as exc:
+            self._is_lost = True
+            resolver.lost(shard, (self.host, self.port))
+            if isinstance(exc, AnotherServerError) and await self._has_moved(resolver):
+                raise UnavailableError(str(exc)) from exc
+            raise
+        self._is_lost = False
+        return client
+
+    async def _has_moved(self, resolver: Resolver) -> bool:
+        """Return whether the shard has another place than this one, at which another server answers now."""
+        await resolver.refresh()
+        return resolver.places[self.hello.shard].address != (self.host, self.port)
+
+    def _go_to(self, host: str, port: int) -> None:
+        self.host, self.port, self.address = host, port, format_address(host, port)
+
+    async def _connect_here(self) -> ParamServerClient:
         reach_log = self._dial.reach_log
         began_s = reach_log.trying(self.address)
+        places = None if self.resolver is None else self.resolver.places
         try:
-            client, hello = await self._attempt(None, self._dial.connect(self.host, self.port))
+            client, hello = await self._attempt(None, self._dial.connect(self.host, self.port, places=places))
         except UnavailableError as exc:
             reach_log.failed(self.address, exc, began_s=began_s)
             raise
@@ -213,6 +268,7 @@ class ShardLink:
             result = await work
         except HeadraceError as exc:
             self.failure = exc
+            self._is_lost |= isinstance(exc, StaleTermError)
             # A connection that gave no answer is not used again.
             if client is not None and isinstance(exc, UnavailableError):
                 await client.close()
@@ -225,32 +281,39 @@ class _ClosedError(UnavailableError):
     retriable = False
 
 
-async def link_all(dial: Dial, host: str, port: int) -> list[ShardLink]:
-    """Learn all shards of a server from the one at `host:port`; return an unconnected link to each, by index.
+async def link_all(dial: Dial, seeds: Sequence[Address]) -> list[ShardLink]:
+    """Learn all shards of a server from the first of some that answers; return an unconnected link to each, by index.
 
     Raises:
         HeadraceError: The shard cannot be reached or refuses.
 
     Cancellation: harmless.
     """
-    first = ShardLink(dial, host, port)
+    (host, port), *others = seeds
+    first = ShardLink(dial, host, port, others=others)
     try:
-        hello = await first.refresh()
+        await first.refresh()
     finally:
         await first.close()
-    return links_of(hello, dial, host, port)
+    return links_of(first, dial, seeds)
 
 
-def links_of(hello: Any, dial: Dial, host: str, port: int) -> list[ShardLink]:
-    """Return a link to each shard that the hello of the shard at `host:port` names; each must be that very shard.
+def links_of(first: ShardLink, dial: Dial, seeds: Sequence[Address]) -> list[ShardLink]:
+    """Return a link to each shard that the hello of a connected link names; each must be that very shard.
+
+    The links find shards again that have moved, together, from the places that they know and the `seeds`.
 
     Raises:
         ProtocolError: The hello does not name all shards.
     """
-    return [
-        ShardLink(dial, name, at, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
-        for shard, (name, at) in enumerate(shard_map(hello, host, port))
-    ]
+    hello = first.hello
+    places = ShardPlaces.of_hello(hello, first.host, first.port)
+    resolver, links = Resolver(places, seeds, dial.ask), []
+    for shard, address in enumerate(places.addresses):
+        link = ShardLink(dial, *address, idl.HelloReply(server_id=hello.server_id, shard=shard, limits=hello.limits))
+        link.resolver = resolver
+        links.append(link)
+    return links
 
 
 async def retry(

@@ -26,7 +26,7 @@ from headrace.paramserver.reading.row_query import (
     rows_in_reply,
     scatter_reply,
 )
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.outages import Backoff, OutageLog
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.event_loop import task_group
@@ -89,7 +89,7 @@ class EmbeddingReader:
         """Find and connect to every shard.
 
         Args:
-            address: `host:port` of any shard; the default port is 7601.
+            address: `host:port` of any shard, or of several with commas; the default port is 7601.
             model: Read this model's tables only; None reads all models'.
             timeout_s: For this call and the default for later ones, seconds.
             ssl_context: For TLS, as `client_tls_context` makes it.
@@ -113,14 +113,15 @@ class EmbeddingReader:
             timeout_s=timeout_s / 2,
             reach_log=reach_log or OutageLog(),
         )
-        host, port = parse_address(address)
+        seeds = parse_addresses(address)
         ask = retry if waits else _once
-        first = ShardLink(dial, host, port)
+        first = ShardLink(dial, *seeds[0], others=seeds[1:])
         links = [first]
         try:
             async with asyncio.timeout(timeout_s):
                 hello = await ask(first.refresh)
-                links = links_of(hello, dial, host, port)
+                links = links_of(first, dial, seeds)
+                first.resolver = links[hello.shard].resolver
                 links[hello.shard] = first  # it is connected already
                 await _gather([ask(link.refresh) for link in links if link is not first])
             return cls(links, timeout_s, model=model)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import Address, parse_addresses
 from headrace.paramserver.rpc.security import Token
 from headrace.paramserver.system.text import describe_near, first_of
 from headrace.schemas.errors import (
@@ -98,12 +98,12 @@ class TableAdmin:
             timeout_s=timeout_s,
             role=idl.Role.ADMIN,
         )
-        return await cls.dial(dial, *parse_address(address))
+        return await cls.dial(dial, parse_addresses(address))
 
     @classmethod
-    async def dial(cls, dial: Dial, host: str, port: int) -> Self:
+    async def dial(cls, dial: Dial, seeds: Sequence[Address]) -> Self:
         """Find all shards by connections of a kind; see `connect`. Cancellation: harmless."""
-        return cls(dial, await link_all(dial, host, port))
+        return cls(dial, await link_all(dial, seeds))
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ from headrace.paramserver.relay.kept_snapshots import KeptSnapshots, source_of
 from headrace.paramserver.relay.options import RelayConfig
 from headrace.paramserver.relay.shard_mirror import ShardMirror
 from headrace.paramserver.relay.shard_service import RelayedShard
-from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_address
+from headrace.paramserver.rpc.address import bind_listener, bind_listeners, format_address, parse_addresses
 from headrace.paramserver.rpc.outages import OutageLog
 from headrace.paramserver.rpc.security import Protection, load_token
 from headrace.paramserver.rpc.server import ThriftServer
@@ -134,8 +134,9 @@ class RelayProcess:
                 )
             )
             snapshots = KeptSnapshots(config.data / "snapshots", source_of(config, self._dial), config, server_id)
-            host, port = parse_address(config.server)
-            links = links_of(self._hellos[0], self._dial, host, port)  # all hellos have the same map
+            seeds = parse_addresses(config.server)
+            # All hellos have the same map.
+            links = links_of(ShardLink(self._dial, *seeds[0], self._hellos[0]), self._dial, seeds)
             for link in links:
                 stack.push_async_callback(link.close)
             self.mirrors = [
@@ -198,7 +199,8 @@ class RelayProcess:
         """
         config = self._config
         patience_s = 0.0 if known else config.start_timeout_s
-        link = ShardLink(self._dial, *parse_address(config.server))
+        first, *others = parse_addresses(config.server)
+        link = ShardLink(self._dial, *first, others=others)
         try:
             hello = await retry(link.refresh, patience_s=patience_s)
         except UnavailableError as exc:
@@ -214,10 +216,10 @@ class RelayProcess:
                 f"{config.data} is a relay of server {known[0].server_id}, and {config.server} is server "
                 f"{hello.server_id}: choose another --data"
             )
-        others = known or [hello] * len(hello.shards)
+        hellos = known or [hello] * len(hello.shards)
         return [
             hello if shard == hello.shard else idl.HelloReply(**{**vars(other), "shard": shard, "shards": hello.shards})
-            for shard, other in enumerate(others)
+            for shard, other in enumerate(hellos)
         ]
 
     def _read_identity(self) -> list[Any]:

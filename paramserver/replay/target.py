@@ -11,6 +11,7 @@ state of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import ssl
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from headrace.paramserver.reading.link import retry
 from headrace.paramserver.replay.source import ReplayBatch, ReplaySource, SourceLog
-from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.address import Address, format_address, shard_map
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
 from headrace.paramserver.rpc.security import Token
@@ -63,6 +64,7 @@ class ReplayTarget:
     """The server that a replay writes to: `host` and `port` are those of any shard.
 
     Attributes:
+        others: Addresses of other shards, to ask if that one does not answer.
         ssl_context: For TLS; None without.
         timeout_s: How long a shard may be away before the replay gives up, seconds.
     """
@@ -72,6 +74,7 @@ class ReplayTarget:
     ssl_context: ssl.SSLContext | None = None
     token: Token | None = None
     timeout_s: float = 60.0
+    others: tuple[Address, ...] = ()
 
     @property
     def connect_timeout_s(self) -> float:
@@ -102,8 +105,15 @@ class ReplayTarget:
 
         If not, raises `UnavailableError` or `UnauthorizedError`. Cancellation: harmless.
         """
+        *unsure, last = ((self.host, self.port), *self.others)
+        for address in unsure:
+            with contextlib.suppress(UnavailableError):
+                return await self._ask(*address)
+        return await self._ask(*last)
+
+    async def _ask(self, host: str, port: int) -> Any:
         async with await ParamServerClient.connect(
-            self.host, self.port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
+            host, port, timeout_s=self.connect_timeout_s, ssl_context=self.ssl_context
         ) as client:
             return await client.hello(self.hello("", "", 0, []), timeout_s=self.connect_timeout_s)
 

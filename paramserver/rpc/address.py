@@ -22,6 +22,7 @@ from headrace.schemas.errors import ConfigError, ProtocolError
 __all__ = [
     "DEFAULT_PORT",
     "SILENCE_S",
+    "Address",
     "bind_listener",
     "bind_listeners",
     "check_hosts",
@@ -29,9 +30,13 @@ __all__ = [
     "is_wildcard",
     "keep_alive",
     "parse_address",
+    "parse_addresses",
     "problem_of_host",
     "shard_map",
 ]
+
+Address = tuple[str, int]
+"""Host and port."""
 
 DEFAULT_PORT = 7601
 """Port of a server's shard 0."""
@@ -73,6 +78,15 @@ def parse_address(text: str, *, default_port: int = DEFAULT_PORT) -> tuple[str, 
     if not 1 <= port <= 65535 or problem_of_host(host):
         raise ConfigError(f"{text!r} is not an address such as 127.0.0.1:7601 or [::1]:7601")
     return host, port
+
+
+def parse_addresses(text: str) -> tuple[Address, ...]:
+    """Return host and port of each address of a list with commas: of any shards of one server, to be asked in turn.
+
+    Raises:
+        ConfigError: One is no address.
+    """
+    return tuple(dict.fromkeys(parse_address(part) for part in text.split(",")))
 
 
 def problem_of_host(host: str) -> str | None:

@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.security import client_tls_context
 from headrace.paramserver.rpc.thrift_settings import ThriftSettings
 from headrace.paramserver.system.settings import REQUIRED, path_setting, switch_setting, text_setting
@@ -39,7 +39,7 @@ class FollowerSettings(ThriftSettings):
         # By name: with slots the class is made anew, and `super()` without arguments fails.
         ThriftSettings.__post_init__(self)
         try:
-            parse_address(self.server)
+            parse_addresses(self.server)
         except ConfigError as exc:
             raise ConfigError(f"server: {exc}") from exc
 

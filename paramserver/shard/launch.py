@@ -59,7 +59,7 @@ class ServerProcess:
         data_dir: Path,
         *,
         shards: int | None = None,
-        port: int = 0,
+        port: int | None = 0,
         timeout_s: float = 60.0,
         environ: Mapping[str, str] | None = None,
         **settings: Any,
@@ -69,7 +69,7 @@ class ServerProcess:
         Args:
             data_dir: Its directory, created if missing.
             shards: Number of shards; None for the directory's own, or 1.
-            port: Port of shard 0; 0 lets the system choose.
+            port: Port of shard 0; 0 lets the system choose, None leaves it to the cluster file among the settings.
             timeout_s: Deadline for being ready, seconds.
             environ: Environment, from which `HEADRACE_SERVE_…` is removed; None for this process's.
             settings: Other settings by their names in `ServerConfig`.

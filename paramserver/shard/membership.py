@@ -66,7 +66,7 @@ class Membership:
             (
                 ShardPlace(host, port, term, OWN_WORD)
                 if shard == config.shard
-                else ShardPlace(host, port, config.term, HEARSAY)
+                else ShardPlace(host, port, 0, HEARSAY)  # its term is for it to tell: it may run by an older file
                 for shard, (host, port) in enumerate(config.addresses)
             ),
             own=config.shard,

@@ -21,7 +21,7 @@ from typing import Any
 import aiofiles
 
 from headrace.paramserver.reading.link import Dial, ShardLink, link_all, retry
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.snapshots.directory import SnapshotFiles, check_file, mapped_errors
 from headrace.paramserver.system.durable import fsync_path
 from headrace.paramserver.system.event_loop import background_task, task_group
@@ -84,7 +84,7 @@ async def create_snapshot(
     Cancellation: nothing is published; the shards' copies are pruned after a day.
     """
     name = check_snapshot_name(name or datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ"))
-    links = await link_all(dial, *parse_address(address))
+    links = await link_all(dial, parse_addresses(address))
     deadline_s = time.monotonic() + timeout_s
     try:
         parts = await _make_parts(links, name, run if at_step else None, at_step, deadline_s)
@@ -112,7 +112,8 @@ async def newest_snapshot(address: str, *, dial: Dial) -> SnapshotManifest:
 
 @contextlib.asynccontextmanager
 async def _link_to(address: str, dial: Dial) -> AsyncIterator[ShardLink]:
-    link = ShardLink(dial, *parse_address(address))
+    first, *others = parse_addresses(address)
+    link = ShardLink(dial, *first, others=others)
     try:
         await link.refresh()
         yield link

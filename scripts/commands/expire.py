@@ -89,7 +89,7 @@ async def _expire_all(
 ) -> tuple[list[_TableResult], list[str]]:
     """Expire on every shard at once; return the tables by name, and for each unfinished shard the reason."""
     dial = access.dial(idl.Role.ADMIN)
-    links = await link_all(dial, access.host, access.port)
+    links = await link_all(dial, access.seeds)
     scanned, totals = [0] * len(links), [0] * len(links)
 
     async def follow(number: int) -> Any:

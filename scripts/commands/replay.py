@@ -106,8 +106,15 @@ def replay(
 
 def target_of(access: StatusAccess) -> ReplayTarget:
     """Return the server to send rows to."""
-    host, port, token, timeout_s = access.host, access.port, access.token, access.timeout_s
-    return ReplayTarget(host=host, port=port, ssl_context=access.ssl_context, token=token, timeout_s=timeout_s)
+    (host, port), *others = access.seeds
+    return ReplayTarget(
+        host=host,
+        port=port,
+        others=tuple(others),
+        ssl_context=access.ssl_context,
+        token=access.token,
+        timeout_s=access.timeout_s,
+    )
 
 
 def _check_destination(

@@ -161,7 +161,7 @@ async def _describe_all(admin: TableAdmin, names: Sequence[str]) -> list[TableDe
 
 def _ask(access: Access, server: str, ask: Callable[[TableAdmin], Awaitable[_T]]) -> _T:
     async def ask_server(reached: StatusAccess) -> _T:
-        async with await TableAdmin.dial(reached.dial(idl.Role.ADMIN), reached.host, reached.port) as admin:
+        async with await TableAdmin.dial(reached.dial(idl.Role.ADMIN), reached.seeds) as admin:
             return await ask(admin)
 
     return asyncio.run(ask_server(access(server, timeout_s=_ANSWER_TIMEOUT_S)))

@@ -172,7 +172,7 @@ class BackfillSender:
             for writer in writers:
                 await writer.wait_open()
             async with await EmbeddingReader.connect(
-                format_address(self._target.host, self._target.port),
+                ",".join(format_address(*at) for at in ((self._target.host, self._target.port), *self._target.others)),
                 timeout_s=self._target.timeout_s,
                 ssl_context=self._target.ssl_context,
                 token=self._target.token,

@@ -12,11 +12,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.rpc.resolver import Resolver
+from headrace.paramserver.rpc.shard_places import ShardPlaces, StaleTermError
 from headrace.paramserver.system.event_loop import task_group
 from headrace.paramserver.system.text import format_size
 from headrace.schemas.errors import (
@@ -29,6 +31,7 @@ from headrace.schemas.errors import (
     SequenceGapError,
     StorageError,
     UnauthorizedError,
+    UnavailableError,
 )
 from headrace.schemas.idl import idl
 from headrace.schemas.tables import TableSpec
@@ -82,8 +85,11 @@ class ShardChannel:
         random: Callable[[], float],
         on_durable: Callable[[Flush], None],
         on_loss: Callable[[int | None], int],
+        resolver: Resolver | None = None,
     ) -> None:
         """Prepare; `run` connects. `random` returns numbers in [0, 1), for the pauses.
+
+        A `resolver`, shared by the shards' channels, finds the shard again when it is not where it was.
 
         `on_durable` is called once for each flush, when this shard has all of its part. `on_loss` is called when rows
         must be sent again: those of a shard that was set back, or all of them (None) because an empty store is in its
@@ -95,6 +101,7 @@ class ShardChannel:
         self.last_error: HeadraceError | None = None
         self._writer, self._config, self._connect = writer, config, connect
         self._on_durable, self._on_loss = on_durable, on_loss
+        self._resolver, self._is_lost = resolver, False
         self._backoff = Backoff(min_s=config.retry_min_s, max_s=config.retry_max_s, random=random)
         self._tables: list[TableSpec] = []
         self._after_step = -1
@@ -158,21 +165,55 @@ class ShardChannel:
                 if not (_is_transient(exc) or was_authorized):
                     raise
                 self._note_failure(exc)
+                self._is_lost |= isinstance(exc, StaleTermError)
+                if self._is_lost and self._resolver is not None:
+                    self._resolver.lost(self.shard.shard, (self.shard.host, self.shard.port))
                 pause_s = self._backoff.next_s(at_least_s=exc.retry_after_s if isinstance(exc, OverloadedError) else 0)
                 await asyncio.sleep(pause_s)
 
     async def _run_connection(self) -> NoReturn:
+        await self._find_again()
+        self._is_lost = True  # until the shard has said hello there
         async with await self._connect(self.shard.host, self.shard.port) as client:
+            client.places = None if self._resolver is None else self._resolver.places
             try:
                 request = self._writer.hello(self._tables, after_step=self._after_step)
                 reply = await client.hello(request, timeout_s=self._config.connect_timeout_s)
             except OwnedError as exc:  # the tables were this run's when it attached them
                 raise FencedError(f"a table was taken over: {exc}", epoch=self._writer.epoch) from exc
+            if reply.server_id != self.server_id:
+                await self._check_place(reply)
             self._resume(reply)
+            self._is_lost = False
             try:
                 await self._send_all(client)
             finally:
                 self.is_connected, self._disconnected_s = False, time.monotonic()
+
+    async def _find_again(self) -> None:
+        """Ask where the shard is by now, if it was not where it should be."""
+        resolver = self._resolver
+        if resolver is None or resolver.places.server_id != self.server_id:
+            return
+        if self._is_lost:
+            await resolver.refresh()
+        host, port = resolver.places[self.shard.shard].address
+        if (host, port) != (self.shard.host, self.shard.port):
+            self.shard = replace(self.shard, host=host, port=port)
+            _log.warning("%s has moved", self.shard)
+
+    async def _check_place(self, reply: Any) -> None:
+        """Another store answers here: raise `UnavailableError` if ours is elsewhere now, and else take the new one."""
+        resolver = self._resolver
+        if resolver is None or resolver.places.server_id != self.server_id:
+            return
+        here = (self.shard.host, self.shard.port)
+        resolver.lost(self.shard.shard, here)
+        await resolver.refresh()
+        if resolver.places[self.shard.shard].address != here:
+            raise UnavailableError(f"{self.shard}: another server has this address now; the shard has moved")
+        if self._config.on_new_store == "resync":
+            resolver.places = ShardPlaces.of_hello(reply, *here)
 
     def _note_failure(self, exc: HeadraceError) -> None:
         # Warn once per outage, not per attempt; the statistics have the rest. Warn again when the shard refuses the

@@ -7,9 +7,10 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.paramserver.rpc.address import format_address
+from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.security import load_token
 from headrace.paramserver.system.text import first_of, format_seconds, format_size
 from headrace.schemas.errors import ConfigError, HeadraceError, StorageError, UnavailableError
@@ -51,13 +52,13 @@ class Delivery:
         failure: The error that has ended streaming, once a call has met it.
     """
 
-    def __init__(self, host: str, port: int, *, run: str, world: World, config: StreamerConfig) -> None:
-        """Connect to every shard, from the address of any of them, and take the run over; all ranks call this together.
+    def __init__(self, seeds: Sequence[Address], *, run: str, world: World, config: StreamerConfig) -> None:
+        """Connect to every shard, from addresses of any of them, and take the run over; all ranks call this together.
 
         Raises:
             HeadraceError: As from `take_over`; no thread is left.
         """
-        self._config = config
+        self._config, self._seeds = config, seeds
         self._num_losses = 0  # known to the flusher
         # One thread uses it, so nobody waits for it; unlike a flag, an interrupt cannot leave it set.
         self._flushing = threading.Lock()
@@ -67,7 +68,7 @@ class Delivery:
         self.sender = Sender(config=config, pool=pool)
         self.sender.start()
         try:
-            self.store, self.writer = take_over(self.sender, host, port, run=run, world=world, config=config)
+            self.store, self.writer = take_over(self.sender, seeds, run=run, world=world, config=config)
         except BaseException:
             self.sender.stop(_STOP_TIMEOUT_S)
             raise
@@ -89,8 +90,7 @@ class Delivery:
 
     def find_store(self) -> Store:
         """Return the shards with their present tables; raise `UnavailableError` if one cannot be reached."""
-        first = self.store.shards[0]
-        return self.sender.find_store(first.host, first.port, self.writer)
+        return self.sender.find_store(self._seeds, self.writer)
 
     def add_tables(
         self, tables: list[TappedTable], dense: DenseTensors | None = None, *, generations: Generations | None = None
@@ -262,11 +262,11 @@ def _log_undelivered(reason: str, sender: Sender, flusher: Flusher | None) -> No
 
 
 def take_over(
-    sender: Sender, host: str, port: int, *, run: str, world: World, config: StreamerConfig
+    sender: Sender, seeds: Sequence[Address], *, run: str, world: World, config: StreamerConfig
 ) -> tuple[Store, Writer]:
     """Agree with the other ranks on an epoch above all that the store has seen, and open this rank's session.
 
-    All ranks call this together, each with a started sender and the address of any shard.
+    All ranks call this together, each with a started sender and addresses of any shards.
 
     Raises:
         ConfigError: The token's file cannot be read.
@@ -277,23 +277,23 @@ def take_over(
     token = load_token(path=config.token_file, environ=os.environ)
     asks = Writer(run=run, client=f"rank{world.rank}", epoch=0, rank=world.rank, world_size=world.size, token=token)
     if world.rank == 0:
-        return _lead(sender, host, port, asks, world, config)
+        return _lead(sender, seeds, asks, world, config)
     agreed: _Agreed = world.share(None)
     if agreed.error is not None:
         raise UnavailableError(f"rank 0 could not begin to stream: {agreed.error}")
-    store, writer = sender.find_store(host, port, asks), asks.with_epoch(agreed.epoch).with_model(agreed.model)
+    store, writer = sender.find_store(seeds, asks), asks.with_epoch(agreed.epoch).with_model(agreed.model)
     if tuple(shard.server_id for shard in store.shards) != agreed.server_ids:
-        raise StorageError(f"rank {world.rank} finds another store at {format_address(host, port)} than rank 0")
+        raise StorageError(f"rank {world.rank} finds another store at {format_address(*seeds[0])} than rank 0")
     sender.open(store, writer)
     return store, writer
 
 
 def _lead(
-    sender: Sender, host: str, port: int, asks: Writer, world: World, config: StreamerConfig
+    sender: Sender, seeds: Sequence[Address], asks: Writer, world: World, config: StreamerConfig
 ) -> tuple[Store, Writer]:
     """Acquire epoch and model, as rank 0, and share them with the other ranks, or the failure they would wait for."""
     try:
-        store = sender.find_store(host, port, asks)
+        store = sender.find_store(seeds, asks)
         model = store.model_of(asks.run) if config.model is None else config.model
         writer = sender.acquire_epoch(store, asks).with_model(model)
         sender.open(store, writer)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.paramserver.rpc.address import format_address, shard_map
+from headrace.paramserver.rpc.address import Address, format_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.rpc.outages import Backoff
+from headrace.paramserver.rpc.resolver import Resolver
 from headrace.paramserver.rpc.security import Token, client_tls_context
+from headrace.paramserver.rpc.shard_places import ShardPlaces
 from headrace.paramserver.system.text import format_seconds
 from headrace.schemas.errors import FencedError, HeadraceError, StorageError, UnavailableError
 from headrace.schemas.idl import PROTOCOL_VERSION, idl, spec_from_idl, spec_to_idl
@@ -151,14 +153,19 @@ class Store:
 
 
 class Rendezvous:
-    """Finds a store, acquires epochs and opens sessions. Each call retries until a deadline."""
+    """Finds a store, acquires epochs and opens sessions. Each call retries until a deadline.
+
+    Attributes:
+        resolver: Finds the store's shards again when they have moved; None before a store was found.
+    """
 
     def __init__(self, connect: Connect, *, timeout_s: float, random: Callable[[], float]) -> None:
         """Try each call for `timeout_s` seconds; `random` returns numbers in [0, 1), for the pauses."""
         self._connect, self._timeout_s, self._random = connect, timeout_s, random
+        self.resolver: Resolver | None = None
 
-    async def find_store(self, host: str, port: int, writer: Writer) -> Store:
-        """Return all shards of the server at the address of any of them; wait until it is up.
+    async def find_store(self, seeds: Sequence[Address], writer: Writer) -> Store:
+        """Return all shards of the server at addresses of any of them; wait until it is up.
 
         Cancellation: harmless; nothing is changed on the server.
 
@@ -167,10 +174,11 @@ class Rendezvous:
             HeadraceError: The server refuses.
         """
         request = writer.with_epoch(0).hello(())
+        where = " or ".join(format_address(*seed) for seed in seeds)
         return await self._until_answered(
-            lambda: self._ask_all(host, port, request),
-            what=f"no parameter server at {format_address(host, port)}",
-            advice=f"; start one with `headrace serve --data DIR --port {port}`, or correct the address",
+            lambda: self._ask_all(seeds, request),
+            what=f"no parameter server at {where}",
+            advice=f"; start one with `headrace serve --data DIR --port {seeds[0][1]}`, or correct the address",
         )
 
     async def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
@@ -190,7 +198,7 @@ class Rendezvous:
             while True:
                 try:
                     await self._raise_highest_epoch(first, candidate)
-                    await self._hello(first.host, first.port, candidate.hello((), claims_epoch=True))
+                    await self._hello_shard(first, candidate.hello((), claims_epoch=True))
                 except FencedError as exc:
                     candidate = writer.with_epoch(exc.epoch + 1)
                 else:
@@ -227,7 +235,7 @@ class Rendezvous:
 
         async def say_to(shard: StoreShard) -> Any:
             await self._raise_highest_epoch(shard, writer)
-            return await self._hello(shard.host, shard.port, request)
+            return await self._hello_shard(shard, request)
 
         async def say_to_all() -> list[Any]:
             return [await say_to(shards[0]), *await _gather([say_to(shard) for shard in shards[1:]])]
@@ -255,21 +263,33 @@ class Rendezvous:
             reason = last_error or "the server hangs, or a firewall is in between"
             raise UnavailableError(f"{what} within {within} ({reason}){advice}") from last_error
 
-    async def _ask_all(self, host: str, port: int, request: Any) -> Store:
-        addresses = shard_map(await self._hello(host, port, request), host, port)
-        replies = await _gather(
-            [self._ask_named(shard, address, (host, port), request) for shard, address in enumerate(addresses)]
-        )
+    async def _ask_all(self, seeds: Sequence[Address], request: Any) -> Store:
+        first, reply = await self._ask_any(seeds, request)
+        resolver = self.resolver
+        if (
+            resolver is None
+            or resolver.places.server_id != reply.server_id
+            or len(resolver.places) != len(reply.shards)
+        ):
+
+            def ask(host: str, port: int) -> Awaitable[Any]:
+                return self._hello(host, port, request)
+
+            places = ShardPlaces.of_hello(reply, *first)
+            resolver = self.resolver = Resolver(places, seeds, ask, random=self._random)
+        resolver.places.learn(reply, *first)
+        places = resolver.places
+        replies = await _gather([self._ask_named(shard, places, first, request) for shard in range(len(places))])
         shards = tuple(
             StoreShard(
                 shard=shard,
-                num_shards=len(addresses),
-                host=address[0],
-                port=address[1],
+                num_shards=len(places),
+                host=places[shard].host,
+                port=places[shard].port,
                 server_id=reply.server_id,
                 max_frame_bytes=reply.limits.max_frame_bytes,
             )
-            for shard, (address, reply) in enumerate(zip(addresses, replies, strict=True))
+            for shard, reply in enumerate(replies)
         )
         for shard, reply in zip(shards, replies, strict=True):
             if reply.shard != shard.shard or len(reply.shards) != len(shards):
@@ -284,13 +304,28 @@ class Rendezvous:
             owners=None if replies[0].owners is None else {owner.fqn: owner.run for owner in replies[0].owners},
         )
 
-    async def _ask_named(self, shard: int, address: tuple[str, int], first: tuple[str, int], request: Any) -> Any:
-        """Say hello at the address that the server at `first` names for a shard; errors say so."""
+    async def _ask_any(self, seeds: Sequence[Address], request: Any) -> tuple[Address, Any]:
+        """Say hello at the first address that answers; return it with the reply."""
+        known = [] if self.resolver is None else self.resolver.places.addresses
+        *others, last = dict.fromkeys((*seeds, *known))
+        for address in others:
+            try:
+                # One that hangs must leave time for the others.
+                async with asyncio.timeout(self._timeout_s / 4):
+                    return address, await self._hello(*address, request)
+            except (UnavailableError, TimeoutError):
+                continue
+        return last, await self._hello(*last, request)
+
+    async def _ask_named(self, shard: int, places: ShardPlaces, first: Address, request: Any) -> Any:
+        """Say hello at the place that the server at `first` names for a shard; errors say so."""
         timeout_s = self._timeout_s / 2  # with the whole time, the deadline would hide the error
+        address = places[shard].address
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._hello(*address, request)
+                return await self._hello(*address, request, places)
         except (UnavailableError, TimeoutError) as exc:
+            places.doubt(shard, address)  # the others may know better, and the next attempt with them
             why = str(exc) or f"no answer within {format_seconds(timeout_s)}"
             there, here = format_address(*address), format_address(*first)
             # If the host is the one that was reached, another --advertise-host would not help.
@@ -309,13 +344,27 @@ class Rendezvous:
         """
         if writer.epoch <= last_epoch_after(0):
             return
-        reached = (await self._hello(shard.host, shard.port, writer.with_epoch(0).hello(()))).highest_epoch
+        reached = (await self._hello_shard(shard, writer.with_epoch(0).hello(()))).highest_epoch
         while (step := last_epoch_after(reached)) < writer.epoch and step > reached:
-            await self._hello(shard.host, shard.port, writer.with_epoch(step).hello(()))
+            await self._hello_shard(shard, writer.with_epoch(step).hello(()))
             reached = step
 
-    async def _hello(self, host: str, port: int, request: Any) -> Any:
+    async def _hello_shard(self, shard: StoreShard, request: Any) -> Any:
+        """Say hello to a shard where it is by now; when it is not there, ask where it is before the next attempt."""
+        resolver = self.resolver
+        if resolver is None or resolver.places.server_id != shard.server_id:
+            return await self._hello(shard.host, shard.port, request)
+        address = resolver.places[shard.shard].address
+        try:
+            return await self._hello(*address, request, resolver.places)
+        except UnavailableError:
+            resolver.lost(shard.shard, address)
+            await resolver.refresh()
+            raise
+
+    async def _hello(self, host: str, port: int, request: Any, places: ShardPlaces | None = None) -> Any:
         async with await self._connect(host, port) as client:
+            client.places = places
             return await client.hello(request)
 
 

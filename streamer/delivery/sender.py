@@ -8,10 +8,11 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from headrace.paramserver.rpc.address import Address
 from headrace.paramserver.system.text import format_seconds, format_size
 from headrace.schemas.errors import HeadraceError, UnavailableError
 from headrace.schemas.tables import TableSpec
@@ -91,9 +92,9 @@ class Sender:
         self._thread.start()
         self._started.wait()
 
-    def find_store(self, host: str, port: int, writer: Writer) -> Store:
-        """Return the store at an address, see `Rendezvous.find_store`."""
-        return self._call(lambda: self._rendezvous.find_store(host, port, writer))
+    def find_store(self, seeds: Sequence[Address], writer: Writer) -> Store:
+        """Return the store at addresses of any shards, see `Rendezvous.find_store`."""
+        return self._call(lambda: self._rendezvous.find_store(seeds, writer))
 
     def acquire_epoch(self, store: Store, writer: Writer) -> Writer:
         """Return the writer in an epoch of its own, see `Rendezvous.acquire_epoch`."""
@@ -114,6 +115,7 @@ class Sender:
                 random=self._random,
                 on_durable=self._on_durable,
                 on_loss=self._on_loss,
+                resolver=self._rendezvous.resolver,
             )
             for shard in store.shards
         ]

@@ -287,7 +287,7 @@ class RawWriter:
         asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
         host, port = parse_address(address, default_port=0)
         rendezvous = Rendezvous(connect, timeout_s=config.connect_timeout_s, random=rng)
-        store = await rendezvous.find_store(host, port, asks)
+        store = await rendezvous.find_store([(host, port)], asks)
         writer = asks.with_epoch(store.highest_epoch + 1)
         await rendezvous.open_session(store.shards, writer, RAW_SPECS)
         self._channels = [

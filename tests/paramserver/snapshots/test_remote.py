@@ -309,7 +309,7 @@ async def test_a_fetch_whose_folder_is_removed_at_the_end_is_a_storage_error(
 
     link.refresh = link.close = nothing
     link.fetch_snapshot = piece
-    monkeypatch.setattr(remote, "ShardLink", lambda *_: link)
+    monkeypatch.setattr(remote, "ShardLink", lambda *_, **__: link)
     monkeypatch.setattr(SnapshotFiles, "publish", publish)
     dial = Dial(ssl_context=None, server_hostname=None, token=None, timeout_s=1.0)
     with pytest.raises(StorageError, match=r"\.new-one: No such file or directory"):
@@ -422,7 +422,7 @@ async def test_a_part_that_fails_is_discarded_on_all_shards(monkeypatch: pytest.
     made = Made(1, beyond=0)
     links = [_Running(0, beyond=0, errors=[StorageError("the disk is on fire")]), made]
 
-    async def connect(dial: Dial, host: str, port: int) -> Any:
+    async def connect(dial: Dial, seeds: Any) -> Any:
         return links
 
     monkeypatch.setattr(remote, "link_all", connect)

@@ -106,8 +106,8 @@ def _patient_but_with(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every call a long timeout, except a hello at one port: the others may be slow on a busy machine."""
     connect, status = Dial.connect, ParamServerClient.status
 
-    async def dial(self: Dial, host: str, at: int) -> Any:
-        return await connect(self if at == port else dataclasses.replace(self, timeout_s=WAIT_S), host, at)
+    async def dial(self: Dial, host: str, at: int, **more: Any) -> Any:
+        return await connect(self if at == port else dataclasses.replace(self, timeout_s=WAIT_S), host, at, **more)
 
     monkeypatch.setattr(Dial, "connect", dial)
     monkeypatch.setattr(ParamServerClient, "status", lambda client, **_: status(client, timeout_s=WAIT_S))

@@ -103,7 +103,7 @@ async def channel_to(store: FakeStore, **settings: Any) -> AsyncIterator[Channel
     async with store:
         host, port = "127.0.0.1", store.shards[0].port
         rendezvous = Rendezvous(connect, timeout_s=WAIT_S, random=lambda: 0.5)
-        found = await rendezvous.find_store(host, port, WRITER)
+        found = await rendezvous.find_store([(host, port)], WRITER)
         await rendezvous.open_session(found.shards, WRITER, [table.tapped.spec])
         running: Channel | None = None
         channel = ShardChannel(

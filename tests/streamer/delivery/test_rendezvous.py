@@ -16,21 +16,25 @@ from spent_deadline import spent_deadline
 from trainer_tables import WRITER
 
 from headrace.paramserver.rpc.client import ParamServerClient
+from headrace.paramserver.rpc.shard_places import ShardPlace, ShardPlaces
 from headrace.schemas.errors import HeadraceError, ProtocolError, StorageError, UnavailableError
 from headrace.schemas.tables import DType, TableSpec
 from headrace.schemas.version import last_epoch_after
 from headrace.streamer.delivery.rendezvous import Rendezvous, Store, _gather
 
 CONNECT = functools.partial(ParamServerClient.connect, timeout_s=WAIT_S)
-RENDEZVOUS = Rendezvous(CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
+
+
+def _rendezvous() -> Rendezvous:
+    return Rendezvous(CONNECT, timeout_s=WAIT_S, random=lambda: 0.5)
 
 
 async def test_trainers_that_start_together_get_epochs_of_their_own() -> None:
     """Trainers that see the same highest epoch each try on until they hold an epoch alone."""
     async with FakeStore() as store:
         host, port = "127.0.0.1", store.shards[0].port
-        found = await RENDEZVOUS.find_store(host, port, WRITER)
-        writers = await asyncio.gather(*(RENDEZVOUS.acquire_epoch(found, WRITER.with_epoch(0)) for _ in range(5)))
+        found = await _rendezvous().find_store([(host, port)], WRITER)
+        writers = await asyncio.gather(*(_rendezvous().acquire_epoch(found, WRITER.with_epoch(0)) for _ in range(5)))
     epochs = [writer.epoch for writer in writers]
     assert sorted(epochs) == [found.highest_epoch + i for i in range(1, 6)]
 
@@ -43,11 +47,11 @@ async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path:
             async with await CONNECT("127.0.0.1", ports[shard]) as client:
                 reached = (await client.hello(WRITER.with_epoch(0).hello(()))).highest_epoch
                 await client.hello(WRITER.with_epoch(last_epoch_after(reached)).hello(()))
-        found = await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
+        found = await _rendezvous().find_store([("127.0.0.1", ports[0])], WRITER)
         assert found.highest_epoch == last_epoch_after(0) + 2**20
-        writer = await RENDEZVOUS.acquire_epoch(found, WRITER)
+        writer = await _rendezvous().acquire_epoch(found, WRITER)
         for _ in range(2):  # a second time after a lost connection
-            replies = await RENDEZVOUS.open_session(found.shards, writer, ())
+            replies = await _rendezvous().open_session(found.shards, writer, ())
         assert writer.epoch == found.highest_epoch + 1
         assert [reply.highest_epoch for reply in replies] == [writer.epoch] * 3
 
@@ -56,7 +60,7 @@ async def test_an_epoch_that_was_made_up_on_one_shard_stops_no_trainer(tmp_path:
 async def test_shards_that_listen_everywhere_are_where_the_first_was_found(host: str) -> None:
     """Shards that listen on all addresses are reached at the address of the first."""
     async with FakeStore(num_shards=2, host=host) as store:
-        found = await RENDEZVOUS.find_store("127.0.0.1", store.shards[1].port, WRITER)
+        found = await _rendezvous().find_store([("127.0.0.1", store.shards[1].port)], WRITER)
         expected = [("127.0.0.1", shard.port) for shard in store.shards]
     assert [(shard.host, shard.port) for shard in found.shards] == expected
 
@@ -71,16 +75,17 @@ async def test_a_shard_that_is_not_where_its_server_says_is_told_as_that() -> No
             r"connection to .*: Connection refused.*; start the server with an --advertise-host that leads there"
         )
         with spent_deadline(), pytest.raises(UnavailableError, match=expected):
-            await RENDEZVOUS.find_store("127.0.0.1", port, WRITER)
+            await _rendezvous().find_store([("127.0.0.1", port)], WRITER)
         silent = r"shard 0 at 127\.0\.0\.9:\d+ does not: no answer within 0\.25 s; start"
         with (
             socket.create_server(("127.0.0.9", port), backlog=0),
             socket.create_connection(("127.0.0.9", port)),
             pytest.raises(UnavailableError, match=silent),
         ):
+            places = ShardPlaces("store", [ShardPlace("127.0.0.9", port)])
             hasty = Rendezvous(CONNECT, timeout_s=0.5, random=lambda: 0.5)
             # Asked by itself: the server that names it has answered already, and takes none of so short a time.
-            await hasty._ask_named(0, ("127.0.0.9", port), ("127.0.0.1", port), WRITER.hello(()))
+            await hasty._ask_named(0, places, ("127.0.0.1", port), WRITER.hello(()))
 
 
 async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:
@@ -90,7 +95,7 @@ async def test_a_shard_that_is_down_is_no_matter_of_its_address() -> None:
         await store.shards[1].stop()
         told = r"answers, and its shard 1 at .*: no connection to"
         with spent_deadline(), pytest.raises(UnavailableError, match=told) as raised:
-            await RENDEZVOUS.find_store("127.0.0.1", port, WRITER)
+            await _rendezvous().find_store([("127.0.0.1", port)], WRITER)
     assert "--advertise-host" not in str(raised.value)
 
 
@@ -99,7 +104,7 @@ async def test_a_store_is_what_all_of_its_shards_say(tmp_path: Path) -> None:
     async with serve_shards(tmp_path, 2) as ports:
         async with await CONNECT("127.0.0.1", ports[1]) as client:
             await client.hello(WRITER.hello([TableSpec(fqn="items", num_rows=9, dim=2, dtype=DType.FLOAT32)]))
-        found = await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
+        found = await _rendezvous().find_store([("127.0.0.1", ports[0])], WRITER)
     assert found.tables.keys() == {"items"}
     shards = [
         dataclasses.replace(shard, max_frame_bytes=size) for shard, size in zip(found.shards, (9, 7), strict=True)
@@ -152,7 +157,7 @@ async def test_a_shard_map_that_contradicts_itself_is_refused(
         change(store)
         try:
             with pytest.raises(error, match=reason):
-                await RENDEZVOUS.find_store("127.0.0.1", ports[0], WRITER)
+                await _rendezvous().find_store([("127.0.0.1", ports[0])], WRITER)
         finally:
             store.shards[:] = shards
 

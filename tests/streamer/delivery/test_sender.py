@@ -51,7 +51,7 @@ class Sending:
         self.sender.stop(WAIT_S)
 
     def open(self) -> None:
-        found = self.sender.find_store("127.0.0.1", self.store.shards[0].port, WRITER)
+        found = self.sender.find_store([("127.0.0.1", self.store.shards[0].port)], WRITER)
         self.sender.open(found, WRITER)
         self.sender.register([self.table.tapped.spec])
 
@@ -184,7 +184,7 @@ def test_mismatched_table_is_refused_at_registration() -> None:
 def test_older_epoch_is_fenced_at_open() -> None:
     """A trainer whose epoch is below the run's present one cannot begin."""
     with sending_to(2) as to, Sending(to.store) as late:
-        found = late.sender.find_store("127.0.0.1", to.store.shards[0].port, WRITER)
+        found = late.sender.find_store([("127.0.0.1", to.store.shards[0].port)], WRITER)
         to.store.do(lambda: to.store.shards[1].sessions.update({(WRITER.run, "rank0"): Session(epoch=7)}))
         with pytest.raises(FencedError):
             late.sender.open(found, WRITER)
@@ -211,7 +211,7 @@ def test_a_store_that_is_not_as_it_was_found_is_not_written_to(
 ) -> None:
     """A store that was replaced, or that another trainer wrote to, is noticed before a batch is sent."""
     with hosted(FakeStore(num_shards=2)) as store, Sending(store) as late:
-        found = late.sender.find_store("127.0.0.1", store.shards[0].port, WRITER)
+        found = late.sender.find_store([("127.0.0.1", store.shards[0].port)], WRITER)
         store.do(lambda: change(store))
         with pytest.raises(error, match=reason):
             late.sender.open(found, WRITER)

@@ -1,0 +1,157 @@
+"""A server on three hosts: a trainer and a replica go on while its shards and nodes come, go and move."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from held_ports import hold_ports
+from torch import nn
+from watched_server import WAIT_S, wait_until
+
+from headrace import cli
+from headrace.paramserver.replica.api.embedding_replica import EmbeddingReplica
+from headrace.paramserver.shard.launch import ServerProcess
+from headrace.schemas.errors import HeadraceError
+from headrace.streamer import RawEmbeddingStreamer
+
+_SERVER_ID = "3f0c6e0e-8a55-4c6f-9f0f-2d6a6a1f7a11"
+_HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
+_NUM_ROWS, _DIM = 60, 4
+
+
+class Cluster:
+    """Three nodes with directories of their own, of which some run."""
+
+    def __init__(self, path: Path, **more: Any) -> None:
+        self.path, self.more = path, more
+        self.port = hold_ports(4, hosts=tuple(_HOSTS.values()))
+        self.running: dict[str, ServerProcess] = {}
+        self.place(a=[0], b=[1], c=[2])
+
+    def place(self, **shards: list[int]) -> None:
+        """Write the cluster file."""
+        nodes = {name: {"host": _HOSTS[name], "port": self.port, "shards": own} for name, own in shards.items() if own}
+        values = {"server_id": _SERVER_ID, "shards": 3, "nodes": nodes, **self.more}
+        self.file.write_text(json.dumps(values))
+
+    @property
+    def file(self) -> Path:
+        return self.path / "cluster.yaml"
+
+    @property
+    def seeds(self) -> str:
+        return ",".join(f"{host}:{self.port}" for host in _HOSTS.values())
+
+    def start(self, name: str, data: Path | None = None) -> ServerProcess:
+        server = ServerProcess.start(
+            data or self.path / name,
+            port=None,
+            cluster=self.file,
+            node=name,
+            memtable_bytes="6MiB",
+            block_cache_bytes="32MiB",
+        )
+        if data is None:
+            self.running[name] = server
+        return server
+
+    def stop(self, name: str) -> None:
+        with self.running.pop(name) as server:
+            assert server.stop() == 0
+
+    def move(self, shard: int, source: str, target: str) -> None:
+        """Move a shard's directory between nodes that do not run."""
+        folder = f"shard-{shard:04d}"
+        shutil.move(self.path / source / folder, self.path / target / folder)
+
+    def close(self) -> None:
+        for server in self.running.values():
+            server.close()
+
+
+class Trainer:
+    """Trains and streams an embedding, and compares it with the server and a replica."""
+
+    def __init__(self, address: str, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Embedding(_NUM_ROWS, _DIM)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.streamer = RawEmbeddingStreamer(address, run="ctr", model="ctr", retry_max_s=0.2, **settings)
+        self.streamer.attach(self.model, self.optimizer, publish="all")
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.weight.pow(2).sum().backward()
+        self.optimizer.step()
+
+    def settle(self, replica: EmbeddingReplica) -> None:
+        """Train a step and wait until the server and the replica have it, bit for bit."""
+        self.step()
+        self.streamer.flush(timeout_s=WAIT_S)
+        assert self.streamer.audit(only_present=False).is_equal
+        wanted = self.model.weight.detach().numpy()
+        rows = np.arange(_NUM_ROWS)
+        wait_until(lambda: bool((replica.lookup("weight", rows).numpy() == wanted).all()), "the replica")
+
+
+@pytest.fixture(params=["terms of the file", "object store"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    stored = {"object_store": f"file://{tmp_path}/bucket"} if request.param == "object store" else {"term": 1}
+    made = Cluster(tmp_path, **stored)
+    try:
+        for name in _HOSTS:
+            made.start(name)
+        yield made
+    finally:
+        made.close()
+
+
+def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shard that comes back on another host is found by a living trainer and replica; an old copy is ignored."""
+    trainer = Trainer(f"127.0.0.9:1,{cluster.seeds.partition(',')[0]}")  # the first seed does not answer
+    with trainer.streamer, EmbeddingReplica(cluster.seeds) as replica:
+        trainer.settle(replica)
+
+        # A node is killed and comes back at its place.
+        cluster.running.pop("c").close()
+        trainer.step()
+        cluster.start("c")
+        trainer.settle(replica)
+
+        # A shard moves to another host.
+        cluster.stop("b")
+        trainer.step()
+        shutil.copytree(cluster.path / "b", cluster.path / "old")
+        if "term" in cluster.more:
+            cluster.more["term"] = 2
+        cluster.place(a=[0], c=[2, 1])
+        cluster.stop("c")
+        cluster.move(1, "b", "c")
+        cluster.start("c")
+        trainer.settle(replica)
+
+        # Somebody starts the old copy at the old place, with the old file.
+        if "term" in cluster.more:
+            cluster.more["term"] = 1
+        cluster.place(a=[0], b=[1], c=[2])
+        if "object_store" in cluster.more:
+            with pytest.raises(HeadraceError, match="exit code 4"):
+                cluster.start("b", cluster.path / "old")
+        else:
+            with cluster.start("b", cluster.path / "old") as zombie:
+                assert zombie.wait(timeout_s=WAIT_S) == 4  # it has heard of the newer copy, and asked there
+        trainer.settle(replica)
+        assert cli.main(["status", cluster.seeds, "--json"]) == 0
+        shards = json.loads(capsys.readouterr().out)["shards"]
+        assert [shard["address"] for shard in shards] == [
+            f"127.0.0.1:{cluster.port}",
+            f"127.0.0.3:{cluster.port + 1}",
+            f"127.0.0.3:{cluster.port}",
+        ]
