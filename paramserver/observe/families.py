@@ -136,7 +136,11 @@ def _server(states: Sequence[ShardState], samples: Sequence[ShardSample]) -> Ite
     for state in states:
         is_up.add_metric([str(state.shard)], state.sample is not None)
         restarts.add_metric([str(state.shard)], state.num_restarts)
+    stopped = _family("shard_stopped", "1 once the shard has stopped for good, until the server is restarted.")
+    for state in states:
+        stopped.add_metric([str(state.shard)], state.is_stopped)
     yield is_up
+    yield stopped
     yield restarts
     steps = GaugeMetricFamily("headrace_writer_step", "Step that every shard has.", labels=["run", "client"])
     connected = GaugeMetricFamily("headrace_writer_connected", "1 while connected.", labels=["run", "client"])

@@ -106,6 +106,7 @@ class ServerMonitor:
         self._addresses: Mapping[int, str] = {}
         self._receivers: dict[int, SampleReceiver] = {}
         self._num_starts: dict[int, int] = {}
+        self._stopped: dict[int, str] = {}
         self.history = History()
 
     @contextlib.asynccontextmanager
@@ -138,6 +139,10 @@ class ServerMonitor:
                 finally:
                     del self._receivers[shard]
 
+    def note_stopped(self, shard: int, why: str) -> None:
+        """Say from now on that a shard has stopped, which nothing but a restart of the server changes, and why."""
+        self._stopped[shard] = why
+
     async def states(self) -> list[ShardState]:
         """Return the present state of each shard."""
         return list(await asyncio.gather(*(self._state_of(shard) for shard in self._addresses)))
@@ -145,6 +150,8 @@ class ServerMonitor:
     async def _state_of(self, shard: int) -> ShardState:
         sample, error = None, None
         try:
+            if shard in self._stopped:
+                raise UnavailableError(f"it has stopped for good: {self._stopped[shard]}")
             if (receiver := self._receivers.get(shard)) is None:
                 raise UnavailableError("its process is not running")
             sample = await receiver.ask()
@@ -156,6 +163,7 @@ class ServerMonitor:
             sample=sample,
             error=error,
             num_restarts=max(self._num_starts.get(shard, 0) - 1, 0),
+            is_stopped=shard in self._stopped,
         )
 
     async def _keep_history(self) -> None:

@@ -52,7 +52,14 @@ def find_problems(states: Sequence[ShardState]) -> list[Problem]:
 
 
 def _of_state(state: ShardState) -> Iterator[Problem]:
-    if state.sample is None:
+    if state.is_stopped:
+        yield Problem(
+            Severity.CRITICAL,
+            f"shard {state.shard}: {state.error}",
+            "The other shards go on, and trainers keep this one's rows. Nothing restarts it: mend what the error "
+            "names, then restart the server. Nothing acked is lost.",
+        )
+    elif state.sample is None:
         yield Problem(
             Severity.CRITICAL,
             f"shard {state.shard} does not answer: {state.error or 'no reason is known'}",

@@ -320,6 +320,7 @@ class ShardState:
     sample: ShardSample | None = None
     error: str | None = None
     num_restarts: int = 0
+    is_stopped: bool = False  # for good; only the supervisor knows
 
 
 def merge_tables(samples: Iterable[ShardSample]) -> list[TableSample]:

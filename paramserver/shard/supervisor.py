@@ -3,10 +3,11 @@
 The supervisor owns what must outlive a shard process: the listening sockets, so that a restarted shard has the same
 port and connections wait meanwhile; and the directory's lock, which its children share. It never touches data.
 
-It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives up after too many of
-them, or when a child reports that a restart does not help (`EXIT_STORAGE`, `EXIT_CONFIG`). A
-shard whose log another process has taken over (`EXIT_FENCED`) steps down alone. It kills a serving child
-whose event loop has not run for `hang_timeout_s`, and restarts it like any other.
+It restarts a child that ends, after a pause that doubles with each quick death in a row. It gives the server up after
+too many of them, or when a child reports that the settings cannot work (`EXIT_CONFIG`). A shard whose storage has
+failed (`EXIT_STORAGE`), or of which another copy is the right one (`EXIT_FENCED`), stops alone, for good; the server
+ends with its last shard. It kills a serving child whose event loop has not run for `hang_timeout_s`, and restarts it
+like any other.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ _LONGEST_PAUSE_S = 5.0
 _OPENING_NOTICE_S = 10.0
 # Extra time for a child after its drain, to close log and store.
 _CLOSE_GRACE_S = 5.0
-_PERMANENT = {EXIT_CONFIG: EXIT_ERROR, EXIT_STORAGE: EXIT_STORAGE}
+# What is said of a shard that stops for good while the others go on, by its exit code.
+_STOPS_ALONE = {
+    EXIT_STORAGE: (logging.CRITICAL, "shard's storage has failed; it stops, and the other shards go on"),
+    EXIT_FENCED: (logging.ERROR, "shard steps down; the other shards go on"),
+}
 
 
 class Supervisor:
@@ -94,6 +99,7 @@ class Supervisor:
         self._addresses = tuple(ours.values()) if cluster is None else cluster.addresses
         self._children: dict[int, ShardChild] = {}
         self._ready: set[int] = set()
+        self._stopped: dict[int, int] = {}  # exit code of each shard that has stopped alone
         self._was_ready, self._num_signals, self._exit_code = False, 0, EXIT_OK
         self._stopping = asyncio.Event()
 
@@ -103,10 +109,10 @@ class Supervisor:
         return format_address(*self._addresses[min(self._sockets)])
 
     async def run(self) -> int:
-        """Run until SIGTERM, SIGINT or the end of stdin, or until a shard fails for good.
+        """Run until SIGTERM, SIGINT or the end of stdin, or until no shard is left.
 
-        Returns the exit code: 0 drained, 1 gave up, 3 a shard's storage failed, 4 all shards have stepped down, 130
-        killed by a second signal.
+        Returns the exit code: 0 drained, 1 gave up, 3 the storage of at least one shard has failed, 4 all shards have
+        stepped down, 130 killed by a second signal.
         Cancellation: the shard processes are killed.
         """
         started: dict[str, Any] = {"shards": len(self._sockets), "data": str(self._data_dir.path), "pid": os.getpid()}
@@ -124,7 +130,9 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 for shard in self._sockets:
                     tasks.create_task(self._keep_running(shard), name=f"shard-{shard}")
-        if not self._stopping.is_set():
+        if EXIT_STORAGE in self._stopped.values():
+            self._exit_code = self._exit_code or EXIT_STORAGE
+        elif not self._stopping.is_set():
             self._exit_code = EXIT_FENCED
         fact(_log, logging.INFO, "server has stopped", exit_code=self._exit_code)
         return self._exit_code
@@ -173,13 +181,12 @@ class Supervisor:
             died: dict[str, Any] = {"shard": shard, "ended_by": describe_exit(exit_code)}
             if error:
                 died["error"] = error
-            if exit_code in _PERMANENT:
+            if exit_code == EXIT_CONFIG:
                 fact(_log, logging.CRITICAL, "shard cannot go on; the server stops", **died)
-                return self.stop(_PERMANENT[exit_code])
-            if exit_code == EXIT_FENCED:
-                fact(_log, logging.ERROR, "shard steps down; the other shards go on", **died)
-                self._sockets[shard].close()  # refuse its clients, so that they ask elsewhere
-                return
+                return self.stop(EXIT_ERROR)
+            if exit_code in _STOPS_ALONE:
+                fact(_log, *_STOPS_ALONE[exit_code], **died)
+                return await self._stop_alone(shard, exit_code, error or describe_exit(exit_code))
             is_quick = lived_s is None or lived_s < self._config.quick_death_s
             num_quick_deaths = num_quick_deaths + 1 if is_quick else 1
             if num_quick_deaths >= self._config.max_quick_deaths:
@@ -190,6 +197,14 @@ class Supervisor:
             fact(_log, logging.ERROR, "shard has died and is restarted", **died, pause_s=pause_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _stop_alone(self, shard: int, exit_code: int, why: str) -> None:
+        """Let a shard be away for good."""
+        self._stopped[shard] = exit_code
+        self._sockets[shard].close()  # refuse its clients, so that they ask elsewhere
+        if self._monitor is not None:
+            self._monitor.note_stopped(shard, why)
+        await self._check_ready()
 
     async def _run_once(self, shard: int, *, is_restart: bool) -> tuple[int, float | None, str | None]:
         """Run a shard's process once; return (exit code, seconds it was ready or None, last error it reported)."""
@@ -280,16 +295,21 @@ class Supervisor:
         self._ready.add(shard)
         message = "shard is ready again" if is_restart else "shard is ready"
         fact(_log, logging.INFO, message, shard=shard, address=format_address(*self._addresses[shard]), pid=child.pid)
-        if len(self._ready) == len(self._sockets) and not self._stopping.is_set():
-            try:
-                if self._ready_file is not None:
-                    await asyncio.to_thread(self._ready_file.write, self._describe())
-            except StorageError as exc:
-                fact(_log, logging.CRITICAL, "the ready file cannot be written", error=str(exc))
-                return self.stop(EXIT_ERROR)
-            if not self._was_ready:
-                self._was_ready = True
-                fact(_log, logging.INFO, "server is ready", address=self.address, shards=len(self._sockets))
+        await self._check_ready()
+
+    async def _check_ready(self) -> None:
+        """Say that the server is ready once all shards are that have not stopped for good."""
+        if not self._ready or len(self._ready) + len(self._stopped) < len(self._sockets) or self._stopping.is_set():
+            return
+        try:
+            if self._ready_file is not None:
+                await asyncio.to_thread(self._ready_file.write, self._describe())
+        except StorageError as exc:
+            fact(_log, logging.CRITICAL, "the ready file cannot be written", error=str(exc))
+            return self.stop(EXIT_ERROR)
+        if not self._was_ready:
+            self._was_ready = True
+            fact(_log, logging.INFO, "server is ready", address=self.address, shards=len(self._ready))
 
     def _describe(self) -> dict[str, Any]:
         shards = [

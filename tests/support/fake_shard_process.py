@@ -3,7 +3,7 @@
 Its argument says how it behaves:
 
     serve       as it should
-    storage     ends with a storage error instead of serving
+    storage N   as it should, but from shard N on ends with a storage error instead of serving
     broken      ends at once, each time
     stubborn    serves, and heeds neither SIGTERM nor the end of stdin
     babble      reports something that is no report
@@ -51,7 +51,7 @@ def main(behaviour: str, *arguments: str) -> int:
         path = Path(arguments[0])
         behaviour = "serve" if path.exists() else "broken"
         path.touch()
-    if behaviour == "storage":
+    if behaviour == "storage" and order.config.shard >= int(arguments[0]):
         os.write(order.report_fd, ShardReport(error="log record 7 is rotten").encode())
         return EXIT_STORAGE
     if behaviour == "fenced" and order.config.shard >= int(arguments[0]):

@@ -73,4 +73,7 @@ def test_names_of_users_are_escaped() -> None:
 def test_empty_server() -> None:
     """A server without any shard that answers still has metrics."""
     values = _values(ShardState(shard=0, address="x", error="gone"))
-    assert values == {("shard_up", (("shard", "0"),)): 0, ("shard_restarts_total", (("shard", "0"),)): 0}
+    names = ("shard_up", "shard_stopped", "shard_restarts_total")
+    assert values == {(name, (("shard", "0"),)): 0 for name in names}
+    values = _values(ShardState(shard=0, address="x", error="its disk is full", is_stopped=True))
+    assert values["shard_stopped", (("shard", "0"),)] == 1

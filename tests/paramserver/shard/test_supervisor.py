@@ -172,13 +172,25 @@ async def test_does_not_count_slow_deaths(tmp_path: Path, facts: FactLog) -> Non
             await facts.next("shard is ready again")
 
 
-async def test_storage_error_stops_all(tmp_path: Path, facts: FactLog) -> None:
-    """A storage error is not retried; the server ends with its code."""
-    async with _running(tmp_path, "storage") as (_, running):
-        stopped = await facts.next("shard cannot go on; the server stops")
-        assert stopped["error"] == "log record 7 is rotten"
+async def test_storage_error_stops_its_shard_alone(tmp_path: Path, facts: FactLog) -> None:
+    """A storage error is not retried, and that shard refuses clients; the others serve, and the end's code says so."""
+    async with _running(tmp_path, "storage", "1") as (supervisor, running):
+        stopped = await facts.next("shard's storage has failed; it stops, and the other shards go on")
+        assert (stopped["shard"], stopped["error"]) == (1, "log record 7 is rotten")
+        ready = await facts.next("server is ready")
+        assert (ready["shards"], ready["address"]) == (1, supervisor.address)
+        assert await _pid_at(supervisor.address) == supervisor._children[0].pid
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*supervisor._addresses[1])
+        supervisor.stop()
         assert await running == 3
         assert "shard has died and is restarted" not in facts.messages()
+
+
+async def test_server_ends_with_its_last_shard(tmp_path: Path, facts: FactLog) -> None:
+    """When the storage of all shards has failed, the server ends with the code of that."""
+    async with _running(tmp_path, "storage", "0") as (_, running):
+        assert await running == 3
 
 
 async def test_fenced_shard_steps_down_alone(tmp_path: Path, facts: FactLog) -> None:

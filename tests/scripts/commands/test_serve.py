@@ -250,7 +250,7 @@ def test_damaged_store_stops_the_server(tmp_path: Path) -> None:
         server.stop()
     for current in (tmp_path / "data").rglob("CURRENT"):
         current.write_text("nonsense")
-    with pytest.raises(UnavailableError, match="exit code 3: shard cannot go on; the server stops"):
+    with pytest.raises(UnavailableError, match="exit code 3: shard's storage has failed; it stops"):
         ServerProcess.start(tmp_path / "data")
 
 
