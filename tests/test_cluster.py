@@ -150,8 +150,16 @@ def test_training_and_serving_go_on_while_shards_move(cluster: Cluster, capsys: 
         trainer.settle(replica)
         assert cli.main(["status", cluster.seeds, "--json"]) == 0
         shards = json.loads(capsys.readouterr().out)["shards"]
+        assert all(shard["term"] for shard in shards)
         assert [shard["address"] for shard in shards] == [
             f"127.0.0.1:{cluster.port}",
             f"127.0.0.3:{cluster.port + 1}",
             f"127.0.0.3:{cluster.port}",
+        ]
+        cluster.place(a=[0], c=[2, 1])
+        cli.main(["doctor", "--cluster", str(cluster.file), "--node", "a", "--data", str(cluster.path / "a"), "--json"])
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert [finding["text"] for finding in found if finding["subject"] in ("cluster", "directory")] == [
+            "all 2 shards of the other nodes answer",
+            f"{cluster.path / 'a'} holds a store of 1 shard",
         ]

@@ -26,6 +26,7 @@ __all__ = ["server_families"]
 # Gauges and counters of a shard: name without prefix, help, value. A counter's name ends in `_total`.
 _OF_SAMPLE: tuple[tuple[str, str, Callable[[ShardSample], float]], ...] = (
     ("shard_uptime_seconds", "Since the shard was opened.", lambda s: s.uptime_s),
+    ("shard_term", "Term in which the shard runs; 0 where nobody claims shards.", lambda s: s.term),
     ("log_seq", "Last durable record of the update log.", lambda s: s.log_seq),
     ("applied_seq", "Last record whose rows are in the store.", lambda s: s.applied_seq),
     ("inflight_bytes", "Bytes that requests and unwritten replies hold.", lambda s: s.inflight_bytes),

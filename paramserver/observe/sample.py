@@ -241,6 +241,7 @@ class ShardSample:
     worst_loop_pause_s: float
     tables: tuple[TableSample, ...]
     writers: tuple[WriterSample, ...]
+    term: int = 0  # in which the shard runs; 0 for none
     expiry: ExpirySample | None = None
     archive: ArchiveSample | None = None
     detail: ShardDetail | None = None
@@ -252,7 +253,8 @@ class ShardSample:
     def of_reply(cls, reply: Any) -> Self:
         """Return the sample in an `idl.StatusReply`."""
         return cls(
-            **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name != "worst_loop_pause_s"},
+            **{name: getattr(reply, name) for name in _PLAIN_FIELDS if name not in ("worst_loop_pause_s", "term")},
+            term=reply.term or 0,
             worst_loop_pause_s=(reply.worst_loop_pause_ms or 0.0) / 1000,
             tables=tuple(
                 TableSample(

@@ -231,6 +231,7 @@ class ShardSampler:
         lag_s = self._look()
         return ShardSample(
             **self._figures(),
+            term=parts.membership.term,
             worst_loop_pause_s=parts.probe.worst_pause_s,
             tables=tuple(
                 TableSample(

@@ -21,16 +21,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import check_data_dir, is_in_use
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig
 from headrace.paramserver.observe.problems import Severity, find_problems
 from headrace.paramserver.observe.status_query import StatusAccess, ask_shards
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import format_address, parse_address
 from headrace.paramserver.rpc.security import Protection
 from headrace.paramserver.system.flags import settings_sources
 from headrace.paramserver.system.limits import FILES_OF_STORE, machine_memory_bytes
@@ -45,6 +46,7 @@ __all__ = [
     "check_disk",
     "check_gpu",
     "check_memory",
+    "check_nodes",
     "check_open_files",
     "check_ports",
     "check_protection",
@@ -153,17 +155,21 @@ def check_gpu() -> Iterator[Finding]:
         yield _ok(subject, f"{name}, with kernels for it; a streamer takes them with device_pipeline=True")
 
 
-def _check_directory(config: ServerConfig) -> tuple[Finding, int]:
-    """Check the data directory as a start does; return the finding and the number of shards."""
+def _check_directory(
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None
+) -> tuple[Finding, int]:
+    """Check the data directory as a start does; return the finding and the number of shards there."""
     subject = "directory"
+    num_shards = len(node.shards) if node is not None else config.shards or 1
     try:
-        manifest = check_data_dir(config.data, num_shards=config.shards)
+        manifest = check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node)
     except HeadraceError as exc:
-        return _problem(subject, str(exc), "`headrace serve` would not start."), config.shards or 1
+        return _problem(subject, str(exc), "`headrace serve` would not start."), num_shards
     if manifest is None:
-        return _ok(subject, f"{config.data}: no store yet, a start makes it"), config.shards or 1
-    shards = f"{manifest.num_shards} shard{'s' * (manifest.num_shards > 1)}"
-    return _ok(subject, f"{config.data} holds a store of {shards}"), manifest.num_shards
+        return _ok(subject, f"{config.data}: no store yet, a start makes it"), num_shards
+    num_shards = len(manifest.shards)
+    shards = f"{num_shards} shard{'s' * (num_shards > 1)}"
+    return _ok(subject, f"{config.data} holds a store of {shards}"), num_shards
 
 
 def check_open_files(max_connections: int) -> Iterator[Finding]:
@@ -338,6 +344,8 @@ def doctor(
     config: Annotated[
         Path | None, option("The server's YAML file; environment variables apply as for `serve`.", "FILE")
     ] = None,
+    cluster: Annotated[Path | None, option("The server's cluster file; asks the other nodes, too.", "FILE")] = None,
+    node: Annotated[str | None, option("The node of the cluster that runs here.", "NAME")] = None,
     server: ServerAddress = None,
     metrics: Annotated[str | None, option("Its metrics port, to compare the clocks.", "HOST:PORT")] = None,
     as_json: AsJson = False,
@@ -345,12 +353,12 @@ def doctor(
 ) -> int:
     """Check this machine, a server's configuration and a running server, and advise on each finding.
 
-    Nothing is changed. --data and --config check what `headrace serve` would use. The exit code is 1 if there is a
-    problem.
+    Nothing is changed. --data, --config and --cluster with --node check what `headrace serve` would use. The exit code
+    is 1 if there is a problem.
     """
     findings = [*check_versions(), *check_gpu()]
-    if data is not None or config is not None:
-        findings += _check_server_settings(data, config)
+    if data is not None or config is not None or cluster is not None or node is not None:
+        findings += _check_server_settings(data, config, cluster, node, access)
     if server is not None:
         try:
             findings += _check_server(access(server, timeout_s=_TIMEOUT_S))
@@ -368,20 +376,55 @@ def doctor(
     return 1 if has_problem else 0
 
 
-def _check_server_settings(data: Path | None, file: Path | None) -> Iterator[Finding]:
+def _check_server_settings(
+    data: Path | None, file: Path | None, cluster: Path | None, node: str | None, access: Access
+) -> Iterator[Finding]:
     environ, file = settings_sources(ENV_PREFIX, file, os.environ)
     try:
-        settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file)
+        of_cluster, of_node = cluster_of(cluster, node, environ=environ, env_prefix=ENV_PREFIX)
+        defaults, fixed = settings_of_node(of_cluster, of_node)
+        settings = ServerConfig.load(flags={"data": data}, environ=environ, file=file, defaults=defaults, fixed=fixed)
     except HeadraceError as exc:
         yield _problem("settings", str(exc), "`headrace serve` would not start.")
         return
-    directory, num_shards = _check_directory(settings)
+    if of_cluster is not None and of_node is not None:
+        yield from check_nodes(of_cluster, of_node, access)
+    directory, num_shards = _check_directory(settings, of_cluster, of_node)
     yield directory
     yield from check_open_files(settings.max_connections)
     yield from check_memory(settings, num_shards)
     yield from check_disk(settings, num_shards)
     yield from check_ports(settings, num_shards)
     yield from check_protection(settings, os.environ)
+
+
+def check_nodes(cluster: ClusterFile, node: ClusterNode, access: Access) -> Iterator[Finding]:
+    """Ask the other nodes' shards who they are: a name that is not known, a firewall and another server are found."""
+    for line in cluster.unknown_hosts():
+        yield _problem("cluster", line, "Clients and the other nodes look it up, too: correct it, or the name service.")
+    others = [shard for shard in range(cluster.num_shards) if shard not in node.shards]
+    addresses = [cluster.addresses[shard] for shard in others]
+
+    async def ask_all() -> list[Any]:
+        dial = access(",".join(format_address(*at) for at in addresses), timeout_s=_TIMEOUT_S).dial()
+        return await asyncio.gather(*(dial.ask(*at) for at in addresses), return_exceptions=True)
+
+    num_found = 0
+    for shard, at, reply in zip(others, addresses, asyncio.run(ask_all()) if others else [], strict=True):
+        name, where = cluster.node_of(shard).name, format_address(*at)
+        if isinstance(reply, HeadraceError):
+            yield _note("cluster", f"node {name}, shard {shard}: {reply}", "Fine while that node is not started.")
+        elif isinstance(reply, BaseException):
+            raise reply
+        elif (reply.server_id, reply.shard) != (cluster.server_id, shard):
+            text = (
+                f"node {name}: {where} is shard {reply.shard} of server {reply.server_id}, not this one's shard {shard}"
+            )
+            yield _problem("cluster", text, "Give all nodes the same cluster file, and each a port of its own.")
+        else:
+            num_found += 1
+    if others and num_found == len(others):
+        yield _ok("cluster", f"all {num_found} shards of the other nodes answer")
 
 
 def _check_server(access: StatusAccess) -> Iterator[Finding]:

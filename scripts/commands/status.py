@@ -33,7 +33,7 @@ from headrace.scripts.commands.terminal import Access, AsJson, number_table, wit
 __all__ = ["show_dense", "show_duration", "show_problem", "show_writer", "states_to_json", "status"]
 
 _COUNTERS = ("inflight_bytes", "num_connections", "num_refused", "num_rows_written")
-_NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS)
+_NUMBERS = ("pid", "uptime_s", "log_seq", "applied_seq", *_COUNTERS, "term")
 _UPLOAD_FIELDS = ("url", "name", "is_running", "size_bytes", "done_bytes", "sent_bytes", "failure")
 _NEVER_S = 1e9  # what a relay says that has not heard from its source yet
 _RELAY_FACTS = ("source", "source_seq", "lag_ms", "knowledge_age_ms", "first_seq", "log_bytes", "snapshot", "failure")
@@ -245,7 +245,9 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _shards_table(states: Sequence[ShardState]) -> Table:
-    table = _table("Shards", "shard>", "address", "pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>")
+    has_terms = any(state.sample is not None and state.sample.term for state in states)
+    columns = ["shard>", "address", "pid>", "up>", "log seq>", "applied>", "in flight>", "rows written>"]
+    table = _table("Shards", *columns, *(["term>"] if has_terms else []))
     for state in states:
         sample = state.sample
         if sample is None:
@@ -260,6 +262,7 @@ def _shards_table(states: Sequence[ShardState]) -> Table:
             f"{sample.applied_seq:,}",
             format_size(sample.inflight_bytes),
             f"{sample.num_rows_written:,}",
+            *([str(sample.term)] if has_terms else []),
         )
     return table
 
