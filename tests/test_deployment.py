@@ -34,6 +34,10 @@ _SYSTEM_CALLS = (
 _MOST_EXPOSED = "20"
 
 
+# Options of `serve` that say how to start.
+_NO_SETTINGS = ("config", "ready_file", "watch_stdin", "restore", "cluster", "node")
+
+
 def _objects(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
 
@@ -49,7 +53,7 @@ def _config(arguments: list[str]) -> Any:
     """Parse a command as `headrace` does and return its settings; nothing is run."""
     (entry,) = (each for each in cli._COMMANDS if each.name == arguments[0])
     flags = load_command(entry.name, entry.target, entry.help).make_context(arguments[0], list(arguments[1:])).params
-    flags = {name: value for name, value in flags.items() if name not in ("config", "ready_file", "watch_stdin")}
+    flags = {name: value for name, value in flags.items() if name not in _NO_SETTINGS}
     if arguments[0] == "serve":
         return ServerConfig.load(flags=flags, environ={}, file=None)
     if arguments[0] == "relay":
