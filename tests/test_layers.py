@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_170,
+    "paramserver": 36_180,
     "streamer": 11_420,
     "scripts": 12_080,
     "tests": 69_430,

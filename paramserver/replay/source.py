@@ -281,16 +281,22 @@ class ReplaySource:
     def _summarize(self, on_progress: Callable[[int], None]) -> ReplaySummary:
         summary = ReplaySummary()
         for log in self.logs:
-            self._fillings[log.path] = _Fillings()
-            for batch in self.batches(log, on_progress=on_progress):
+            notes = self._fillings[log.path] = _Fillings()
+            for batch in self._read(log, on_progress, notes):
                 summary.add(batch)
         return summary
 
     def batches(self, log: SourceLog, *, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[ReplayBatch]:
         """Yield the batches of one log in the range, in order. Raises as `summarize`."""
+        return self._read(log, on_progress)
+
+    def _read(
+        self, log: SourceLog, on_progress: Callable[[int], None], notes: _Fillings | None = None
+    ) -> Iterator[ReplayBatch]:
         for record in log.read():
             on_progress(record.body.nbytes)
-            self._note_filling(log, record)
+            if notes is not None:
+                self._note_filling(notes, log, record)
             batch = self._batch_of(log, record)
             if batch is not None:
                 yield batch
@@ -322,9 +328,9 @@ class ReplaySource:
         epoch, run = (request.epoch, request.run) if is_trainer else (request.version_epoch, None)
         return ReplayBatch(record.seq, epoch, request.step, request.time_us, run, deltas, record.body.nbytes)
 
-    def _note_filling(self, log: SourceLog, record: LogRecord) -> None:
+    def _note_filling(self, notes: _Fillings, log: SourceLog, record: LogRecord) -> None:
         try:
-            self._fillings[log.path].take(record, lambda name: self._name_at_end(log, record.seq, name))
+            notes.take(record, lambda name: self._name_at_end(log, record.seq, name))
         except (HeadraceError, ValueError, TypeError, KeyError) as exc:
             raise CorruptionError(f"{log.path}: record {record.seq} is not a record of a shard: {exc}") from exc
 
