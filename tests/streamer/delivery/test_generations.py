@@ -43,9 +43,10 @@ def store(*dims: int, filling: tuple[int, ...] = (), **fields: Any) -> Store:
     ],
 )
 def test_the_newest_generation_that_fits_is_chosen(known: Store, dim: int, name: str, is_filled: bool) -> None:
-    """Those before the newest complete one do not count, and what is not complete is sent whole."""
+    """Those before the newest complete one do not count, what is not complete is sent whole, and the server told."""
     chosen = choose_generations([dataclasses.replace(SPEC, dim=dim)], known, publishes_all=True)
-    assert chosen == Generations(names={"a:t": name}, filled=frozenset({name} if is_filled else ()), seeds={})
+    filled, complete = frozenset({name} if is_filled else ()), {name} & known.tables.keys() - known.filling
+    assert chosen == Generations(names={"a:t": name}, filled=filled, complete=frozenset(complete), seeds={})
 
 
 @pytest.mark.parametrize("num_rows", [3, 30])

@@ -266,7 +266,7 @@ async def test_a_difference_is_looked_at_again_before_it_is_told(caplog: pytest.
     """One that passes is none; those that stay are told, also where the server is away by then."""
     now = dataclasses.replace(EQUAL, tables=(*(dataclasses.replace(EQUAL.tables[0], fqn=f"t{n}") for n in range(6)),))
     audit, replica = await after(DIFFERENT, now)
-    assert (audit.num_equal, audit.num_different, replica.asked[:2]) == (1, 0, [None, [f"t{n}" for n in range(6)]])
+    assert (audit.num_equal, audit.num_different, replica.asked[:2]) == (1, 0, [None, [f"t{n}#1" for n in range(6)]])
     partly = dataclasses.replace(now, tables=(*now.tables[:5], DIFFERENT.tables[5]))
     audit, _ = await after(DIFFERENT, partly)
     assert audit.report is not None and audit.report.difference == str(DIFFERENT.tables[5])
