@@ -31,7 +31,6 @@ from headrace.paramserver.replica import EmbeddingReplica
 from headrace.paramserver.rpc.address import parse_address
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.paramserver.snapshots.bucket import SnapshotStore
 from headrace.paramserver.system.object_store import ObjectStore
 from headrace.schemas.errors import ConfigError, CorruptionError, GoneError, StorageError, UnavailableError
 
@@ -56,7 +55,7 @@ class Place:
         return ObjectStore.of_url(self.url, deadline_s=1.0)
 
     def snapshot(self, server: ServerProcess) -> None:
-        SnapshotStore(self.store).upload(make_snapshot(server))
+        make_snapshot(server)
 
     def wait_archived(self, server: ServerProcess, num_shards: int = 2) -> None:
         """Wait until the archive has what every shard has."""

@@ -98,7 +98,7 @@ def test_a_server_with_another_servers_prefix_does_not_start(tmp_path: Path) -> 
     with ServerProcess.start(tmp_path / "first", object_store=url) as server:
         create(server, "one")
     before = sorted(path.name for path in (tmp_path / "bucket").rglob("*"))
-    with pytest.raises(HeadraceError, match=r"claims of server .*: use another prefix"):
+    with pytest.raises(HeadraceError, match="another server: use another prefix"):
         ServerProcess.start(tmp_path / "second", object_store=url)
     assert not [path for path in (tmp_path / "second").glob("snapshots/*")]
     assert sorted(path.name for path in (tmp_path / "bucket").rglob("*")) == before
