@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_180,
+    "paramserver": 36_210,
     "streamer": 11_420,
     "scripts": 12_080,
-    "tests": 69_430,
+    "tests": 69_460,
 }
 NUM_PRODUCT_FILES = 299
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

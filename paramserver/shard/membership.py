@@ -130,6 +130,11 @@ class Membership:
         """Wait for an error after which the shard must stop, and return it. Cancellation: harmless."""
         return await asyncio.shield(self._failed)
 
+    def check_claim(self) -> None:
+        """Check that this is the newest copy of the shard, as `ShardClaim.check`. Thread: any; it blocks."""
+        if self.claim is not None:
+            self.claim.check()
+
     def hear(self, shards: Sequence[Any]) -> None:
         """Take what another node says in its hello, `idl.ShardAddress` each."""
         if self.places.hear(shards):

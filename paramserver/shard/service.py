@@ -380,6 +380,7 @@ async def open_shard(config: ShardConfig) -> AsyncIterator[Shard]:
                 server_id=config.server_id,
                 shard=config.shard,
                 first_seq=log.first_seq if log.last_seq else None,
+                check_claim=membership.check_claim,
             )
             await stack.enter_async_context(uploader)
         archived = tuple if archiver is None else lambda: (archiver.lease(),)

@@ -66,12 +66,23 @@ class SnapshotUploader:
     """
 
     def __init__(
-        self, objects: ObjectStore, files: SnapshotFiles, *, server_id: str, shard: int, first_seq: int | None
+        self,
+        objects: ObjectStore,
+        files: SnapshotFiles,
+        *,
+        server_id: str,
+        shard: int,
+        first_seq: int | None,
+        check_claim: Callable[[], None] = lambda: None,
     ) -> None:
-        """Upload from `files`; until the store was seen, keep the log from `first_seq` on, if there is one."""
+        """Upload from `files`; until the store was seen, keep the log from `first_seq` on, if there is one.
+
+        `check_claim` raises `LogFencedError` once another copy of the shard is the right one. It is called in threads
+        before and after each upload and before a snapshot is published: an old copy must not add to the store.
+        """
         self._objects, self._store, self._files = objects, SnapshotStore(objects), files
         self._uploading = objects.share()  # of the last upload, which may have to end without the rest
-        self._server_id, self._shard = server_id, shard
+        self._server_id, self._shard, self._check_claim = server_id, shard, check_claim
         self.newest: SnapshotManifest | None = None
         self._contents: dict[FileIdentity, Content] = {}
         self._progress, self._counting = _Progress(), threading.Lock()
@@ -85,11 +96,19 @@ class SnapshotUploader:
 
     @classmethod
     def open(
-        cls, url: str, files: SnapshotFiles, *, bytes_per_s: int, server_id: str, shard: int, first_seq: int | None
+        cls,
+        url: str,
+        files: SnapshotFiles,
+        *,
+        bytes_per_s: int,
+        server_id: str,
+        shard: int,
+        first_seq: int | None,
+        check_claim: Callable[[], None] = lambda: None,
     ) -> Self:
         """Return the uploader to a URL; `ConfigError` if it is wrong. The store is not asked yet."""
         objects = ObjectStore.of_url(url, rate=RateLimit(bytes_per_s))
-        return cls(objects, files, server_id=server_id, shard=shard, first_seq=first_seq)
+        return cls(objects, files, server_id=server_id, shard=shard, first_seq=first_seq, check_claim=check_claim)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._keep_looking(), name="headrace-stored-snapshots")
@@ -114,6 +133,7 @@ class SnapshotUploader:
 
         Raises:
             OverloadedError: Another upload is under way.
+            LogFencedError: Another copy of the shard is the right one.
             UnavailableError: The store is away, or nobody waits any more (`is_wanted`, called in threads).
             HeadraceError: As `SnapshotStore.upload_files`.
 
@@ -152,7 +172,8 @@ class SnapshotUploader:
                 progress.sent_bytes += num_bytes
 
         try:
-            return store.upload_files(
+            self._check_claim()
+            objects = store.upload_files(
                 self._files.new_folder(name),
                 {f"{shard_folder(self._shard)}/{file.name}": file for file in part.files},
                 server_id=self._server_id,
@@ -160,6 +181,8 @@ class SnapshotUploader:
                 on_progress=count,
                 on_sent=count_sent,
             )
+            self._check_claim()
+            return objects
         except BaseException as exc:
             progress.failure = str(exc) or type(exc).__name__
             raise
@@ -176,7 +199,11 @@ class SnapshotUploader:
 
         Cancellation: it is published or not.
         """
-        await self._in_thread(lambda: self._store.publish(manifest, objects))
+        await self._in_thread(lambda: self._publish(manifest, objects))
+
+    def _publish(self, manifest: SnapshotManifest, objects: Mapping[str, str]) -> None:
+        self._check_claim()
+        self._store.publish(manifest, objects)
 
     def settle(self, name: str) -> None:
         """Find out whether a snapshot was published, because its copy goes now; keep log for it until that is known."""

@@ -20,7 +20,7 @@ from headrace.paramserver.snapshots.directory import SnapshotFiles, hash_folder
 from headrace.paramserver.snapshots.remote import create_snapshot
 from headrace.paramserver.snapshots.restore import restore_stored_snapshot
 from headrace.paramserver.snapshots.uploader import SnapshotUploader
-from headrace.schemas.errors import ConfigError, HeadraceError, OverloadedError, UnavailableError
+from headrace.schemas.errors import ConfigError, HeadraceError, LogFencedError, OverloadedError, UnavailableError
 from headrace.schemas.idl import idl
 from headrace.schemas.snapshot_manifest import ShardPart, SnapshotManifest
 
@@ -153,6 +153,32 @@ async def test_shards_on_several_machines_make_one_snapshot(tmp_path: Path, serv
     assert SnapshotStore.of_url(server.url).fetch("a", files) == manifest
 
 
+async def test_a_copy_that_was_taken_over_adds_no_snapshot(tmp_path: Path, server: ObjectServer) -> None:
+    """A newer copy's claim before an upload, during it, or before the manifest is put: no snapshot comes of it."""
+    files = SnapshotFiles(tmp_path / "snapshots")
+    part = part_of(files, "a", 0, {"1.sst": b"x"})
+    checks: list[HeadraceError | None] = []
+
+    def check_claim() -> None:
+        if (error := checks.pop(0)) is not None:
+            raise error
+
+    settings: dict[str, Any] = {"bytes_per_s": 0, "server_id": "s", "shard": 0, "first_seq": None}
+    fenced = LogFencedError("another copy has taken over")
+    async with SnapshotUploader.open(server.url, files, check_claim=check_claim, **settings) as up:
+        for taken_over in ([fenced], [None, fenced]):
+            checks[:] = taken_over
+            with pytest.raises(LogFencedError):
+                await up.upload("a", part, is_wanted=lambda: True)
+            assert not checks
+        checks[:] = [None, None, fenced]
+        objects = await up.upload("a", part, is_wanted=lambda: True)
+        with pytest.raises(LogFencedError):
+            await up.publish(SnapshotManifest(name="a", created_us=1, parts=(part,)), objects)
+        assert not checks
+    assert SnapshotStore.of_url(server.url).names() == []
+
+
 async def test_log_is_kept_until_the_store_tells_what_it_has(tmp_path: Path, server: ObjectServer) -> None:
     """With the store away all log is kept, then that behind the newest; a part that may be published counts too."""
     server.fault = lambda _: Fault(status=403)
@@ -248,7 +274,7 @@ def test_training_goes_on_while_the_store_is_away(tmp_path: Path, server: Object
             making = asyncio.create_task(
                 create_snapshot(headrace.address, dial=dial(), name="a", at_step=False, timeout_s=WAIT_S)
             )
-            await reached(lambda: any(request.method == "PUT" for request in server.requests))
+            await reached(lambda: server.requests)
             for _ in range(20):
                 await writer.write({row: row for row in range(64)})
             making.cancel()
