@@ -19,13 +19,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from headrace.schemas.errors import HeadraceError, UnavailableError
 
-__all__ = ["AsyncWorker", "Child", "Worker", "peak_memory_bytes"]
+__all__ = ["AsyncWorker", "Child", "Worker", "on_processor", "peak_memory_bytes"]
 
 Worker = Generator[dict[str, Any], dict[str, Any], None]
 AsyncWorker = AsyncGenerator[dict[str, Any], dict[str, Any]]
@@ -93,6 +93,17 @@ class Child:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def on_processor(processor: int) -> Iterator[None]:
+    """Keep this thread, and processes that it starts meanwhile, on one processor."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {processor})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def peak_memory_bytes(pid: int | Literal["self"] = "self") -> int:

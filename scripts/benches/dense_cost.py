@@ -3,7 +3,9 @@
 One process has two copies of a model and trains them in turns. Both stream their rows, each to a server with a replica
 that follows; one also publishes its dense parameters. A block begins right after a dense step and ends with the last of
 `num_intervals` further ones, so each copy of the parameters, and the sending between them, is inside what is measured.
-The block without dense parameters takes as many steps.
+A block without dense parameters, of as many steps, stands on either side, so that a machine that becomes slower or
+faster meanwhile does not count. Servers and replicas have one processor, as they have machines of their own otherwise;
+the trainer may use all.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Annotated, Any
@@ -18,14 +21,15 @@ from typing import Annotated, Any
 import typer
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.scripts.benches.child import Child, Worker
+from headrace.scripts.benches.child import Child, Worker, on_processor
 from headrace.scripts.benches.harness import FolderOption, OnStage, Rounds, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.observer import delays_of, observed_replica
 
 __all__ = ["DenseConfig", "dense", "make_figures", "measure"]
 
 _RUN = "bench"
-_KINDS = ("dense", "rows")  # the first one says how many steps a block has
+_KINDS = ("dense", "rows")
+_NUM_FIRST_STEPS = 64  # of the first block, before one with dense parameters has said how many it has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +42,7 @@ class DenseConfig:
     num_rows: Annotated[int, typer.Option("--rows", min=100, help="Rows of the table, of 64 float32.")] = 200_000
     interval_s: Annotated[float, typer.Option(min=0.01, help="The streamer's dense_interval_s.")] = 10.0
     num_intervals: Annotated[int, typer.Option("--intervals", min=1, help="Dense intervals of a block.")] = 2
-    num_rounds: RoundsOption = 3
+    num_rounds: RoundsOption = 5
     folder: FolderOption = None
 
 
@@ -52,37 +56,43 @@ def measure(config: DenseConfig, on_stage: OnStage) -> dict[str, Any]:
     loads: list[float] = []
     with bench_folder(config.folder) as folder:
         on_stage("starting servers, trainer and replicas")
-        with (
-            ServerProcess.start(folder / "dense", shards=1) as server,
-            ServerProcess.start(folder / "rows", shards=1) as plain,
-            Child(f"{__name__}:_train", "the trainer", addresses=[server.address, plain.address], **model) as trainer,
-            observed_replica(server.address, consistency="step") as replica,
-            observed_replica(plain.address, consistency="step"),
-        ):
+        with ExitStack() as running:
+            with on_processor(max(os.sched_getaffinity(0))):
+                server, plain = (running.enter_context(ServerProcess.start(folder / kind, shards=1)) for kind in _KINDS)
+                addresses = [server.address, plain.address]
+            trainer = running.enter_context(Child(f"{__name__}:_train", "the trainer", addresses=addresses, **model))
+            with on_processor(max(os.sched_getaffinity(0))):
+                replica, _ = (
+                    running.enter_context(observed_replica(address, consistency="step")) for address in addresses
+                )
+
+            def train(kind: str, num_steps: int) -> Any:
+                block = trainer.ask(kind=kind, num_intervals=config.num_intervals, num_steps=num_steps)
+                step_s.add(kind, mean(block["step_s"]))
+                loads.append(os.getloadavg()[0])
+                return block
+
+            num_steps = _NUM_FIRST_STEPS
+            train("rows", num_steps)
             for number in range(config.num_rounds):
-                num_steps = None
-                for kind in _KINDS:
-                    on_stage(f"round {number + 1}: {kind}")
-                    order: dict[str, Any] = {
-                        "kind": kind,
-                        "num_intervals": config.num_intervals,
-                        "num_steps": num_steps,
-                    }
-                    block = trainer.ask(**order)
-                    step_s.add(kind, mean(block["step_s"]))
-                    num_steps = len(block["step_s"])
-                    loads.append(os.getloadavg()[0])
-                    if kind == "dense":
-                        shown = replica.ask(step=block["dense_steps"][-1])
-                        delays_ms = delays_of(block["dense_steps"], block["updated_ns"], shown["seen"])
-                        for delay_ms in delays_ms:
-                            delays_s.add("dense", delay_ms / 1000)
+                on_stage(f"round {number + 1}: dense")
+                block = train("dense", num_steps)
+                num_steps = len(block["step_s"])
+                on_stage(f"round {number + 1}: rows")
+                train("rows", num_steps)
+                shown = replica.ask(step=block["dense_steps"][-1])
+                for delay_ms in delays_of(block["dense_steps"], block["updated_ns"], shown["seen"]):
+                    delays_s.add("dense", delay_ms / 1000)
     return make_figures(step_s, delays_s["dense"], trainer.ready["dense_bytes"]) | {"load_average": loads}
 
 
 def make_figures(step_s: Rounds, delays_s: list[float], dense_bytes: int) -> dict[str, Any]:
-    """Return the figures of each round's mean step, by `dense` and `rows`, and of each dense step's delay."""
-    ratios = [dense / rows for dense, rows in zip(step_s["dense"], step_s["rows"], strict=True)]
+    """Return the figures of each block's mean step, by `dense` and `rows`, and of each dense step's delay.
+
+    There is a block of `rows` before the first one of `dense` and after each.
+    """
+    neighbors = itertools.pairwise(step_s["rows"])
+    ratios = [dense / mean(rows) for dense, rows in zip(step_s["dense"], neighbors, strict=True)]
     return {
         "dense_step_ratio": median(ratios),
         "dense_visible_extra_p50_s": median(delays_s),
@@ -99,7 +109,7 @@ dense = bench_command("dense", DenseConfig, measure, has_bounds=True)
 def _train(
     addresses: list[str], num_layers: int, width: int, batch_size: int, num_rows: int, interval_s: float
 ) -> Worker:
-    """Train block after block; an order is its `kind`, `num_intervals`, and `num_steps` of one without dense ones.
+    """Train block after block; an order is its `kind`, `num_intervals` of dense ones, and `num_steps` of the others.
 
     The answer has `step_s` of each step, and the `dense_steps` with the moments `updated_ns` of their optimizer's step.
     """
@@ -153,7 +163,7 @@ def _train(
         else:
             step(0)  # touches the caches
         num_steps, num_intervals = order["num_steps"], order["num_intervals"]
-        while len(dense_steps) < num_intervals if num_steps is None else len(step_s) < num_steps:
+        while len(dense_steps) < num_intervals if order["kind"] == "dense" else len(step_s) < num_steps:
             step_s.append(step(len(step_s)))
             if (now := streamer.stats().dense_step) != last:
                 dense_steps.append(now)

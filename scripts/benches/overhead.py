@@ -42,7 +42,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from headrace.paramserver.shard.launch import ServerProcess
-from headrace.scripts.benches.child import Child, Worker
+from headrace.scripts.benches.child import Child, Worker, on_processor
 from headrace.scripts.benches.harness import FolderOption, OnStage, RoundsOption, bench_command, bench_folder
 from headrace.scripts.benches.workload import zipf_ranks
 from headrace.streamer import RawEmbeddingStreamer
@@ -109,11 +109,11 @@ def measure(config: OverheadConfig, on_stage: OnStage) -> dict[str, Any]:
     memory: dict[str, list[_Block]] = {"off": [], "on": [], "outage": []}
     usable = sorted(os.sched_getaffinity(0))  # the trainer gets the first, the server the last
     with bench_folder(config.folder) as folder:
-        with _on_processor(usable[-1]):
+        with on_processor(usable[-1]):
             server = ServerProcess.start(folder / "data", shards=1)
 
         def start_trainer(environ: dict[str, str]) -> Child:
-            with _on_processor(usable[0]):
+            with on_processor(usable[0]):
                 return Child(f"{__name__}:_train", "the bench's trainer", environ=environ, **asdict(config.model))
 
         def train(trainer: Child, kind: str) -> _Block:
@@ -180,17 +180,6 @@ def make_figures(timed: dict[str, list[_Block]], memory: dict[str, list[_Block]]
 
 
 overhead = bench_command("overhead", OverheadConfig, measure, has_bounds=True)
-
-
-@contextmanager
-def _on_processor(processor: int) -> Iterator[None]:
-    """Keep this thread, and processes that it starts meanwhile, on one processor."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {processor})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @contextmanager
