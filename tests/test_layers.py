@@ -39,10 +39,10 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_210,
+    "paramserver": 36_320,
     "streamer": 11_420,
-    "scripts": 12_090,
-    "tests": 69_460,
+    "scripts": 12_140,
+    "tests": 69_760,
 }
 NUM_PRODUCT_FILES = 299
 TORCH = {"torch", "torchrec", "fbgemm_gpu"}

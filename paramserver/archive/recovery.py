@@ -4,6 +4,8 @@ The log is put back as it was, up to the end of the archive or to an earlier poi
 after a crash. So a restored shard is the same store as before: clients continue where they find it, or notice that it
 lacks what they had acked. It begins a new mark, skips 1,000 epochs, and its first start claims a higher term.
 
+A whole server, the shards of a cluster's node, or single shards are restored alike:
+
     .NAME.recover/ready/…     while it is made; the last step is a rename
 """
 
@@ -13,12 +15,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from headrace.paramserver.archive.objects import Piece, ShardArchive, chain_of, num_shards_of
 from headrace.paramserver.archive.points import PointFinder, RestorePoint, StepPoint, common_point
-from headrace.paramserver.config.data_dir import find_manifest
-from headrace.paramserver.log.claims import note_restored
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode
+from headrace.paramserver.config.data_dir import Manifest, find_manifest
+from headrace.paramserver.log.claims import Claim, claims_of, note_restored
 from headrace.paramserver.log.excerpt import begin_log_at, end_log, excerpt_log_id, write_excerpt
 from headrace.paramserver.log.opening import open_source
 from headrace.paramserver.log.sessions import Sessions
@@ -53,12 +57,43 @@ class RestoredShard:
         snapshot: Name of the snapshot that its rows come from; None where all of its log was archived.
         seq: Last record that it has.
         point: Step at which it was cut; None for a cut at the end of the archive or at a seq.
+        claim: Of the copy from which it takes over at its first start; None if the shard was never claimed.
+        archived_at: When the shard last archived anything, by the store's clock; None if it never has.
     """
 
     shard: int
     snapshot: str | None
     seq: int
     point: StepPoint | None
+    claim: Claim | None
+    archived_at: datetime | None
+
+
+class _NoServerError(ConfigError):
+    """The object store has no server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Server:
+    """What an object store knows of its server."""
+
+    server_id: str
+    num_shards: int
+    manifests: list[SnapshotManifest]  # oldest first
+
+    def directory(self, cluster: ClusterFile | None, node: ClusterNode | None, where: str) -> Manifest:
+        """Return the manifest of its directory, or of a node's; `ConfigError` if the file is of another server."""
+        if cluster is None or node is None:
+            return Manifest(server_id=self.server_id, num_shards=self.num_shards)
+        if cluster.server_id != self.server_id:
+            raise ConfigError(
+                f"{cluster.path}: server_id: {cluster.server_id}: {where} is of another server, {self.server_id}"
+            )
+        if cluster.num_shards != self.num_shards:
+            raise ConfigError(
+                f"{cluster.path}: shards: {cluster.num_shards}: the server at {where} has {self.num_shards} shards"
+            )
+        return Manifest.of_node(cluster, node)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +106,8 @@ class _Plan:
     chain: list[Piece]
     last_seq: int
     point: StepPoint | None = None
+    archived_at: datetime | None = None
+    claim: Claim | None = None
 
     @property
     def first_seq(self) -> int:
@@ -82,15 +119,21 @@ class _Plan:
         return (self.part.size_bytes if self.part else 0) + sum(p.segment.content.size_bytes for p in self.chain)
 
 
-def has_server(store: ObjectStore) -> bool:
-    """Return whether there is anything to restore a server from."""
-    if SnapshotStore(store).names():
-        return True
+def has_server(store: ObjectStore, *, cluster: ClusterFile | None = None, node: ClusterNode | None = None) -> bool:
+    """Return whether there is anything to restore a server, or the shards of a cluster's node, from.
+
+    Raises:
+        ConfigError: The cluster file is of another server than the store.
+        UnavailableError: The store is away.
+    """
     try:
-        num_shards = num_shards_of(store)
-    except GoneError:
+        server = _find_server(store)
+    except _NoServerError:
         return False
-    return any(ShardArchive(store, shard).segments() for shard in range(num_shards))
+    shards = server.directory(cluster, node, store.where).shards
+    return bool(server.manifests) or any(
+        ShardArchive(store, shard).segments() or claims_of(store, shard) for shard in shards
+    )
 
 
 def restore_server(
@@ -99,21 +142,26 @@ def restore_server(
     *,
     at: RestorePoint | None = None,
     shards: Collection[int] | None = None,
+    cluster: ClusterFile | None = None,
+    node: ClusterNode | None = None,
     on_size: Callable[[int], None] = lambda _: None,
     on_progress: _Progress = lambda _: None,
 ) -> list[RestoredShard]:
-    """Make a server's directory, or some of its shards, from its object store, whole or not at all.
+    """Make the directory of a server or of a node, or some of its shards, from its object store, whole or not at all.
 
     Args:
         store: The prefix of one server.
-        data: Directory of the server. For some `shards` it has the others, or is made.
+        data: Directory of the server or the node. For some `shards` it has others, or a node's is made.
         at: Where to cut; None takes all that was archived.
         shards: Which; None takes all.
+        cluster: File of a server on several hosts, of which only the shards of one node are meant.
+        node: That node.
         on_size: Called once with the bytes that are to be fetched.
         on_progress: Called with the bytes fetched since its last call, from threads.
 
     Raises:
-        ConfigError: There is no server, no such point, or the directory is in the way.
+        ConfigError: There is no server, no such point, or the directory is in the way; or the cluster file is of
+            another server.
         CorruptionError: An object is damaged, or a part of the log is missing.
         StorageError: The disk failed or lacks room; nothing was made.
         UnavailableError: The store is away.
@@ -121,80 +169,119 @@ def restore_server(
     Thread: any without an event loop; it blocks.
     """
     data = data.absolute()
-    server_id, manifests, num_shards = _find_server(store)
-    wanted = sorted(range(num_shards) if shards is None else set(shards))
-    if wanted and not 0 <= wanted[0] <= wanted[-1] < num_shards:
-        raise ConfigError(f"--shard {wanted[-1]}: the server at {store.where} has shards 0 to {num_shards - 1}")
+    server = _find_server(store)
+    manifest = server.directory(cluster, node, store.where)
+    wanted = list(manifest.shards) if shards is None else sorted(set(shards))
+    if wanted and not 0 <= wanted[0] <= wanted[-1] < server.num_shards:
+        raise ConfigError(f"--shard {wanted[-1]}: the server at {store.where} has shards 0 to {server.num_shards - 1}")
+    if cluster is not None and (others := sorted(set(wanted) - set(manifest.shards))):
+        raise ConfigError(f"--shard {others[0]}: {cluster.path} gives it to node {cluster.node_of(others[0]).name}")
     if at is not None and at.seq is not None and len(wanted) != 1:
         raise ConfigError(f"--at {at}: a seq is of one shard: give --shard, or step=N or time=… for all")
-    is_partial = len(wanted) < num_shards
+    here = find_manifest(data, node=node)
+    is_partial = shards is not None and (here is not None or len(wanted) < len(manifest.shards))
     if is_partial:
-        _check_others(data, server_id, num_shards, store)
-    plans = _plan(store, manifests, wanted, at)
+        _check_others(data, here, server, wanted, store.where, node)
+    else:
+        _check_bare(data, here, manifest)
+    plans = _plan(store, server.manifests, wanted, at)
     size_bytes = sum(plan.size_bytes for plan in plans)
     check_room(data.parent, size_bytes, what="what is restored")
     on_size(size_bytes)
     if is_partial:
-        directories = [NewDataDir(data / shard_folder(shard), num_shards=1, work=_WORK) for shard in wanted]
-        places = [directory.shard_path(0) for directory in directories]
+        _make_parent(data)
+        directories = [NewDataDir(data / shard_folder(shard), shards=[shard], work=_WORK) for shard in wanted]
+        places = [directory.shard_path(shard) for directory, shard in zip(directories, wanted, strict=True)]
     else:
-        directories = [NewDataDir(data, num_shards=num_shards, work=_WORK)]
+        directories = [NewDataDir(data, shards=wanted, work=_WORK)]
         places = [directories[0].shard_path(shard) for shard in wanted]
     try:
         epochs = []
         for plan, path in zip(plans, places, strict=True):
             with directories[0].mapped_errors():
-                epochs.append(_fetch(store, manifests, plan, path, server_id, on_progress))
+                epochs.append(_fetch(store, server.manifests, plan, path, server.server_id, on_progress))
         if at is not None and at.seq is None:
             _cut_at(at, plans, places, store.where)
         for plan, path, epoch in zip(plans, places, epochs, strict=True):
             with directories[0].mapped_errors():
-                _settle(plan, path, server_id, epoch)
-                note_restored(store, path, server_id=server_id, shard=plan.shard)
+                _settle(plan, path, server.server_id, epoch)
+                plan.claim = note_restored(store, path, server_id=server.server_id, shard=plan.shard)
                 fsync_tree(path)
         if is_partial:
             for directory in directories:
                 directory.publish_shard()
         else:
-            directories[0].publish_copy(server_id)
+            directories[0].publish_copy(manifest)
     finally:
         for directory in directories:
             directory.close()
-    name_of = {id(part): manifest.name for manifest in manifests for part in manifest.parts}
+    name_of = {id(part): each.name for each in server.manifests for part in each.parts}
     return [
         RestoredShard(
             shard=plan.shard,
             snapshot=None if plan.part is None else name_of[id(plan.part)],
             seq=plan.last_seq,
             point=plan.point,
+            claim=plan.claim,
+            archived_at=plan.archived_at,
         )
         for plan in plans
     ]
 
 
-def _find_server(store: ObjectStore) -> tuple[str, list[SnapshotManifest], int]:
-    """Return the server's id, its snapshots, oldest first, and its number of shards."""
+def _find_server(store: ObjectStore) -> _Server:
     snapshots = SnapshotStore(store)
     try:
         server_id = snapshots.server_id()
     except GoneError as exc:
-        raise ConfigError(f"{store.where}: no server has snapshots or an archive here") from exc
+        raise _NoServerError(f"{store.where}: no server has snapshots or an archive here") from exc
     manifests = [manifest for manifest in snapshots.list() if manifest.server_id == server_id]
-    if manifests:
-        return server_id, manifests, len(manifests[-1].parts)
     try:
-        return server_id, [], num_shards_of(store)
+        num_shards = len(manifests[-1].parts) if manifests else num_shards_of(store)
     except GoneError as exc:
-        raise ConfigError(f"{store.where}: the server has neither a snapshot nor an archive here") from exc
+        raise _NoServerError(f"{store.where}: the server has neither a snapshot nor an archive here") from exc
+    return _Server(server_id=server_id, num_shards=num_shards, manifests=manifests)
 
 
-def _check_others(data: Path, server_id: str, num_shards: int, store: ObjectStore) -> None:
-    """Check that some shards belong into a server's directory."""
-    manifest = find_manifest(data)
-    if manifest is None:
-        raise ConfigError(f"--data {data}: not a server's directory; restore all shards, or name the one of the others")
-    if (manifest.server_id, manifest.num_shards) != (server_id, num_shards):
-        raise ConfigError(f"--data {data}: the directory of another server than {store.where}")
+def _check_others(
+    data: Path, here: Manifest | None, server: _Server, shards: Sequence[int], where: str, node: ClusterNode | None
+) -> None:
+    """Check that some shards belong into a directory, which has the manifest `here`."""
+    if here is None:
+        if node is None:
+            raise ConfigError(
+                f"--data {data}: not a server's directory; restore all shards, name the one of the others, or make "
+                "that of a cluster's node with --cluster FILE --node NAME"
+            )
+        return
+    if (here.server_id, here.num_shards) != (server.server_id, server.num_shards):
+        raise ConfigError(f"--data {data}: the directory of another server than {where}")
+    if node is None and (others := sorted(set(shards) - set(here.shards))):
+        raise ConfigError(
+            f"--shard {others[0]}: {data} is of a cluster's node that has other shards: to give it this one, change "
+            "the cluster file, and name it with --cluster FILE --node NAME"
+        )
+
+
+def _check_bare(data: Path, here: Manifest | None, manifest: Manifest) -> None:
+    """Check that a directory, which has the manifest `here`, has no shard; say what it lacks if it has."""
+    missing = [shard for shard in manifest.shards if not (data / shard_folder(shard)).exists()]
+    if here is None and len(missing) == len(manifest.shards):
+        return  # what else may be in the way is found when it is made
+    advice = "move it away, or name another one"
+    if missing:
+        advice = f"restore what it lacks with {' '.join(f'--shard {shard}' for shard in missing)}, or {advice}"
+    raise ConfigError(f"--data {data}: not empty: it has shards of a server; {advice}")
+
+
+def _make_parent(data: Path) -> None:
+    """Make the directory of a node, durably, into which single shards come."""
+    try:
+        if not data.is_dir():
+            data.mkdir()
+            fsync_path(data.parent)
+    except OSError as exc:
+        raise ConfigError(f"--data {data}: cannot be made there ({exc.strerror or exc})") from exc
 
 
 def _plan(
@@ -213,9 +300,10 @@ def _plan(
             for piece in chain_of(pieces[shard], plan.first_seq)
             if at is None or at.seq is None or piece.segment.first_seq <= at.seq
         ]
+        plan.archived_at = max((piece.segment.put_at for piece in pieces[shard]), default=None)
         if plan.chain:
             plan.last_seq = plan.chain[-1].last_seq
-        elif part is None:
+        elif part is None and not (at is None and _is_new(archives[shard])):
             found = f"begins at seq {pieces[shard][0].segment.first_seq}" if pieces[shard] else "is empty"
             before = "" if at is None else f" from before --at {at}"
             raise ConfigError(f"shard {shard}: {store.where} has no snapshot{before}, and the archive {found}")
@@ -226,6 +314,11 @@ def _plan(
         _check_mark(plan, store.where)
         plans.append(plan)
     return plans
+
+
+def _is_new(archive: ShardArchive) -> bool:
+    """Return whether a shard has archived nothing, and no copy of it began with a record: it is restored empty."""
+    return not archive.segments() and all(not claim.seq for claim in claims_of(archive.store, archive.shard).values())
 
 
 def _is_before(manifest: SnapshotManifest, at: RestorePoint | None, shards: Sequence[int]) -> bool:

@@ -14,7 +14,9 @@ import errno
 import json
 import os
 import re
+import shlex
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -35,6 +37,7 @@ __all__ = [
     "check_data_dir",
     "find_manifest",
     "is_in_use",
+    "restore_command",
 ]
 
 MANIFEST_NAME = "headrace.json"
@@ -50,6 +53,7 @@ _LOG_NAME = "log"
 # interrupted first start created.
 _HARMLESS = frozenset({"lost+found", LOCK_NAME, _TEMPORARY_NAME})
 _SHARD_NAME = re.compile(r"shard-[0-9]{4}")
+_HALF_SHARD_NAME = re.compile(r"\.shard-[0-9]{4}\.[a-z]+")  # one that is being restored, or was when it was killed
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -206,9 +210,12 @@ def check_data_dir(
         CorruptionError: The manifest cannot be read, or a shard's directory is gone.
     """
     path = path.absolute()
-    if not _has_store(path, of_node=node):
+    if _has_store(path, of_node=node):
+        manifest = _read_manifest(path, num_shards)
+    elif cluster is not None and node is not None and _shards_in(path):  # all of them were moved or restored here
+        manifest = Manifest(server_id=cluster.server_id, num_shards=0)
+    else:
         return None
-    manifest = _read_manifest(path, num_shards)
     if cluster is not None and node is not None:
         _check_node(path, manifest, cluster, node)
         manifest = Manifest.of_node(cluster, node)
@@ -219,9 +226,19 @@ def check_data_dir(
     return manifest
 
 
-def find_manifest(path: Path) -> Manifest | None:
-    """Return the manifest in a directory, whose shards may be missing; None if there is none. Raises as `claim`."""
-    return _read_manifest(path, None) if _has_store(path) else None
+def find_manifest(path: Path, *, node: ClusterNode | None = None) -> Manifest | None:
+    """Return the manifest in a directory, whose shards may be missing; None if there is none. Raises as `claim`.
+
+    Without a manifest, there may be shards of the `node`.
+    """
+    return _read_manifest(path, None) if _has_store(path, of_node=node) else None
+
+
+def restore_command(cluster: ClusterFile, node: ClusterNode, path: Path, *, shards: Iterable[int] = ()) -> str:
+    """Return the command that restores a node's directory, or some shards of it, from the cluster's object store."""
+    words = ["headrace", "restore", cluster.object_store or "URL", "--cluster", str(cluster.path), "--node", node.name]
+    words += ["--data", str(path), *(word for shard in shards for word in ("--shard", str(shard)))]
+    return shlex.join(words)
 
 
 def is_in_use(path: Path) -> bool:
@@ -246,7 +263,8 @@ def _has_store(path: Path, *, of_node: ClusterNode | None = None) -> bool:
         if MANIFEST_NAME in names:
             return True
         moved = set() if of_node is None else {shard_folder(shard) for shard in of_node.shards}
-        foreign = sorted(name for name in names - _HARMLESS - moved if not _is_empty_shard(path / name))
+        left = (name for name in names - _HARMLESS - moved if not _HALF_SHARD_NAME.fullmatch(name))
+        foreign = sorted(name for name in left if not _is_empty_shard(path / name))
     except FileNotFoundError:
         return False
     except OSError as exc:
@@ -307,7 +325,7 @@ def _check_node(path: Path, manifest: Manifest, cluster: ClusterFile, node: Clus
         raise ConfigError(
             f"--data {path}: lacks shard {shard}, which {cluster.path} gives to node {node.name}: move "
             f"{shard_folder(shard)} here from the node that has it"
-            + (", or restore it with --restore" if cluster.object_store else "")
+            + (f", or run {restore_command(cluster, node, path, shards=[shard])}" if cluster.object_store else "")
         )
 
 

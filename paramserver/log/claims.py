@@ -334,11 +334,11 @@ def claims_of(store: ClaimStore, shard: int) -> dict[int, Claim]:
     return {term: claim for term, claim in found if claim is not None}
 
 
-def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> int:
+def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> Claim | None:
     """Let a shard that was restored into a directory take over from the present highest claim, at its first start.
 
-    Call it before the directory gets its name. Returns the highest term, 0 if there is no claim. If another copy takes
-    a term meanwhile, the start is refused.
+    Call it before the directory gets its name. Returns that claim; None if there is none. If another copy takes a term
+    meanwhile, the start is refused.
 
     Raises:
         UnavailableError: The store is away.
@@ -349,7 +349,7 @@ def note_restored(store: ClaimStore, directory: Path, *, server_id: str, shard: 
     highest = _highest(store, shard)
     known = () if highest is None else ((highest.term, highest.nonce),)
     HeldClaims(server_id=server_id, shard=shard, known=known).write(directory)
-    return 0 if highest is None else highest.term
+    return highest
 
 
 def _highest(store: ClaimStore, shard: int) -> Claim | None:

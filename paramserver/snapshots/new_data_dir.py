@@ -63,14 +63,16 @@ class NewDataDir:
     Thread: any without an event loop, one at a time; it blocks.
     """
 
-    def __init__(self, target: Path, *, num_shards: int, work: str) -> None:
+    def __init__(self, target: Path, *, shards: Iterable[int], work: str) -> None:
         """Start making a missing or empty directory; `work` is a word for what makes it, and the log's first client.
+
+        `shards` are those that come to lie there.
 
         Raises:
             ConfigError: The target is not empty, or another process is making it.
             StorageError: The disk failed.
         """
-        self._target, self._num_shards, self._work = target.absolute(), num_shards, work
+        self._target, self._shards, self._work = target.absolute(), tuple(shards), work
         self._aside = self._target.parent / f".{self._target.name}.{work}"
         self._ready = self._aside / "ready"
         self._lock: FileLock | None = None
@@ -83,7 +85,7 @@ class NewDataDir:
                 self._lock = FileLock.acquire(self._aside, busy=busy, is_directory=True)
                 for path in self._aside.iterdir():  # the remains of a killed process
                     shutil.rmtree(path)
-                for shard in range(num_shards):
+                for shard in self._shards:
                     self.shard_path(shard).mkdir(parents=True)
         except BaseException:
             self.close()  # `__exit__` will not be called
@@ -108,20 +110,22 @@ class NewDataDir:
         session = {"run": run, "client": self._work, "rank": 0, "world_size": 0}
         header = {"kind": KIND_HELLO, **session, "tables": tables}
         with self.mapped_errors():
-            for shard in range(self._num_shards):
+            for shard in self._shards:
                 asyncio.run(_begin_log(self.shard_path(shard) / "log", header))
                 fsync_path(self.shard_path(shard))
             skeleton = self._aside / "skeleton"
-            with DataDir.claim(skeleton, num_shards=self._num_shards) as directory:
+            with DataDir.claim(skeleton, num_shards=len(self._shards)) as directory:
                 directory.prepare()
             (skeleton / MANIFEST_NAME).rename(self._ready / MANIFEST_NAME)
             fsync_path(self._ready)
             check_target(self._target)
             move_into_place(self._ready, self._target)
 
-    def publish_copy(self, server_id: str) -> None:
-        """Give a copy of a server, whose shards are complete with logs, the target's name, durably; see `publish`."""
-        manifest = Manifest(server_id=server_id, num_shards=self._num_shards)
+    def publish_copy(self, manifest: Manifest) -> None:
+        """Give a copy of a server's or a node's shards, complete with logs, the target's name, durably; see `publish`.
+
+        REQUIRES: the shards are those of the manifest.
+        """
         with self.mapped_errors():
             write_file(self._ready / MANIFEST_NAME, manifest.encode())
             fsync_path(self._ready)
@@ -132,7 +136,7 @@ class NewDataDir:
         """Give the directory of the only shard, which is complete with its log, the target's name; see `publish`."""
         with self.mapped_errors():
             check_target(self._target)
-            move_into_place(self.shard_path(0), self._target)
+            move_into_place(self.shard_path(self._shards[0]), self._target)
 
     @contextlib.contextmanager
     def mapped_errors(self) -> Iterator[None]:
@@ -226,7 +230,7 @@ class StoreBuilder:
         self._max_epoch, self._last_row = 1, -1
         self._table: Table | None = None
         self._finished_tables: set[str] = set()
-        self._directory = NewDataDir(target, num_shards=num_shards, work=work)
+        self._directory = NewDataDir(target, shards=range(num_shards), work=work)
         file_bytes = file_bytes or min(max(_ALL_FILES_BYTES // num_shards, _MIN_FILE_BYTES), _MAX_FILE_BYTES)
         with self._directory.mapped_errors():
             paths = map(self._directory.shard_path, range(num_shards))

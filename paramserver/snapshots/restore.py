@@ -129,7 +129,7 @@ def restore_stored_snapshot(
 
 def _restore_files(target: Path, manifest: SnapshotManifest, place_files: Callable[[NewDataDir], None]) -> None:
     run = f"{_WORK}-{manifest.name}"
-    with NewDataDir(target, num_shards=len(manifest.parts), work=_WORK) as directory:
+    with NewDataDir(target, shards=range(len(manifest.parts)), work=_WORK) as directory:
         with directory.mapped_errors():
             for part in manifest.parts:
                 _store_path(directory, part.shard).mkdir()

@@ -11,7 +11,9 @@ import typer
 
 from headrace.paramserver.archive.points import RestorePoint
 from headrace.paramserver.archive.recovery import RestoredShard, restore_server
+from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of
 from headrace.paramserver.system.object_store import ObjectStore
+from headrace.schemas.errors import ConfigError
 from headrace.scripts.commands.terminal import option, show_bytes
 
 __all__ = ["restore", "restore_with_progress"]
@@ -22,29 +24,59 @@ def restore(
         str, typer.Argument(metavar="URL", help="The server's --object-store: s3://, gs://, az:// or file:///.")
     ],
     *,
-    data: Annotated[Path, option("Directory of the server.", "DIR", "--data")],
+    data: Annotated[
+        Path | None, option("Directory of the server; that of a node is in the cluster file.", "DIR", "--data")
+    ] = None,
+    cluster: Annotated[Path | None, option("YAML file of a server on several hosts.", "FILE")] = None,
+    node: Annotated[str | None, option("Restore the shards of this node of the cluster.", "NAME")] = None,
     at: Annotated[
         str | None, option("Go back to `step=N`, `time=2026-01-31T12:00:00` (UTC) or `seq=N`.", "POINT")
     ] = None,
     shard: Annotated[
-        list[int] | None, option("Only this shard, into the directory of the others; may be repeated.", "N", "--shard")
+        list[int] | None, option("Only this shard, beside others that are there; may be repeated.", "N", "--shard")
     ] = None,
 ) -> None:
     """Make a server again from its object store: the newest snapshot and the archived log behind it, all checked.
+
+    With --cluster and --node it makes the directory of one node of a server on several hosts.
 
     Without --at everything that was archived is there, and each trainer that lives sends what is missing. With --at all
     shards are cut where they have the last step at or before the point; what was archived after it is given up.
     """
     point = None if at is None else RestorePoint.parse(at)
-    for restored in restore_with_progress(ObjectStore.of_url(url), data, at=point, shards=shard):
+    of_cluster, of_node = cluster_of(cluster, node, environ={}, env_prefix="")
+    target = data or (None if of_node is None else of_node.data)
+    if target is None:
+        raise ConfigError("--data DIR is missing: the directory to make")
+    done = restore_with_progress(
+        ObjectStore.of_url(url), target, at=point, shards=shard, cluster=of_cluster, node=of_node
+    )
+    for restored in done:
         print(_describe(restored))
-    print(f"Next: headrace serve --data {shlex.quote(str(data))} --object-store {shlex.quote(url)}")
+    if any(restored.claim for restored in done):
+        print("A copy that still runs stops soon after this one starts; what it acks from now on is not in this one.")
+    print(f"Next: {shlex.join(_serve_command(url, data, of_cluster, of_node))}")
+
+
+def _serve_command(url: str, data: Path | None, cluster: ClusterFile | None, node: ClusterNode | None) -> list[str]:
+    words = ["headrace", "serve"]
+    if cluster is not None and node is not None:
+        words += ["--cluster", str(cluster.path), "--node", node.name]
+    if data is not None:
+        words += ["--data", str(data)]
+    return words if cluster is not None and cluster.object_store else [*words, "--object-store", url]
 
 
 def restore_with_progress(
-    store: ObjectStore, data: Path, *, at: RestorePoint | None = None, shards: list[int] | None = None
+    store: ObjectStore,
+    data: Path,
+    *,
+    at: RestorePoint | None = None,
+    shards: list[int] | None = None,
+    cluster: ClusterFile | None = None,
+    node: ClusterNode | None = None,
 ) -> list[RestoredShard]:
-    """Restore a server, with a bar on a terminal; see `restore_server`."""
+    """Restore a server or a node of it, with a bar on a terminal; see `restore_server`."""
     with contextlib.ExitStack() as stack:
         advance = None
 
@@ -56,13 +88,25 @@ def restore_with_progress(
             if advance is not None:
                 advance(num_bytes)
 
-        return restore_server(store, data, at=at, shards=shards, on_size=begin, on_progress=count)
+        return restore_server(
+            store, data, at=at, shards=shards, cluster=cluster, node=node, on_size=begin, on_progress=count
+        )
 
 
 def _describe(restored: RestoredShard) -> str:
+    if not restored.seq:
+        return f"Shard {restored.shard}: empty; nothing of it was archived.{_takes_over(restored)}"
     source = "the whole log" if restored.snapshot is None else f"snapshot {restored.snapshot}"
     end = f"up to record {restored.seq}"
     if (point := restored.point) is not None:
         end += f", where step {point.step} of epoch {point.epoch} has ended"
         end += "" if point.is_exact else ", with some newer rows"
-    return f"Shard {restored.shard}: {source} and log {end}."
+    return f"Shard {restored.shard}: {source} and log {end}.{_takes_over(restored)}"
+
+
+def _takes_over(restored: RestoredShard) -> str:
+    if restored.claim is None:
+        return ""
+    at = restored.archived_at
+    last = "" if at is None else f", which last archived at {at:%Y-%m-%d %H:%M:%S} UTC"
+    return f" Takes over from {restored.claim.owner}, term {restored.claim.term}{last}."

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from headrace.paramserver.archive.recovery import has_server
 from headrace.paramserver.config.cluster_file import ClusterFile, ClusterNode, cluster_of, settings_of_node
-from headrace.paramserver.config.data_dir import DataDir, check_data_dir
+from headrace.paramserver.config.data_dir import DataDir, check_data_dir, restore_command
 from headrace.paramserver.config.server_settings import ENV_PREFIX, ServerConfig, ShardSettings
 from headrace.paramserver.observe.monitor import ServerMonitor
 from headrace.paramserver.rpc.address import bind_listener, bind_listeners
@@ -55,7 +55,7 @@ def serve(
     ready_file: ReadyFileFlag = None,
     watch_stdin: WatchStdinFlag = False,
     restore: Annotated[
-        bool, option("If the directory is empty, first restore the server from --object-store.", None, "--restore")
+        bool, option("If the directory is empty, first restore it from the object store.", None, "--restore")
     ] = False,
     **flags: Any,
 ) -> int:
@@ -79,37 +79,40 @@ def serve(
     configure_logging(level=settings.log_level, log_format=settings.log_format)
     limit_repeats()
     try:
-        if of_node is None:
-            _restore_first(settings, is_wanted=restore)
-        elif restore:
-            raise ConfigError("--restore: not with --cluster: run headrace restore for the shards of the node")
+        _restore_first(settings, of_cluster, of_node, is_wanted=restore)
         return _run(settings, ready_file, watch_stdin, of_cluster, of_node)
     except StorageError as exc:
         print(f"headrace: error: {exc}", file=sys.stderr)
         return EXIT_STORAGE
 
 
-def _restore_first(config: ServerConfig, *, is_wanted: bool) -> None:
-    """Restore a server into an empty directory, or refuse to make a new one where its object store has one."""
+def _restore_first(
+    config: ServerConfig, cluster: ClusterFile | None, node: ClusterNode | None, *, is_wanted: bool
+) -> None:
+    """Restore a server or node into an empty directory, or refuse to make a new one where its object store has one."""
     if config.object_store is None:
         if is_wanted:
             raise ConfigError("--restore: from where? Give --object-store")
         return
-    if check_data_dir(config.data, num_shards=config.shards) is not None:
+    if check_data_dir(config.data, num_shards=config.shards, cluster=cluster, node=node) is not None:
         return
     store = ObjectStore.of_url(config.object_store, rate=RateLimit(config.object_store_rate))
-    if not has_server(store):
+    has, new = ("server", "one") if node is None else (f"shard of node {node.name}", "it")
+    if not has_server(store, cluster=cluster, node=node):
         if is_wanted:
-            raise ConfigError(f"--restore: {config.object_store} has no server; start without --restore to make one")
+            raise ConfigError(f"--restore: {config.object_store} has no {has}; start without --restore to make {new}")
         return
     if not is_wanted:
-        data, url = shlex.quote(str(config.data)), shlex.quote(config.object_store)
+        command = shlex.join(["headrace", "restore", config.object_store, "--data", str(config.data)])
+        if cluster is not None and node is not None:
+            command = restore_command(cluster, node, config.data)
         raise ConfigError(
-            f"--data {config.data} is empty, and {config.object_store} has a server: start with --restore, or run "
-            f"headrace restore {url} --data {data}; for a new server use another prefix"
+            f"--data {config.data} is empty, and {config.object_store} has a {has}: start with --restore, or run "
+            f"{command}; for a new server use another prefix"
         )
-    for restored in restore_with_progress(store, config.data):
-        fact(_log, logging.INFO, "shard restored", shard=restored.shard, seq=restored.seq)
+    for restored in restore_with_progress(store, config.data, cluster=cluster, node=node):
+        after = None if restored.claim is None else str(restored.claim)
+        fact(_log, logging.INFO, "shard restored", shard=restored.shard, seq=restored.seq, takes_over_from=after)
 
 
 def _run(

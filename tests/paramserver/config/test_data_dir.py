@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from headrace.paramserver.config.cluster_file import ClusterFile
-from headrace.paramserver.config.data_dir import LOCK_NAME, MANIFEST_NAME, DataDir, Manifest, is_in_use
+from headrace.paramserver.config.data_dir import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    DataDir,
+    Manifest,
+    check_data_dir,
+    is_in_use,
+)
 from headrace.schemas.errors import ConfigError, CorruptionError, HeadraceError, StorageError
 
 
@@ -282,7 +289,7 @@ def test_a_shards_directory_moves_to_another_node(tmp_path: Path) -> None:
         cluster.start("a", [0], [1, 2])
     with pytest.raises(ConfigError, match=r"/b: lacks shard 2, which .* gives to node b: move shard-0002 here [^-]*$"):
         cluster.start("b", [0], [1, 2])
-    with pytest.raises(ConfigError, match=r"lacks shard 2, .*, or restore it with --restore$"):
+    with pytest.raises(ConfigError, match=r"lacks shard 2, .*, or run headrace restore s3://bucket .* --shard 2$"):
         cluster.start("b", [0], [1, 2], object_store="s3://bucket")
     cluster.move(2, "a", "b")
     assert cluster.start("a", [0], [1, 2]).shards == (0,)
@@ -298,6 +305,12 @@ def test_shards_move_to_a_new_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/b: lacks shard 2"):
         cluster.start("b", [0], [1, 2, 3])
     cluster.move(2, "a", "b")
+    (tmp_path / "b" / ".shard-0001.recover").mkdir()  # of a restore that was killed
+    file = tmp_path / "cluster.yaml"
+    file.write_text(file.read_text().replace("[1, 2, 3]", "[1, 2]").replace("[0]", "[0, 3]"))
+    moved = ClusterFile.load(file)
+    found = check_data_dir(tmp_path / "b", num_shards=None, cluster=moved, node=moved.node("b"))
+    assert found is not None and found.shards == (1, 2)
     assert cluster.start("b", [0, 3], [1, 2]).shards == (1, 2)
 
 

@@ -139,7 +139,8 @@ def test_a_restored_shard_takes_over(folder: Path, tmp_path: Path) -> None:
     _claim(store, folder)
     restored = tmp_path / "restored"
     restored.mkdir()
-    assert note_restored(store, restored, server_id="s", shard=_SHARD) == 1
+    highest = note_restored(store, restored, server_id="s", shard=_SHARD)
+    assert highest is not None and highest.term == 1
     assert _claim(store, restored) == 2
     with pytest.raises(LogFencedError):
         _check(store, _SHARD, 1)

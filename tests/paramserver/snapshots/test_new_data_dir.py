@@ -32,10 +32,10 @@ from headrace.scripts.table_io.sending import ask_server
 
 def test_only_one_process_makes_a_directory(tmp_path: Path) -> None:
     """A second process is refused and leaves the first one's work."""
-    with NewDataDir(tmp_path / "data", num_shards=1, work="restore") as first:
+    with NewDataDir(tmp_path / "data", shards=range(1), work="restore") as first:
         (first.shard_path(0) / "a").touch()
         with pytest.raises(ConfigError, match="another restore is making it just now"):
-            NewDataDir(tmp_path / "data", num_shards=1, work="restore")
+            NewDataDir(tmp_path / "data", shards=range(1), work="restore")
         assert (first.shard_path(0) / "a").exists()
     assert list(tmp_path.iterdir()) == []
 
@@ -81,7 +81,7 @@ def test_a_lock_on_a_removed_directory_does_not_count(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with pytest.raises(ConfigError, match="another restore is making it just now"):
-        NewDataDir(tmp_path / "data", num_shards=1, work="restore")
+        NewDataDir(tmp_path / "data", shards=range(1), work="restore")
     assert (aside / "ready").is_dir()
 
 
@@ -96,12 +96,12 @@ def test_a_failed_start_leaves_no_lock_and_no_files(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "mkdir", fail_at_the_second)
     with pytest.raises(StorageError, match="the disk is full") as caught:
-        NewDataDir(tmp_path / "data", num_shards=2, work="restore")
+        NewDataDir(tmp_path / "data", shards=range(2), work="restore")
     del caught
     assert list(tmp_path.iterdir()) == []
     assert not files_open_in(tmp_path)
     monkeypatch.undo()
-    with NewDataDir(tmp_path / "data", num_shards=2, work="restore"):
+    with NewDataDir(tmp_path / "data", shards=range(2), work="restore"):
         pass
 
 
