@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.paramserver.reading.reader import Rows
+from headrace.schemas.routing import shards_of_rows, table_seed
 
-__all__ = ["AckedDelta", "Findings", "Ledger"]
+__all__ = ["UNKNOWN_SEQ", "AckedDelta", "Findings", "Ledger"]
 
 _MISSING, _PRESENT, _DELETED = 0, 1, 2
 _MAX_LINES = 10
+# More than trainers send in a minute, in which the archive must have caught up.
+_MAX_JOURNAL = 40_000
+UNKNOWN_SEQ = 2**62
+"""Of a batch whose ack came with a hello, which tells no seq."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,14 @@ class Findings:
         return bool(self.counts)
 
 
+class _Entry(NamedTuple):
+    """An acked batch: of a shard, with an upper bound of its seq in the shard's log."""
+
+    shard: int
+    seq: int
+    deltas: Sequence[AckedDelta]
+
+
 class _Table:
     """The newest acked version of each row of a table."""
 
@@ -79,6 +92,21 @@ class _Table:
         first.columns = {name: column[:size] for name, column in self.columns.items()}
         return first
 
+    def copy(self) -> _Table:
+        """Return what does not change with this one."""
+        other = _Table(self.row_ids)
+        other.epochs, other.steps = self.epochs.copy(), self.steps.copy()
+        other.is_deleted, other.identities = self.is_deleted.copy(), self.identities.copy()
+        other.columns = {name: column.copy() for name, column in self.columns.items()}
+        return other
+
+    def set_back(self, older: _Table, rows: npt.NDArray[np.bool_]) -> None:
+        """Take some rows from an older state."""
+        for name in ("epochs", "steps", "is_deleted", "identities"):
+            getattr(self, name)[rows] = getattr(older, name)[rows]
+        for name, column in self.columns.items():
+            column[rows] = older.columns[name][rows] if name in older.columns else 0
+
     def take(self, delta: AckedDelta, row_bytes: dict[str, tuple[int, int, int]]) -> None:
         for ids, is_deleted in ((delta.row_ids, False), (delta.deleted_row_ids, True)):
             at = np.searchsorted(self.row_ids, np.frombuffer(ids, np.int64))
@@ -97,9 +125,13 @@ class _Table:
 class Ledger:
     """What has been acked. Not thread-safe.
 
+    A shard that was restored has its log up to a seq, and what was acked behind it again only after the next flush.
+    `set_back` makes this the ledger's state. For that the ledger lets its last batches wait in a journal.
+
     Attributes:
         num_batches: Acked batches.
         num_rows: Their rows, each as often as it was acked.
+        num_lost: Batches that were acked and went with a disk.
     """
 
     def __init__(self, rows: dict[str, npt.NDArray[np.int64]], dims: dict[str, int]) -> None:
@@ -109,33 +141,74 @@ class Ledger:
             rows: All row ids that a table may have, ascending, by table.
             dims: Columns of each table.
         """
-        self.num_batches = self.num_rows = 0
+        self.num_batches = self.num_rows = self.num_lost = 0
         self._tables = {fqn: _Table(ids) for fqn, ids in rows.items()}
         self._dims = dims
+        self._journal: deque[_Entry] = deque()
+        self._base: dict[str, _Table] | None = None  # the state before the journal
+        self._base_seqs: Counter[int] = Counter()
 
     @property
     def row_ids(self) -> dict[str, npt.NDArray[np.int64]]:
         """All row ids by table."""
         return {fqn: table.row_ids for fqn, table in self._tables.items()}
 
-    def take(self, deltas: Sequence[AckedDelta]) -> None:
-        """Note an acked batch. Batches of one client come in the order of their acks."""
+    def keep_journal(self) -> None:
+        """From now on be ready for `set_back`."""
+        self._base = {fqn: table.copy() for fqn, table in self._tables.items()}
+
+    def take(self, deltas: Sequence[AckedDelta], *, shard: int = 0, seq: int = 0) -> None:
+        """Note an acked batch. Batches of one client come in the order of their acks.
+
+        Args:
+            deltas: The batch.
+            shard: Which has acked it.
+            seq: At most this is its place in the shard's log.
+        """
         self.num_batches += 1
+        self.num_rows += sum((len(delta.row_ids) + len(delta.deleted_row_ids)) // 8 for delta in deltas)
+        self._apply(self._tables, deltas)
+        if self._base is None:
+            return
+        self._journal.append(_Entry(shard, seq, deltas))
+        if len(self._journal) > _MAX_JOURNAL:
+            oldest = self._journal.popleft()
+            self._apply(self._base, oldest.deltas)
+            if oldest.seq != UNKNOWN_SEQ:
+                self._base_seqs[oldest.shard] = max(self._base_seqs[oldest.shard], oldest.seq)
+
+    def set_back(self, shard: int, seq: int, num_shards: int) -> int:
+        """Forget what a shard has acked behind a seq, because it went with a disk; return how many batches."""
+        assert self._base is not None, "keep_journal comes first"
+        assert self._base_seqs[shard] <= seq, f"the journal begins behind seq {seq} of shard {shard}"
+        for fqn, table in self._tables.items():
+            mine = shards_of_rows(table_seed(fqn), table.row_ids, num_shards) == shard
+            table.set_back(self._base[fqn], mine)
+        num_before = len(self._journal)
+        self._journal = deque(entry for entry in self._journal if entry.shard != shard or entry.seq <= seq)
+        for entry in self._journal:
+            if entry.shard == shard:
+                self._apply(self._tables, entry.deltas)
+        self.num_lost += num_before - len(self._journal)
+        return num_before - len(self._journal)
+
+    def _apply(self, tables: dict[str, _Table], deltas: Sequence[AckedDelta]) -> None:
         for delta in deltas:
-            size = len(delta.row_ids) // 8
-            self.num_rows += size + len(delta.deleted_row_ids) // 8
-            self._tables[delta.fqn].take(delta, self._places(delta, size))
+            tables[delta.fqn].take(delta, self._places(delta, len(delta.row_ids) // 8))
 
     def copy(self) -> Ledger:
         """Return what has been acked up to now, as something that does not change."""
         other = Ledger({}, self._dims)
-        for fqn, table in self._tables.items():
-            mine = _Table(table.row_ids)
-            mine.epochs, mine.steps = table.epochs.copy(), table.steps.copy()
-            mine.is_deleted, mine.identities = table.is_deleted.copy(), table.identities.copy()
-            mine.columns = {name: column.copy() for name, column in table.columns.items()}
-            other._tables[fqn] = mine
+        other._tables = {fqn: table.copy() for fqn, table in self._tables.items()}
         return other
+
+    def present_rows(self, fqn: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Return the ids of the rows that are acked and not deleted, and the bytes of their weights, `[n, bytes]`."""
+        table = self._tables[fqn]
+        is_present = (table.epochs > 0) & ~table.is_deleted
+        if "weights" not in table.columns:
+            return table.row_ids[:0], np.zeros((0, 0), np.uint8)
+        return table.row_ids[is_present], table.columns["weights"][is_present]
 
     def compare(self, fqn: str, stored: Rows, *, is_final: bool) -> Findings:
         """Compare what was acked of a table with what the store says of all its rows.

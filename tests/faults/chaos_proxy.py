@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _FIRST_OWN_SEQID = 0x7000_0000
 _METHOD = b"setEmbeddings"
@@ -46,20 +47,30 @@ class Trouble:
 CALM = Trouble()
 
 
+class Route(NamedTuple):
+    """From ports of one host to the same ports of another."""
+
+    listen_host: str
+    target_host: str
+    ports: Sequence[int]
+
+
 class FrameProxy:
-    """Listens on one host and passes on to another, the same ports. Runs in a thread of its own.
+    """Listens at one end of each route and passes on to the other. Runs in a thread of its own.
 
     Attributes:
         counts: How often each trouble was made.
     """
 
-    def __init__(self, *, listen_host: str, target_host: str, ports: Sequence[int], seed: int) -> None:
+    def __init__(self, routes: Sequence[Route], *, seed: int) -> None:
         self.counts: Counter[str] = Counter()
-        self._listen_host, self._target_host, self._ports = listen_host, target_host, ports
+        self._ends = [(route.listen_host, route.target_host, port) for route in routes for port in route.ports]
         self._random = random.Random(seed)
         self._trouble = CALM
         self._links: set[_Link] = set()
-        self._old: dict[int, deque[bytes]] = {port: deque(maxlen=_NUM_OLD) for port in ports}
+        self._old: dict[tuple[str, int], deque[bytes]] = {
+            (host, port): deque(maxlen=_NUM_OLD) for _, host, port in self._ends
+        }
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started = threading.Event()
@@ -84,6 +95,11 @@ class FrameProxy:
         """Reset every connection now."""
         self._loop.call_soon_threadsafe(lambda: [link.reset() for link in list(self._links)])
 
+    def forget_old(self) -> None:
+        """Bring back no frame from before now: to a shard that has lost acked batches they would be new ones."""
+        for old in self._old.values():
+            old.clear()
+
     def is_due(self, what: str) -> bool:
         """Roll the dice for one kind of trouble, and count it."""
         is_due = self._random.random() < getattr(self._trouble, what)
@@ -91,7 +107,10 @@ class FrameProxy:
         return is_due
 
     async def _run(self) -> None:
-        servers = [await asyncio.start_server(self._handler_of(port), self._listen_host, port) for port in self._ports]
+        servers = [
+            await asyncio.start_server(self._handler_of(target_host, port), listen_host, port)
+            for listen_host, target_host, port in self._ends
+        ]
         self._started.set()
         await self._stop.wait()
         for server in servers:
@@ -101,14 +120,14 @@ class FrameProxy:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _handler_of(self, port: int):  # type: ignore[no-untyped-def]
+    def _handler_of(self, target_host: str, port: int):  # type: ignore[no-untyped-def]
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                upstream = await asyncio.open_connection(self._target_host, port)
+                upstream = await asyncio.open_connection(target_host, port)
             except OSError:
                 writer.transport.abort()
                 return
-            link = _Link(self, (reader, writer), upstream, self._old[port], self._random)
+            link = _Link(self, (reader, writer), upstream, self._old[target_host, port], self._random)
             self._links.add(link)
             try:
                 await link.run()

@@ -15,20 +15,23 @@ import threading
 import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from chaos_model import MODELS, Ranker, compute
+from chaos_model import Ranker, compute
 from chaos_server import WAIT_S
 
 from headrace.paramserver.reading.dense_parts import DensePart
 from headrace.paramserver.replica import EmbeddingReplica, serve_model
 from headrace.schemas.errors import UnavailableError
+from headrace.schemas.table_names import model_of
 from headrace.schemas.version import Version
 
-__all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies"]
+__all__ = ["BREAKAGES", "Outputs", "Seen", "ServedCopies", "Settled"]
 
 _NUM_KEPT = 20_000
 _LOOK_PAUSE_S = 0.005
@@ -41,6 +44,22 @@ class Seen(NamedTuple):
     model: str
     version: Version
     outputs: bytes
+
+
+class Settled(NamedTuple):
+    """What the serving process says once its copies have come to a version, or why they have not.
+
+    Attributes:
+        kind: "", or "lost" for a copy that does not come to its version, or "failed".
+        why: Of these, in words.
+        seen: What was computed since the last time.
+        rows: Bytes of the rows that were asked for, one after the other, by fqn.
+    """
+
+    kind: str = ""
+    why: str = ""
+    seen: Sequence[Seen] = ()
+    rows: Mapping[str, bytes] = {}
 
 
 class Outputs:
@@ -56,7 +75,7 @@ class Outputs:
         self.num_compared = 0
         self.found: Counter[str] = Counter()
         self._trained: OrderedDict[tuple[str, Version], bytes] = OrderedDict()
-        self._newest: dict[str, Version] = {}
+        self._newest: dict[tuple[str, str], Version] = {}
 
     def note(self, trained: Seen) -> None:
         """Keep what the trainer computed."""
@@ -64,46 +83,46 @@ class Outputs:
         if len(self._trained) > _NUM_KEPT:
             self._trained.popitem(last=False)
 
-    def compare(self, served: Iterable[Seen]) -> list[str]:
-        """Compare what served copies computed, in this order; return a line for each that is not sound."""
+    def compare(self, served: Iterable[Seen], *, of: str = "", may_go_back: bool = False) -> list[str]:
+        """Compare what the served copies of a process computed, in this order; return a line for each unsound one.
+
+        They `may_go_back`, to a step that was trained, where the server lacks what it had.
+        """
         lines = []
         for model, version, outputs in served:
             self.num_compared += 1
-            newest = self._newest.get(model, _BEFORE_ANY)
-            self._newest[model] = max(version, newest)
+            newest = self._newest.get((of, model), _BEFORE_ANY)
+            self._newest[of, model] = max(version, newest)
             expected = self._trained.get((model, version))
             kind = "unknown" if expected is None else "wrong" if outputs != expected else "stale"
-            if kind != "stale" or version < newest:
+            if kind != "stale" or (version < newest and not may_go_back):
                 self.found[kind] += 1
-                lines.append(f"{kind} outputs of the served copy of {model!r} at {version}, after {newest}")
+                lines.append(f"{kind} outputs of the {of} served copy of {model!r} at {version}, after {newest}")
         return lines
 
 
 class ServedCopies:
     """The serving process, as the harness sees it; a killed one is replaced by a new object."""
 
-    def __init__(self, address: str, breakage: str) -> None:
+    def __init__(self, address: str, models: Sequence[str], breakage: str) -> None:
         """Start the process; its copies are there at the first `settle`."""
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(address, breakage, theirs), daemon=True)
+        self._process = context.Process(target=_run, args=(address, models, breakage, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
-    def settle(self, versions: dict[str, Version]) -> tuple[str, str, list[Seen]]:
-        """Return what was computed since the last time, at the end at these versions; before it what went wrong.
-
-        That is "" or "lost", for a copy that does not come to its version, or "failed"; and why.
-        """
+    def settle(self, versions: Mapping[str, Version], row_ids: Mapping[str, npt.NDArray[np.int64]]) -> Settled:
+        """Return what was computed since the last time, at the end at these versions, and rows of these tables."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, and perhaps said why
-            self._pipe.send(versions)
+            self._pipe.send((versions, row_ids))
         if not self._pipe.poll(5 * WAIT_S):
-            return "failed", "the serving process does not answer", []
+            return Settled("failed", "the serving process does not answer")
         try:
-            kind, why, seen = self._pipe.recv()
+            settled: Settled = self._pipe.recv()
         except EOFError:
-            return "failed", f"the serving process has ended with exit code {self._process.exitcode}", []
-        return kind, why, seen
+            return Settled("failed", f"the serving process has ended with exit code {self._process.exitcode}")
+        return settled
 
     def pause(self, seconds: float) -> None:
         """Stop the process for a while."""
@@ -119,23 +138,25 @@ class ServedCopies:
         self._pipe.close()
 
 
-def _run(address: str, breakage: str, requests: Connection) -> None:
-    """Serve until killed; the process's main function. Takes versions by model, and answers as `settle` returns."""
+def _run(address: str, models: Sequence[str], breakage: str, requests: Connection) -> None:
+    """Serve until killed; the process's main function. Takes what `settle` sends, and answers as it returns."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # of lost connections there will be many
     BREAKAGES[breakage]()
     try:
-        copies = [_ServedCopy(address, model) for model in MODELS]
+        copies = [_ServedCopy(address, model) for model in models]
         while True:
-            versions = requests.recv()
+            versions, row_ids = requests.recv()
             try:
-                requests.send(("", "", [seen for served in copies for seen in served.settle(versions[served.model])]))
+                seen = [seen for served in copies for seen in served.settle(versions[served.model])]
+                rows = {fqn: rows for served in copies for fqn, rows in served.rows(row_ids).items()}
+                requests.send(Settled(seen=seen, rows=rows))
             except UnavailableError as exc:
-                requests.send(("lost", str(exc), []))
+                requests.send(Settled("lost", str(exc)))
     except EOFError:
         return  # the harness has ended
     except Exception:
-        requests.send(("failed", traceback.format_exc(), []))
+        requests.send(Settled("failed", traceback.format_exc()))
 
 
 class _ServedCopy:
@@ -163,6 +184,11 @@ class _ServedCopy:
                 raise UnavailableError(f"model {self.model!r} is at {self._seen[-1].version}, not at {version}")
             seen, self._seen = self._seen, []
         return seen
+
+    def rows(self, row_ids: Mapping[str, npt.NDArray[np.int64]]) -> dict[str, bytes]:
+        """Return the bytes of rows of its model's tables."""
+        wanted = {fqn: ids for fqn, ids in row_ids.items() if model_of(fqn) == self.model}
+        return {fqn: rows.numpy().tobytes() for fqn, rows in self._replica.lookup_many(wanted).items()}
 
     def _look(self) -> None:
         """Compute once, and note it unless it is what was noted last."""

@@ -1,4 +1,7 @@
-"""A real server for the chaos harness: `headrace serve` with shard processes of `chaos_shard.py`."""
+"""Real servers for the chaos harness: `headrace serve` with shard processes of `chaos_shard.py`.
+
+One is a whole server on one machine, or one node of a server on several hosts.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,47 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
-from held_ports import hold_ports
 
+from headrace.paramserver.config.cluster_file import cluster_of, settings_of_node
 from headrace.paramserver.config.data_dir import DataDir, is_in_use
 from headrace.paramserver.config.server_settings import ServerConfig
 from headrace.paramserver.rpc.address import bind_listeners
 from headrace.paramserver.shard.supervisor import Supervisor
 from headrace.paramserver.system.durable import ReadyFile
 from headrace.paramserver.system.log_lines import configure_logging
+from headrace.schemas.snapshot_manifest import shard_folder
 
-HOST = "127.0.0.1"
-PROXY_HOST = "127.0.0.2"
-"""What the server tells clients: the proxy listens there, on the same ports."""
 WAIT_S = 60.0
 _MIB = 1 << 20
+# So short that segments are closed and removed within a few cycles.
+_ARCHIVE_SEGMENT_S, _ARCHIVE_RETENTION_S = 1.0, 30.0
 _POLL_S = 0.01
+_HAS_FAILED = "storage has failed"  # what the supervisor says of a shard that it leaves down
+
+
+class Place(NamedTuple):
+    """Where a server listens, and the host that it tells clients: the proxy's, on the same ports."""
+
+    host: str
+    proxy_host: str
+    port: int
 
 
 def main(arguments: dict[str, Any]) -> int:
     """Run the supervisor, as `headrace serve` does."""
+    place = Place(*arguments["place"])
+    file = arguments["cluster"] and Path(arguments["cluster"])
+    cluster, node = cluster_of(file, arguments["node"], environ={}, env_prefix="")
+    own = {"shards": len(arguments["shards"]), "port": place.port, "advertise_host": place.proxy_host}
     config = ServerConfig(
+        **(own | settings_of_node(cluster, node)[1]),
         data=Path(arguments["data"]),
-        shards=arguments["shards"],
-        host=HOST,
-        port=arguments["port"],
-        advertise_host=PROXY_HOST,
+        host=place.host,
         # The harness kills more often than any machine would.
         max_quick_deaths=1000,
         quick_death_s=0.0,
@@ -48,51 +63,84 @@ def main(arguments: dict[str, Any]) -> int:
         log_retention_bytes=4 * _MIB,
         memtable_bytes=12 * _MIB,
         block_cache_bytes=32 * _MIB,
+        archive_segment_s=_ARCHIVE_SEGMENT_S,
+        archive_retention_s=_ARCHIVE_RETENTION_S,
     )
     configure_logging(level="info", log_format="json")
     command = (sys.executable, str(Path(__file__).with_name("chaos_shard.py")), *arguments["shard_arguments"])
     with (
-        DataDir.claim(config.data, num_shards=config.shards) as data_dir,
-        bind_listeners(HOST, config.port, data_dir.manifest.num_shards) as sockets,
+        DataDir.claim(config.data, num_shards=config.shards, cluster=cluster, node=node) as data_dir,
+        bind_listeners(config.host, config.port, arguments["shards"]) as sockets,
     ):
         data_dir.prepare()
         ready_file = ReadyFile(Path(arguments["ready_file"]))
-        supervisor = Supervisor(config, data_dir, sockets, ready_file=ready_file, watch_stdin=True, command=command)
+        supervisor = Supervisor(
+            config,
+            data_dir,
+            sockets,
+            ready_file=ready_file,
+            watch_stdin=True,
+            command=command,
+            cluster=cluster,
+            node=node,
+        )
         return asyncio.run(supervisor.run())
 
 
 class ChaosServer:
-    """A server that is killed and started again on the same directory and ports. Every method blocks.
+    """A server that is killed and started again on the same directory. Every method blocks.
 
     Attributes:
         data: Its directory.
         control: Where its shards take commands.
-        port: Of shard 0.
-        num_shards: How many.
+        shards: The shards that it runs.
+        place: Where it listens; a node that does not run may get another one.
         log_path: What all of its processes have said.
     """
 
-    def __init__(self, directory: Path, *, num_shards: int, breakage: str = "none") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        shards: Sequence[int],
+        place: Place,
+        breakage: str = "none",
+        cluster: Path | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Prepare a whole server, or the `node` of a `cluster` file; `start` comes next."""
         self.data, self.control = directory / "data", directory / "control"
         self.log_path = directory / "server.log"
-        self.num_shards = num_shards
-        self.port = hold_ports(num_shards, (HOST, PROXY_HOST))
-        self._breakage = breakage
+        self.shards, self.place, self.node = tuple(shards), place, node
+        self._cluster, self._breakage = cluster, breakage
         self._ready_file = directory / "ready.json"
         self._process: subprocess.Popen[bytes] | None = None
-        self.control.mkdir()
+        self._said_before_bytes = 0
+        self.control.mkdir(parents=True)
+
+    @property
+    def address(self) -> str:
+        """Address of its first shard, by way of the proxy."""
+        return f"{self.place.proxy_host}:{self.place.port}"
+
+    def shard_path(self, shard: int) -> Path:
+        """Return the directory of a shard."""
+        return self.data / shard_folder(shard)
 
     def launch(self) -> None:
-        """Start it; `wait_ready` or `wait_end` comes next."""
+        """Start it; `wait_ready`, `wait_end` or `end_failed` comes next."""
         self._ready_file.unlink(missing_ok=True)
         arguments = {
             "data": str(self.data),
-            "shards": self.num_shards,
-            "port": self.port,
+            "shards": self.shards,
+            "place": self.place,
+            "cluster": self._cluster and str(self._cluster),
+            "node": self.node,
             "ready_file": str(self._ready_file),
             "shard_arguments": [str(self.control), self._breakage],
         }
         with self.log_path.open("ab") as log:
+            self._said_before_bytes = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(arguments)],
                 stdin=subprocess.PIPE,
@@ -112,7 +160,7 @@ class ChaosServer:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 pids = [shard["pid"] for shard in json.loads(self._ready_file.read_bytes())["shards"]]
-                if len(pids) == self.num_shards and other_than not in pids:
+                if len(pids) == len(self.shards) and other_than not in pids:
                     return
             self._check(self._process is not None and self._process.poll() is None, "the server has ended")
             self._check(time.monotonic() < deadline_s, f"the server is not ready after {WAIT_S:g} s")
@@ -128,9 +176,31 @@ class ChaosServer:
         self._forget()
         return exit_code
 
+    def end_failed(self) -> int:
+        """Return the exit code of a server that has left a shard down and is then stopped, or ends by itself."""
+        assert self._process is not None
+        deadline_s = time.monotonic() + WAIT_S
+        while self._process.poll() is None and _HAS_FAILED not in self.said():
+            self._check(time.monotonic() < deadline_s, f"no shard has failed after {WAIT_S:g} s")
+            time.sleep(_POLL_S)
+        self._process.terminate()
+        return self.wait_end()
+
     def shard_pid(self, shard: int) -> int:
         """Return the process id of a shard of a server that is ready."""
-        return int(json.loads(self._ready_file.read_bytes())["shards"][shard]["pid"])
+        shards = json.loads(self._ready_file.read_bytes())["shards"]
+        return next(int(found["pid"]) for found in shards if found["shard"] == shard)
+
+    @contextlib.contextmanager
+    def paused(self, shard: int | None = None) -> Iterator[None]:
+        """Stop a shard's process, or supervisor and all shards, as a machine that swaps does."""
+        assert self._process is not None
+        pids = [self._process.pid, *map(self.shard_pid, self.shards)] if shard is None else [self.shard_pid(shard)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
     def kill_shard(self, shard: int) -> None:
         """`kill -9` one shard and return when the supervisor has replaced it."""
@@ -164,9 +234,15 @@ class ChaosServer:
                 stream.flush()
                 return bool(json.loads(stream.readline()))
 
+    def said(self) -> str:
+        """Return what its processes have said since the last start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._said_before_bytes)
+            return log.read().decode("utf-8", "replace")
+
     def tail(self) -> str:
-        """Return the last lines that the server has said."""
-        return "\n".join(self.log_path.read_text("utf-8", "replace").splitlines()[-12:])
+        """Return the last lines of that."""
+        return "\n".join(self.said().splitlines()[-12:])
 
     def _forget(self) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -23,9 +23,12 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from headrace.paramserver.archive import archiver
 from headrace.paramserver.ingest import pipeline
 from headrace.paramserver.log import sessions
 from headrace.paramserver.log.files import FileUpdateLog
@@ -34,13 +37,18 @@ from headrace.paramserver.log.segments import FileOps
 from headrace.paramserver.rpc import connection as rpc_connection
 from headrace.paramserver.rpc import server
 from headrace.paramserver.rpc.frames import BufferPool, FrameReader
-from headrace.paramserver.shard import process, retention, service
+from headrace.paramserver.shard import membership, process, retention, service
+from headrace.paramserver.snapshots import bucket, uploader
 from headrace.paramserver.store import applier
 from headrace.paramserver.store.applier import ApplierConfig
 from headrace.schemas.messages import Segment
 
 _SYNCED = struct.Struct("<QQ")
 WAIT_HELD_S = 50.0
+OBJECT_AGES = {
+    name: timedelta(seconds=age_s) for name, age_s in (("_REUSE_AGE", 30), ("_NAMED_AGE", 55), ("_PRUNE_AGE", 60))
+}
+"""Of `bucket`: an object that no snapshot names is old after a minute, not after a day."""
 
 
 class Synced(NamedTuple):
@@ -215,11 +223,19 @@ def main(control: Path, breakage: str) -> int:
 
 
 def hurry() -> None:
-    """Let happen in a cycle's time what takes minutes in life: flushes of the store and retention of the log."""
+    """Let happen in a cycle's time what takes minutes in life: flushes, retention, looks at claims and snapshots."""
     service.ApplierConfig = functools.partial(ApplierConfig, flush_interval_s=2.0)  # type: ignore[misc,assignment]
+    _set(retention, _INTERVAL_S=1.0, _GRACE_S=0.0)
+    _set(membership, _LOOK_S=1.0, _TELL_S=0.5, _STORE_DEADLINE_S=2.0)
+    _set(archiver, _CHECK_S=2.0, _FIRST_PRUNE_S=2.0, _PRUNE_INTERVAL_S=2.0, _LONGEST_PAUSE_S=2.0)
+    _set(uploader, _LOOK_INTERVAL_S=2.0, _RETRY_INTERVAL_S=1.0)
+    _set(bucket, **OBJECT_AGES)
+
+
+def _set(module: ModuleType, **values: Any) -> None:
     # Never a name that is not there: without retention, nothing would be found that it does wrong.
-    assert {"_INTERVAL_S", "_GRACE_S"} <= vars(retention).keys()
-    retention._INTERVAL_S, retention._GRACE_S = 1.0, 0.0
+    assert values.keys() <= vars(module).keys()
+    vars(module).update(values)
 
 
 def poison_frames() -> None:

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from chaos_ledger import acked_deltas
+from chaos_ledger import UNKNOWN_SEQ, acked_deltas
 from chaos_model import DENSE_SPECS, GROWING, MAX_ROWS, MODELS, TORCH_TABLES, Ranker, outputs_of
 
 from headrace.kernels.dtypes import bits_of
 from headrace.paramserver.reading.reader import EmbeddingReader
-from headrace.paramserver.rpc.address import parse_address
+from headrace.paramserver.rpc.address import parse_addresses
 from headrace.paramserver.rpc.client import ParamServerClient
 from headrace.schemas.idl import idl
 from headrace.schemas.routing import shards_of_rows, table_seed
@@ -90,7 +90,7 @@ _DENSE_INTERVAL_S = 0.05
 class TrainerOrder:
     """What a trainer is told when it starts: where the server is, its seed, and a policy with its spool.
 
-    `num_grown` rows were added to the growing table of both models.
+    `num_grown` rows were added to the growing table of both models. It `resends` what a shard has lost, or ends.
     """
 
     address: str
@@ -98,13 +98,14 @@ class TrainerOrder:
     policy: str
     spool_dir: Path
     num_grown: int = 0
+    resends: bool = False
 
 
 def run_trainer(order: TrainerOrder, commands: Connection, reports: Connection) -> None:
     """Train until killed.
 
-    Takes `flush`, and then `go on`, from `commands`. Reports, pickled: `("ready", epoch)`, `("acked", deltas)`,
-    `("computed", model, version, outputs)`, `("flushed", is_equal, comparison, versions)`, `("failed", why)`.
+    Takes `flush`, and then `go on`, from `commands`. Reports, pickled: `("ready", epoch)`, `("acked", deltas, shard,
+    seq)`, `("computed", model, version, outputs)`, `("flushed", is_equal, comparison, versions)`, `("failed", why)`.
     """
     lock = threading.Lock()
 
@@ -127,7 +128,11 @@ def _report_acks(report: Callable[..., None]) -> None:
 
     def ack_and_report(self: Any) -> None:
         batch = self._unacked[0]
-        report("acked", acked_deltas(self._writer.epoch, batch.message.step, batch.message.deltas))
+        # Acks come out of order, and a later one's place is an upper bound.
+        seq = self.place[1] if self.place[0] >= batch.client_seq else UNKNOWN_SEQ
+        report(
+            "acked", acked_deltas(self._writer.epoch, batch.message.step, batch.message.deltas), self.shard.shard, seq
+        )
         ack_first(self)
 
     ShardChannel._ack_first = ack_and_report  # type: ignore[method-assign]
@@ -197,6 +202,7 @@ class _Trainer:
             retry_max_s=0.2,
             request_timeout_s=10.0,
             connect_timeout_s=_WAIT_S,
+            on_set_back="resend" if order.resends else "raise",
         )
         self._trainers = [_ModelTrainer(order, model, config, report) for model in MODELS]
         self._raw = RawWriter(order.address, config, order.seed)
@@ -213,7 +219,7 @@ class _Trainer:
             assert commands.recv() == "flush"
             for trainer in self._trainers:
                 trainer.streamer.flush(_WAIT_S)
-            self._raw.wait_durable(_WAIT_S)
+            self._raw.flush(_WAIT_S)
             tables = [table for trainer in self._trainers for table in trainer.streamer.tables]
             comparison = compare_with_store(tables, self._address)
             differences = asyncio.run(self._dense_differences())
@@ -230,10 +236,8 @@ class _Trainer:
 class _RawFlush:
     """Stands for a `Flush`: one ready-made message a shard."""
 
-    num_losses = 0
-
-    def __init__(self, messages: dict[int, Message]) -> None:
-        self.messages_by_shard = messages
+    def __init__(self, messages: dict[int, Message], num_losses: int) -> None:
+        self.messages_by_shard, self.num_losses = messages, num_losses
         self.num_left = len(messages)
 
     def messages(self, shard: int, max_bytes: int) -> Iterator[Message]:
@@ -249,7 +253,8 @@ class RawWriter:
         self._random = np.random.default_rng(seed)
         self._step = 0
         self._changed = threading.Condition()
-        self._outstanding = 0
+        self._outstanding = self._num_losses = 0
+        self._lost: set[int] = set()  # shards that were set back, whose rows the next batch has
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -273,21 +278,25 @@ class RawWriter:
             rows[fqn] = (some[:num_set], some[num_set:])
         self._submit(rows)
 
-    def wait_durable(self, timeout_s: float) -> None:
-        """Return when all is acked."""
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: not self._outstanding or self._error is not None, timeout_s)
-            if self._error is not None:
-                raise self._error
-            assert is_done, f"{self._outstanding} raw batches are not acked: {self._channels[0].describe()}"
+    def flush(self, timeout_s: float) -> None:
+        """Return when every shard has all, also one that was set back: it says so at the latest to a new batch."""
+        while True:
+            self._submit({fqn: (ids[:0], ids[:0]) for fqn, ids in RAW_ROWS.items()})
+            with self._changed:
+                is_done = self._changed.wait_for(lambda: not self._outstanding or self._error is not None, timeout_s)
+                if self._error is not None:
+                    raise self._error
+                late = [channel.describe() for channel in self._channels if channel.num_behind]
+                assert is_done, f"{self._outstanding} raw batches are not acked: {late}"
+                if not self._lost:
+                    return
 
     async def _open(self, address: str) -> None:
         config, rng = self._config, random.Random(0).random
         connect = partial(ParamServerClient.connect, timeout_s=config.connect_timeout_s)
         asks = Writer(run="raw", client="rank0", epoch=0, rank=0, world_size=1)
-        host, port = parse_address(address, default_port=0)
         rendezvous = Rendezvous(connect, timeout_s=config.connect_timeout_s, random=rng)
-        store = await rendezvous.find_store([(host, port)], asks)
+        store = await rendezvous.find_store(parse_addresses(address), asks)
         writer = asks.with_epoch(store.highest_epoch + 1)
         await rendezvous.open_session(store.shards, writer, RAW_SPECS)
         self._channels = [
@@ -298,7 +307,8 @@ class RawWriter:
                 connect=connect,
                 random=rng,
                 on_durable=self._on_durable,
-                on_loss=lambda shard: 0,
+                on_loss=self._on_loss,
+                resolver=rendezvous.resolver,
             )
             for shard in store.shards
         ]
@@ -312,6 +322,13 @@ class RawWriter:
             self._error = task.exception()
             self._changed.notify_all()
 
+    def _on_loss(self, shard: int | None) -> int:
+        assert shard is not None, "no server is replaced by another one"
+        with self._changed:
+            self._lost.add(shard)
+            self._num_losses += 1
+            return self._num_losses
+
     def _on_durable(self, flush: Any) -> None:
         with self._changed:
             flush.num_left -= 1
@@ -322,19 +339,19 @@ class RawWriter:
         self._step += 1
         time_us = time.time_ns() // 1000
         num_shards = len(self._channels)
+        with self._changed:
+            self._outstanding += 1
+            lost, self._lost, num_losses = self._lost, set(), self._num_losses
         messages = {shard: Message(self._step, time_us, True, True, [], 0) for shard in range(num_shards)}
         for spec in RAW_SPECS:
             values, deleted = rows[spec.fqn]
             for shard, message in messages.items():
-                mine, gone = (
-                    ids[shards_of_rows(table_seed(spec.fqn), ids, num_shards) == shard] for ids in (values, deleted)
-                )
+                ids = (RAW_ROWS[spec.fqn], deleted[:0]) if shard in lost else (values, deleted)
+                mine, gone = (each[shards_of_rows(table_seed(spec.fqn), each, num_shards) == shard] for each in ids)
                 message.deltas += self._deltas(spec, mine, gone)
         for message in messages.values():
             message.size_bytes = 1024 + sum(len(delta.row_ids) * 10 for delta in message.deltas)
-        flush: Any = _RawFlush(messages)
-        with self._changed:
-            self._outstanding += 1
+        flush: Any = _RawFlush(messages, num_losses)
         self._loop.call_soon_threadsafe(lambda: [channel.enqueue(flush) for channel in self._channels])
 
     def _deltas(self, spec: TableSpec, row_ids: Any, deleted: Any) -> list[Any]:

@@ -96,7 +96,7 @@ class Trainer:
                 return  # its last words may be cut
             if report[0] == "acked":
                 with self._lock:
-                    self._ledger.take(report[1])
+                    self._ledger.take(report[1], shard=report[2], seq=report[3])
             elif report[0] == "computed":
                 with self._lock:
                     self._outputs.note(Seen(*report[1:]))

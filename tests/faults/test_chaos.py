@@ -8,19 +8,23 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import chaos
+import chaos_cycles
 import chaos_shard
 import numpy as np
 import pytest
 import soak
 import typer
-from chaos import FAULTS, Chaos, ChaosError, deck
+from chaos import deck
+from chaos_cycles import FAULTS, Chaos, ChaosError
 from chaos_ledger import Ledger
 from chaos_model import MODELS
 
-from headrace.paramserver.shard import retention, service
+from headrace.paramserver.archive import archiver
+from headrace.paramserver.shard import membership, retention, service
+from headrace.paramserver.snapshots import bucket, uploader
 
 # One of each sort: the network, a process on either side, a disk that loses what it may. The long run has all.
-SHORT = ("bad_network", "kill_shard", "kill_trainer_and_served", "lost_unsynced")
+SHORT = ("bad_network", "kill_shard", "kill_trainer_and_served", "disk_error", "lost_unsynced")
 
 
 @pytest.mark.slow
@@ -107,16 +111,17 @@ def test_a_table_that_is_not_listed_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
     ledger = Ledger({"t": np.arange(3)}, {"t": 1})
     ledger._tables["t"].epochs[:2] = 1
-    monkeypatch.setattr(chaos, "EmbeddingReader", SimpleNamespace(connect=connect))
-    of = cast("Any", SimpleNamespace(_server=SimpleNamespace(port=1)))
+    monkeypatch.setattr(chaos_cycles, "EmbeddingReader", SimpleNamespace(connect=connect))
+    of = cast("Any", SimpleNamespace(address=""))
     findings = asyncio.run(Chaos._read_and_compare(of, ledger, is_final=False))
     assert findings.counts == {"lost": 2}
 
 
 def test_a_cycle_sees_flushes_and_retention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shards of the harness flush their stores and remove old log within seconds, and also just after a start."""
-    for module, name in ((service, "ApplierConfig"), (retention, "_INTERVAL_S"), (retention, "_GRACE_S")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # puts them back
+    for module in (service, retention, membership, archiver, uploader, bucket):
+        for name in [name for name in vars(module) if name.isupper() or name == "ApplierConfig"]:
+            monkeypatch.setattr(module, name, getattr(module, name))  # puts them back
     chaos_shard.hurry()
     assert service.ApplierConfig().flush_interval_s == 2.0
     assert (retention._INTERVAL_S, retention._GRACE_S) == (1.0, 0.0)

@@ -9,6 +9,7 @@ import pytest
 from chaos_ledger import AckedDelta, Ledger
 
 from headrace.paramserver.reading.reader import Rows
+from headrace.schemas.routing import shards_of_rows, table_seed
 
 ROW_IDS = np.array([3, 8], np.int64)
 
@@ -34,6 +35,20 @@ def _ledger() -> Ledger:
     return ledger
 
 
+def _delta(step: int, row_id: int) -> AckedDelta:
+    """Return one in which a row has its step as value."""
+    return AckedDelta(
+        fqn="t",
+        version=(2, step),
+        column_offset=0,
+        width=1,
+        row_ids=np.array([row_id], np.int64).tobytes(),
+        columns={"weights": np.full(1, step, "<f4").tobytes()},
+        identities=None,
+        deleted_row_ids=b"",
+    )
+
+
 def _stored(**changes: Any) -> Rows:
     columns: dict[str, Any] = {"presence": [1, 2], "weights": [7.0, 0.0], "epochs": [2, 2], "steps": [5, 4]} | changes
     return Rows(
@@ -46,6 +61,27 @@ def _stored(**changes: Any) -> Rows:
         times_us=None,
         identities=None,
     )
+
+
+def test_a_shard_is_set_back_alone() -> None:
+    """Behind a seq a shard forgets all it has acked, with values; other shards, and later acks, stay."""
+    num_shards = 3
+    (here, there) = shards_of_rows(table_seed("t"), ROW_IDS, num_shards)
+    assert here != there
+    ledger = Ledger({"t": ROW_IDS}, {"t": 1})
+    ledger.take([_delta(1, 3), _delta(1, 8)])
+    ledger.keep_journal()
+    for step, row_id, shard, seq in ((2, 3, here, 10), (3, 3, here, 11), (3, 8, there, 12), (4, 3, here, 13)):
+        ledger.take([_delta(step, row_id)], shard=shard, seq=seq)
+    assert ledger.set_back(here, 11, num_shards) == 1
+    as_of = _stored(presence=[1, 1], weights=[3.0, 3.0], steps=[3, 3])
+    assert not ledger.compare("t", as_of, is_final=True)
+    assert ledger.set_back(here, 9, num_shards) == 2
+    assert dict(ledger.compare("t", as_of, is_final=True).counts) == {"unacked": 1}
+    assert not ledger.compare("t", _stored(presence=[1, 1], weights=[1.0, 3.0], steps=[1, 3]), is_final=True)
+    ledger.take([_delta(9, 3)], shard=here, seq=10)
+    assert not ledger.compare("t", _stored(presence=[1, 1], weights=[9.0, 3.0], steps=[9, 3]), is_final=True)
+    assert ledger.num_lost == 3
 
 
 def test_a_table_that_is_gone_is_lost() -> None:

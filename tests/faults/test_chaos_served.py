@@ -22,5 +22,7 @@ def test_each_kind_is_told() -> None:
     ):
         (line,) = outputs.compare([seen])
         assert line.startswith(kind)
-    assert outputs.num_compared == 7
+    assert not outputs.compare([Seen("ctr", (4, 1), b"ctr 1")], may_go_back=True)
+    assert not outputs.compare([Seen("ctr", (4, 1), b"ctr 1")], of="another process")
+    assert outputs.num_compared == 9
     assert outputs.found == {"stale": 1, "wrong": 1, "unknown": 1}

@@ -118,6 +118,11 @@ class ObjectServer:
         with self._lock:
             return sorted(key.removeprefix("prefix/") for key in self.objects if key.startswith(start))
 
+    def data_of(self, path: str) -> bytes:
+        """Return the bytes of an object."""
+        with self._lock:
+            return self.objects[f"prefix/{path}"].data
+
     def age(self, hours: float, prefix: str = "files/") -> None:
         """Make objects look so old."""
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from chaos_proxy import FrameProxy, Trouble
+from chaos_proxy import FrameProxy, Route, Trouble
 from held_ports import hold_ports
 from hellos import hello_of_writer
 from log_files import flip
@@ -254,7 +254,7 @@ async def test_a_bad_network_changes_nothing(
     """Everything arrives over connections that are reset and whose frames are duplicated and reordered."""
     monkeypatch.setattr(replay, "_LONGEST_PAUSE_S", replay._FIRST_PAUSE_S)  # many connections fail before one is good
     async with serve_shards(tmp_path / "target", 2, advertise_host="127.0.0.2") as ports:
-        proxy = FrameProxy(listen_host="127.0.0.2", target_host="127.0.0.1", ports=ports, seed=5)
+        proxy = FrameProxy([Route("127.0.0.2", "127.0.0.1", ports)], seed=5)
         proxy.start()
         try:
             # The order of the frames is not the seed's alone, but among some hundred, one is reset and one reordered.
