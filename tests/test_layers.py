@@ -39,7 +39,7 @@ WINGS = {
 LINES = {
     "schemas": 2_470,
     "kernels": 2_730,
-    "paramserver": 36_320,
+    "paramserver": 36_340,
     "streamer": 11_420,
     "scripts": 12_140,
     "tests": 70_110,

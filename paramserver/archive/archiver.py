@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 
 from headrace.paramserver.archive.objects import ShardArchive
 from headrace.paramserver.config.server_settings import ShardConfig
-from headrace.paramserver.log.claims import HeldClaims, ShardClaim
+from headrace.paramserver.log.claims import HeldClaims, ShardClaim, check_copy
 from headrace.paramserver.log.excerpt import LogExcerpt, excerpt_log_id
 from headrace.paramserver.log.interface import LogRecord, UpdateLog
 from headrace.paramserver.log.leases import LogLease
@@ -203,6 +203,8 @@ class Archiver:
                 is_known = True
             if term:
                 ShardClaim(store=store, shard=config.shard, term=term).check()
+            else:  # of another copy's log nothing can be said by comparing it
+                check_copy(store, config.directory, server_id=config.server_id, shard=config.shard)
 
         archiver_config = ArchiverConfig(
             server_id=config.server_id,

@@ -40,6 +40,7 @@ __all__ = [
     "ClaimStore",
     "HeldClaims",
     "ShardClaim",
+    "check_copy",
     "claim_shard",
     "claims_of",
     "hold_term",
@@ -221,6 +222,20 @@ def claim_shard(
         return ShardClaim(store=store, shard=shard, term=held.term, unsure=frozenset(unsure))
     HeldClaims(server_id=server_id, shard=shard, term=claim.term, known=((claim.term, claim.nonce),)).write(directory)
     return ShardClaim(store=store, shard=shard, term=claim.term)
+
+
+def check_copy(store: ClaimStore, directory: Path, *, server_id: str, shard: int) -> None:
+    """Check that the copy of a shard in a directory may claim the next term; it claims none.
+
+    Raises:
+        LogFencedError: Another copy has the shard.
+        HeadraceError: As `claim_shard`.
+
+    Thread: any; it blocks.
+    """
+    highest = _highest(store, shard)
+    if highest is not None:
+        _check_known(store, directory, HeldClaims.read(directory, server_id, shard), highest)
 
 
 def _claim_next(

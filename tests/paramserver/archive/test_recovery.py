@@ -353,8 +353,8 @@ def test_a_store_that_is_away_stops_no_server(place: Place) -> None:
         assert streamer.audit().is_equal
 
 
-def test_the_newest_directory_in_an_older_state_is_refused(place: Place, tmp_path: Path) -> None:
-    """A directory that was put back to before its archive's end does not start, and says how to repair it."""
+def test_an_older_directory_is_refused(place: Place, tmp_path: Path) -> None:
+    """A copy from before the last start steps down; one that knows that start and lacks records says how to repair."""
     older = tmp_path / "older"
     trainer = Trainer()
     with place.serve(shards=2) as server:
@@ -368,5 +368,9 @@ def test_the_newest_directory_in_an_older_state_is_refused(place: Place, tmp_pat
         streamer.flush()
         place.wait_archived(server)
         streamer.close()
+    with pytest.raises(UnavailableError, match=r"exit code 4(.|\n)*another copy of shard \d is the right one"):
+        place.serve(older)
+    for shard in range(2):
+        shutil.copy(place.data / f"shard-{shard:04d}/claim.json", older / f"shard-{shard:04d}")
     with pytest.raises(UnavailableError, match=r"is an older copy, or another; .* headrace restore file://"):
         place.serve(older)
