@@ -1,7 +1,9 @@
 """The chaos harness: kills, cuts and corrupts a real server and a real trainer, and checks that nothing acked is lost.
 
     python tests/faults/chaos.py --cycles 200 --seed 7
+    python tests/faults/chaos.py --cycles 200 --seed 7 --nodes 3 --shards 4 --relay
 
+The first is a server on one machine, the second one on several hosts with an object store, whose disks may be lost too.
 It ends at the first cycle that finds something, with exit code 1, and leaves the directory for a look.
 """
 
@@ -17,6 +19,7 @@ from typing import Annotated
 
 import typer
 from chaos_cycles import BREAKAGES, FAULTS, Chaos, ChaosError
+from chaos_nodes import NODE_FAULTS, RELAY_FAULTS, NodesChaos
 from new_directory import new_directory
 
 __all__ = ["deck", "main"]
@@ -39,9 +42,10 @@ def summarize(chaos: Chaos, *, cycles: int, seed: int, seconds: float) -> str:
     faults = ", ".join(f"{name} {number}" for name, number in sorted(chaos.faults.items()))
     troubles = ", ".join(f"{name} {number}" for name, number in sorted(chaos.proxy.counts.items()) if number)
     ledger = chaos.ledger
+    gone = f"; {ledger.num_lost} went with a disk and were sent again" if chaos.loses_disks else ""
     return (
         f"{cycles} cycles, seed {seed}, {seconds:.0f} s: {', '.join(f'{found[kind]} {kind}' for kind in told)} rows\n"
-        f"acked: {ledger.num_rows} rows in {ledger.num_batches} batches\n"
+        f"acked: {ledger.num_rows} rows in {ledger.num_batches} batches{gone}\n"
         f"served: {outputs.num_compared} outputs, {served}; {chaos.num_compared_rows} rows\n"
         f"faults: {faults}\nframes: {troubles or 'no trouble'}"
     )
@@ -52,20 +56,35 @@ def main(
     seed: Annotated[int, typer.Option(help="Chooses the faults, and what each does.")] = 0,
     fault: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.", show_default=False)] = None,
     breakage: Annotated[str, typer.Option(help=f"Break shards or served copies: {', '.join(BREAKAGES)}.")] = "none",
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run the server as so many nodes with an object store.", show_default=False),
+    ] = None,
+    shards: Annotated[int, typer.Option(min=1, help="How many shards the nodes have.")] = 4,
+    relay: Annotated[bool, typer.Option("--relay", help="With nodes: let some served copies follow a relay.")] = False,
     data: Annotated[
         Path | None, typer.Option(help="New directory to work in, and to keep.", metavar="DIR", show_default=False)
     ] = None,
 ) -> None:
     """Kill, cut and corrupt a server and a trainer, and check that nothing acked is lost."""
+    if nodes is None and relay:
+        raise typer.BadParameter("--relay goes with --nodes")
+    if nodes is not None and shards < nodes:
+        raise typer.BadParameter(f"--nodes {nodes}: more than --shards {shards}")
+    faults = FAULTS if nodes is None else NODE_FAULTS | (RELAY_FAULTS if relay else {})
     for name in fault or ():
-        if name not in FAULTS:
-            raise typer.BadParameter(f"no fault {name!r}; there is {', '.join(FAULTS)}")
+        if name not in faults:
+            raise typer.BadParameter(f"no fault {name!r}; there is {', '.join(faults)}")
     if breakage not in BREAKAGES:
         raise typer.BadParameter(f"no breakage {breakage!r}; there is {', '.join(BREAKAGES)}")
     directory = new_directory(data, prefix="headrace-chaos-")
     started_s, done, error = time.monotonic(), 0, None
-    with Chaos(directory, seed=seed, breakage=breakage) as chaos:
-        for name in deck(cycles, seed, fault or tuple(FAULTS)):
+    if nodes is None:
+        made = Chaos(directory, seed=seed, breakage=breakage)
+    else:
+        made = NodesChaos(directory, seed=seed, breakage=breakage, num_nodes=nodes, num_shards=shards, has_relay=relay)
+    with made as chaos:
+        for name in deck(cycles, seed, fault or tuple(faults)):
             print(f"{time.monotonic() - started_s:5.0f} s  {name}", flush=True)
             try:
                 chaos.run_cycle(name)
